@@ -1,0 +1,159 @@
+"""What a user can set, checked once, before any process group exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_zero.stage import STAGES, Stage, State
+
+__all__ = ["ZeroConfig"]
+
+_FLOATING = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "max_live_parameters",
+)
+_MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Settings of the engine. Sizes are in elements, as in DeepSpeed; None means "choose well".
+
+    Attributes:
+        stage: 0 (plain data parallel, the control), 1, 2 or 3.
+        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 8 Mi, or 256 Ki
+            for each rank where that is more. In stage 3 it bounds the buckets that are not a repeated block.
+        allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the step.
+            Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.
+        prefetch_bucket_size: Stage 3: elements gathered ahead of their use. None: one unit ahead; 0: none.
+        param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0, because a
+            small parameter travels with its unit and costs no collective of its own.
+        max_live_parameters: Stage 3: no prefetch that would bring more whole elements than this.
+        reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them again
+            for its backward. None: True. False trades memory for a third of the communication.
+        overlap_comm: Communicate while computing. False: wait for every collective where it is issued.
+        reduce_dtype: Dtype in which gradients are summed and kept. None: float32, or the parameters' own
+            dtype where that is wider.
+        param_dtype: Dtype of whole parameters, in which the module computes. None: as the module is. Where
+            it is narrower than float32, float32 masters are kept and stepped.
+        broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the first
+            forward after a step, as DistributedDataParallel does.
+        assume_elementwise: Skip the check that an optimizer treats every element by itself. For an
+            optimizer that draws random numbers, say; a wrong promise trains wrongly.
+
+    Raises:
+        ValueError: A value out of range, or an option that has no meaning in this stage.
+        TypeError: A value of the wrong type.
+    """
+
+    stage: int = 3
+    reduce_bucket_size: int | None = None
+    allgather_bucket_size: int | None = None
+    prefetch_bucket_size: int | None = None
+    param_persistence_threshold: int | None = None
+    max_live_parameters: int | None = None
+    reshard_after_forward: bool | None = None
+    overlap_comm: bool = True
+    reduce_dtype: torch.dtype | str | None = None
+    param_dtype: torch.dtype | str | None = None
+    broadcast_buffers: bool = True
+    assume_elementwise: bool = False
+
+    def __post_init__(self) -> None:
+        _check_stage(self.stage)
+        for name in _SIZES:
+            _set(self, name, _check_size(name, getattr(self, name)))
+        for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise"):
+            _check_bool(name, getattr(self, name))
+        if self.reshard_after_forward is not None:
+            _check_bool("reshard_after_forward", self.reshard_after_forward)
+        for name in ("reduce_dtype", "param_dtype"):
+            _set(self, name, _check_dtype(name, getattr(self, name)))
+        self._check_options_of_other_stages()
+
+    @property
+    def states(self) -> Stage:
+        """Which states rest as shards."""
+        return STAGES[self.stage]
+
+    def replace(self, **changes: Any) -> ZeroConfig:
+        """A copy with `changes`, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def _check_options_of_other_stages(self) -> None:
+        states = self.states
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "max_live_parameters",
+            "reshard_after_forward",
+        ):
+            if getattr(self, name) is not None and not states.gathers_before_use:
+                raise ValueError(
+                    f"{name} needs stage 3, got stage {self.stage}, in which parameters rest whole; "
+                    f"use stage=3 or leave {name} out."
+                )
+        if self.allgather_bucket_size is not None and not states.gathers_after_step:
+            where = "gathers per unit" if states.has_shard(State.PARAM) else "gathers nothing"
+            raise ValueError(
+                f"allgather_bucket_size needs stage 1 or 2, got stage {self.stage}, which {where}; "
+                "use stage=1 or stage=2, or leave allgather_bucket_size out."
+            )
+
+
+def _set(config: ZeroConfig, name: str, value: object) -> None:
+    object.__setattr__(config, name, value)
+
+
+def _check_stage(stage: object) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise TypeError(f"stage must be one of 0, 1, 2, 3, got {stage!r} ({type(stage).__name__}).")
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of 0, 1, 2, 3, got {stage!r}.")
+
+
+def _check_size(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 5e8 in JSON and YAML is a float
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a whole number of elements such as 5e8, got {value!r}.")
+    if isinstance(value, float):
+        raise ValueError(f"{name} must be a whole number of elements such as 5e8, got {value}.")
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if value < least:
+        raise ValueError(f"{name} must be at least {least} elements, got {value}.")
+    return value
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def _check_dtype(name: str, value: object) -> torch.dtype | None:
+    if value is None:
+        return None
+    dtype = _FLOATING.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in _FLOATING.values():
+        names = "float16, bfloat16, float32, float64"
+        raise ValueError(f"{name} must be one of {names} or a torch dtype of these, got {value!r}.")
+    return dtype
