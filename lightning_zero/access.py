@@ -1,0 +1,110 @@
+"""Looks at whole parameters and gradients from outside the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.stage import State
+
+__all__ = ["full_grad", "gathered"]
+
+
+@contextmanager
+def gathered(
+    module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    writeback: bool = False,
+) -> Iterator[None]:
+    """Shows whole parameters on every rank, n-D, for the time of the context. Collective: every rank.
+
+    Parameters come with their bucket, so the whole bucket is gathered. Parameters that no engine holds
+    are whole anyway.
+
+    Args:
+        module_or_parameters: A module (all its parameters), one parameter or several.
+        writeback: Keep changes: at the end rank 0's values go to every rank, into masters and
+            parameters. The parameters then show their masters, in full precision. Without it they show
+            what the module computes with, and must not be changed.
+
+    Raises:
+        RuntimeError: In the middle of an optimizer step.
+    """
+    buckets = _buckets_of(module_or_parameters)
+    with ExitStack() as stack:
+        for bucket in buckets:
+            stack.enter_context(_writable(bucket) if writeback else _readable(bucket))
+        yield
+
+
+def full_grad(parameter: nn.Parameter) -> Tensor | None:
+    """The whole mean gradient of `parameter`, on every rank. Collective: every rank.
+
+    Returns:
+        A new tensor of the parameter's shape in the reduce dtype; None where `parameter.grad` is None,
+        the same on every rank.
+    """
+    if not has_placement(parameter):
+        return None if parameter.grad is None else parameter.grad.clone()
+    placement = placement_of(parameter)
+    bucket: Bucket = placement.bucket
+    if bucket.grads.fetch(placement.index) is None:
+        return None
+    mean = bucket.grads.shard
+    assert mean is not None
+    if not bucket.plan.stage.has_shard(State.OPTIM):
+        return bucket.grads.slices[placement.index].clone()
+    return bucket.gather_parts(mean).views[placement.index].clone()
+
+
+def _buckets_of(
+    module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+) -> list[Bucket]:
+    """Buckets in a rank-independent order: that of the first parameter of each."""
+    parameters: Iterable[nn.Parameter]
+    if isinstance(module_or_parameters, nn.Module):
+        parameters = module_or_parameters.parameters()
+    elif isinstance(module_or_parameters, nn.Parameter):
+        parameters = [module_or_parameters]
+    else:
+        parameters = module_or_parameters
+    found: dict[Bucket, None] = {}
+    for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(
+                "gathered() expects a module or its parameters, got "
+                f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
+            )
+        if has_placement(parameter):
+            found[placement_of(parameter).bucket] = None
+    return list(found)
+
+
+@contextmanager
+def _readable(bucket: Bucket) -> Iterator[None]:
+    was_whole = bucket.is_whole
+    bucket.gather()
+    bucket.finish_gather()
+    bucket.pins += 1
+    try:
+        yield
+    finally:
+        bucket.pins -= 1
+        if not was_whole:
+            bucket.release()
+
+
+@contextmanager
+def _writable(bucket: Bucket) -> Iterator[None]:
+    exact = bucket.gather_master()
+    bucket.show(exact)
+    try:
+        yield
+    except BaseException:
+        bucket.hide()
+        raise
+    bucket.hide()
+    bucket.accept(exact)

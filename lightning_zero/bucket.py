@@ -1,0 +1,367 @@
+"""One bucket at run time: its parameters, their masters, and what `parameter.data` points at.
+
+    phase       parameter.data                               class
+    SHARD       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
+    GATHERING   the slice, or the view of a buffer in flight guarded
+    WHOLE       n-D view of the whole buffer                 plain     in use; at rest elsewhere
+    STEP        this rank's slice of the master, 1-D         plain     while the optimizer steps
+
+The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
+themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from lightning_zero.buffer import FlatBuffer, slice_shard
+from lightning_zero.comm import Communicator, Pending
+from lightning_zero.gradient import Gradients
+from lightning_zero.guard import Placement, guard, set_placement, unguard
+from lightning_zero.plan import BucketPlan
+from lightning_zero.stage import State
+
+__all__ = ["Bucket", "Phase"]
+
+
+class Phase(Enum):
+    """What the parameters of a bucket point at; see the table at the top of this file."""
+
+    SHARD = "shard"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+    STEP = "step"
+
+
+class Bucket:
+    """Parameters that travel together, from setup to teardown.
+
+    Attributes:
+        plan: Layout, dtypes and stage.
+        parameters: The module's own parameter objects, by slot.
+        grads: Their gradients.
+        phase: Where the parameters are.
+        own_dtypes: Dtype of each parameter before this bucket took it over.
+        pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        *,
+        grad_dtype: torch.dtype,
+        make_whole: Callable[[Bucket, str], None],
+    ) -> None:
+        self.plan = plan
+        self.parameters = list(parameters)
+        self._comm = comm
+        self.phase = Phase.WHOLE
+        self.pins = 0
+        self.own_dtypes = [p.dtype for p in parameters]
+        self.grads = Gradients(plan, parameters, comm, grad_dtype)
+        self._pending: Pending | None = None
+        self._master: Tensor | None = None  # 1-D, own part, master dtype
+        self._make_whole = make_whole
+        device = parameters[0].device
+        self._whole = FlatBuffer(plan.layout, plan.dtype, device)
+        # 1-D, shard_numel, param dtype: what a gather sends; None where nothing is gathered before use.
+        self._param_shard: Tensor | None = None
+        self._take_in()
+
+    # ---------------------------------------------------------------- setup and teardown
+
+    def _take_in(self) -> None:
+        """Copies rank 0's values into the flat space and makes the parameters views of it."""
+        plan, rank = self.plan, self._comm.rank
+        exact = self._exact_copy()
+        self._comm.broadcast_(exact.tensor)
+        if exact is not self._whole:
+            self._whole.tensor.copy_(exact.tensor)
+        if not self._has_master_of_its_own:
+            self._master = self._whole.tensor if self._steps_whole else self._whole.shard(rank)
+        elif self._needs_master:
+            part = exact.tensor if self._steps_whole else exact.shard(rank)
+            self._master = part.to(plan.master_dtype, copy=True)
+        for index, (slot, parameter) in enumerate(
+            zip(plan.layout.slots, self.parameters, strict=True)
+        ):
+            shape = torch.Size(slot.shape)
+            placement = Placement(slot.name, shape, plan.dtype, self, index, self._use)
+            set_placement(parameter, placement)
+            parameter.data = self._whole.views[index]
+            if plan.dtype.is_floating_point:
+                parameter.grad_dtype = None  # gradients may be wider than the parameter
+        if plan.stage.has_shard(State.PARAM):
+            shard = self._whole.shard(rank).clone()
+            if self._has_master_of_its_own:
+                self._param_shard = shard
+            else:
+                self._master = self._param_shard = shard
+            self.release()
+
+    def _exact_copy(self) -> FlatBuffer:
+        """The parameters in their own precision; the whole buffer itself where that suffices."""
+        widest = self.plan.dtype
+        for dtype in self.own_dtypes:
+            widest = torch.promote_types(widest, dtype)
+        exact = self._whole
+        if widest != self.plan.dtype:
+            exact = FlatBuffer(self.plan.layout, widest, self._whole.tensor.device)
+        for view, parameter in zip(exact.views, self.parameters, strict=True):
+            view.copy_(parameter.data)
+        return exact
+
+    def give_back(self, device: torch.device) -> None:
+        """Makes every parameter a whole tensor of its own on `device`, in its own dtype. Collective."""
+        self.finish_gather()
+        self.grads.drop()
+        exact = self.gather_master()
+        for index, parameter in enumerate(self.parameters):
+            value = exact.views[index].to(device, self.own_dtypes[index], copy=True)
+            unguard(parameter)
+            set_placement(parameter, None)
+            if self.plan.dtype.is_floating_point:
+                parameter.grad_dtype = self.own_dtypes[index]
+            parameter.data = value
+        self._master = self._param_shard = None
+        self._whole.free()
+
+    # ---------------------------------------------------------------- PARAM
+
+    @property
+    def is_gathered_before_use(self) -> bool:
+        """PARAM rests as a shard."""
+        return self.plan.stage.gathers_before_use
+
+    @property
+    def is_whole(self) -> bool:
+        """The values of all elements are at hand or on their way."""
+        return self.phase in (Phase.GATHERING, Phase.WHOLE)
+
+    def gather(self) -> None:
+        """Issues the gather of whole parameters. Collective. No effect while they are whole."""
+        if self.is_whole:
+            return
+        self._whole.allocate()
+        assert self._param_shard is not None
+        self._whole.shard(self._comm.rank).copy_(self._param_shard)
+        self._issue_gather()
+
+    def _issue_gather(self) -> None:
+        self._pending = self._comm.all_gather(self._whole.tensor, self.plan.name)
+        for parameter in self.parameters:
+            guard(parameter)
+        self.phase = Phase.GATHERING
+
+    def finish_gather(self) -> None:
+        """Waits for a gather under way; the parameters are whole and plain."""
+        if self.phase is not Phase.GATHERING:
+            return
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        for parameter, view in zip(self.parameters, self._whole.views, strict=True):
+            unguard(parameter)
+            parameter.data = view
+        self.phase = Phase.WHOLE
+
+    def release(self) -> None:
+        """Frees whole parameters where they rest as shards."""
+        if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
+            return
+        self.finish_gather()
+        for parameter, part in zip(self.parameters, self._resting_parts(), strict=True):
+            parameter.data = part
+            guard(parameter)
+        self._whole.free()
+        self.phase = Phase.SHARD
+
+    def _use(self, name: str) -> None:
+        """The guard's call: somebody applies a torch function to parameter `name`."""
+        if self.phase is Phase.GATHERING:
+            self.finish_gather()
+        else:
+            self._make_whole(self, name)
+
+    def _resting_parts(self) -> list[Tensor]:
+        resting = self._master if self._master is not None else self._param_shard
+        assert resting is not None
+        return slice_shard(self.plan.layout, resting, self._comm.rank)
+
+    # ---------------------------------------------------------------- OPTIM
+
+    @property
+    def _steps_whole(self) -> bool:
+        return not self.plan.stage.has_shard(State.OPTIM)
+
+    @property
+    def _has_master_of_its_own(self) -> bool:
+        return self.plan.master_dtype != self.plan.dtype
+
+    @property
+    def _needs_master(self) -> bool:
+        """A master is kept for what is trained, and for what would lose bits without one."""
+        is_trained = any(p.requires_grad for p in self.parameters)
+        return is_trained or any(d.itemsize > self.plan.dtype.itemsize for d in self.own_dtypes)
+
+    @property
+    def master(self) -> Tensor:
+        """This rank's part of the master: 1-D; made from the parameters where there was none yet."""
+        if self._master is None:
+            whole = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
+            part = whole if self._param_shard is None else self._param_shard
+            self._master = part.to(self.plan.master_dtype, copy=True)
+        return self._master
+
+    def master_parts(self) -> list[Tensor]:
+        """By slot, the part of the master that this rank steps: 1-D slices, n-D views in stage 0."""
+        if not self._steps_whole:
+            return slice_shard(self.plan.layout, self.master, self._comm.rank)
+        return [self.master[s.start : s.stop].view(s.shape) for s in self.plan.layout.slots]
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from its own first one, that this rank steps."""
+        slot = self.plan.layout.slots[index]
+        if self._steps_whole:
+            return range(slot.numel)
+        return self.plan.layout.owned(slot, self._comm.rank)
+
+    def slice_state(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
+        device = self._whole.tensor.device
+        if self._steps_whole:
+            return whole.to(device, self.plan.master_dtype, copy=True)
+        owned = self.owned(index)
+        part = whole.reshape(-1)[owned.start : owned.stop]
+        return part.to(device, self.plan.master_dtype, copy=True)
+
+    def enter_step(self) -> None:
+        """Points parameters at their masters and `.grad` at their reduced gradients."""
+        self.finish_gather()
+        for index, (parameter, part) in enumerate(
+            zip(self.parameters, self.master_parts(), strict=True)
+        ):
+            grad = self.grads.fetch(index)
+            parameter.grad = None
+            unguard(parameter)
+            parameter.data = part
+            if grad is not None:
+                parameter.grad = grad
+        self.phase = Phase.STEP
+
+    def leave_step(self, *, is_changed: bool) -> None:
+        """Points everything back, casts changed masters to parameters and issues their gather."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if is_changed:
+            self.cast_master()
+        self._point_at_rest()
+        self.grads.show()
+        if is_changed and self.plan.stage.gathers_after_step:
+            self._issue_gather()
+
+    def _point_at_rest(self) -> None:
+        """From STEP to where parameters rest: their slice, or the whole buffer."""
+        is_shard = self.is_gathered_before_use
+        targets = self._resting_parts() if is_shard else self._whole.views
+        for parameter, target in zip(self.parameters, targets, strict=True):
+            parameter.data = target
+            if is_shard:
+                guard(parameter)
+        self.phase = Phase.SHARD if is_shard else Phase.WHOLE
+
+    def cast_master(self) -> None:
+        """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
+        if not self._has_master_of_its_own or self._master is None:
+            return
+        target = self._param_shard
+        if target is None:
+            own = self._whole.shard(self._comm.rank)
+            target = self._whole.tensor if self._steps_whole else own
+        with record_function(f"zero::cast {self.plan.name}"):
+            target.copy_(self._master)
+
+    # ---------------------------------------------------------------- whole masters
+
+    def gather_master(self) -> FlatBuffer:
+        """A new buffer with all elements in full precision, on every rank. Collective; waits."""
+        self.finish_gather()
+        part = self._master if self._master is not None else self._param_shard
+        if part is None:
+            part = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
+        return self.gather_parts(part)
+
+    def gather_parts(self, part: Tensor) -> FlatBuffer:
+        """A new buffer from every rank's `part`, which is 1-D and laid out as the master. Collective."""
+        with torch.no_grad():
+            exact = FlatBuffer(self.plan.layout, part.dtype, part.device)
+            if self._steps_whole:
+                exact.tensor.copy_(part)
+            else:
+                exact.shard(self._comm.rank).copy_(part)
+                self._comm.all_gather(exact.tensor, self.plan.name).wait()
+        return exact
+
+    def show(self, exact: FlatBuffer) -> None:
+        """Points the parameters at `exact`, plain, until `hide`."""
+        self.finish_gather()
+        self.pins += 1
+        for parameter, view in zip(self.parameters, exact.views, strict=True):
+            unguard(parameter)
+            parameter.data = view
+
+    def hide(self) -> None:
+        """Points the parameters back to where they were before `show`."""
+        self.pins -= 1
+        is_shard = self.phase is Phase.SHARD
+        targets = self._resting_parts() if is_shard else self._whole.views
+        for parameter, target in zip(self.parameters, targets, strict=True):
+            parameter.data = target
+            if is_shard:
+                guard(parameter)
+
+    def accept(self, exact: FlatBuffer) -> None:
+        """Takes rank 0's values of `exact` into masters and parameters of every rank. Collective."""
+        rank = self._comm.rank
+        self._comm.broadcast_(exact.tensor)
+        with torch.no_grad():
+            if self._master is not None:
+                self._master.copy_(exact.tensor if self._steps_whole else exact.shard(rank))
+            if self._param_shard is not None:
+                self._param_shard.copy_(exact.shard(rank))
+            if self._whole.is_allocated:
+                self._whole.tensor.copy_(exact.tensor)
+
+    # ---------------------------------------------------------------- bytes
+
+    def allocated_bytes(self) -> dict[State, int]:
+        """Bytes held at this moment in parameters, gradients and masters.
+
+        A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
+        """
+        params = self._whole.allocated_bytes
+        if self._param_shard is not None:
+            params += self._param_shard.untyped_storage().nbytes()
+        optim = 0
+        if self._has_master_of_its_own and self._master is not None:
+            optim = self._master.untyped_storage().nbytes()
+        return {State.PARAM: params, State.GRAD: self.grads.allocated_bytes, State.OPTIM: optim}
+
+    def data_parallel_bytes(self) -> dict[State, int]:
+        """Bytes that these parameters need whole on every rank; optimizer state without its moments."""
+        numel = self.plan.layout.parameter_numel
+        is_trained = any(parameter.requires_grad for parameter in self.parameters)
+        params = numel * self.plan.dtype.itemsize
+        master = numel * self.plan.master_dtype.itemsize if self._has_master_of_its_own else 0
+        return {
+            State.PARAM: params,
+            State.GRAD: params if is_trained else 0,
+            State.OPTIM: master if is_trained else 0,
+        }

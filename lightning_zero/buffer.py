@@ -1,0 +1,74 @@
+"""One flat tensor, its n-D views, and the freeing of its memory under autograd's eyes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_zero.layout import Layout
+
+__all__ = ["FlatBuffer", "slice_shard"]
+
+
+class FlatBuffer:
+    """The whole flat space of a bucket in one dtype, with one view for each parameter.
+
+    [Note: Freeing under autograd] Operations save views of a parameter for backward (a linear layer
+    saves `weight.t()`), and those hold the storage object, not the parameter. So the storage object
+    lives as long as the buffer; `free` empties it and `allocate` fills the same object again, and a
+    view saved in forward sees the values gathered for backward. Version counters do not move, for the
+    values are the same.
+
+    Attributes:
+        layout: The flat space.
+        tensor: 1-D, `layout.numel`; its storage is empty while the buffer is freed.
+        views: One n-D view for each slot, in order.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        # Zero from the start: padding must be zero wherever somebody sums over a whole buffer.
+        self.tensor: Tensor = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.views: list[Tensor] = [
+            self.tensor[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
+        ]
+        self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
+        self._nbytes = self.tensor.untyped_storage().nbytes()
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the storage holds memory."""
+        return self.tensor.untyped_storage().size() > 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held at this moment."""
+        return self.tensor.untyped_storage().nbytes()
+
+    def allocate(self) -> None:
+        """Gives the storage its memory back, uninitialised but for zero padding."""
+        if self.is_allocated:
+            return
+        self.tensor.untyped_storage().resize_(self._nbytes)
+        for gap in self._gaps:
+            gap.zero_()
+
+    def free(self) -> None:
+        """Empties the storage; every view of it is invalid until the next `allocate`."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def shard(self, rank: int) -> Tensor:
+        """The 1-D part that `rank` owns, a view."""
+        part = self.layout.shard(rank)
+        return self.tensor[part.start : part.stop]
+
+
+def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
+    """For each slot the 1-D view of `shard` that holds this rank's elements of it; possibly empty."""
+    first = layout.shard(rank).start
+    slices = []
+    for slot in layout.slots:
+        owned = layout.owned(slot, rank)
+        start = slot.start + owned.start - first if owned else 0
+        slices.append(shard[start : start + len(owned)])
+    return slices

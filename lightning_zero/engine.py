@@ -1,0 +1,314 @@
+"""The engine: a module, its optimizers, and who holds which part of their state.
+
+Usable by itself in a hand-written loop:
+
+    engine = Engine(module, optimizers=[optimizer], config=ZeroConfig(stage=3))
+    loss = module(x)
+    engine.backward(loss)
+    engine.step()
+    engine.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.comm import Communicator
+from lightning_zero.config import ZeroConfig
+from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.memory import MemoryReport
+from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
+from lightning_zero.plan import Plan, make_plan
+from lightning_zero.schedule import Schedule, Unit
+from lightning_zero.stage import State
+from lightning_zero.step import OptimizerStep, StepKind, probe, shard_state
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Shards the state of `module` and `optimizers` over all ranks of the default process group.
+
+    Every rank must make it with the same module, and call its methods in the same order. Parameters
+    keep their identity: the optimizers are kept as they are, and their `step()` may be called directly.
+
+    Args:
+        module: On the device where it computes. Rank 0's values are taken.
+        optimizers: Over parameters of `module`; fresh ones or with state. More can be attached later.
+        config: Stage and sizes; None: stage 3 with defaults.
+        timeout: Of collectives; None: the backend's.
+
+    Attributes:
+        plan: Units and buckets.
+        buckets: The buckets at run time, in layout order.
+        schedule: Decides on gathers and reductions.
+
+    Raises:
+        ValueError: A module without parameters, on the meta device or on several; a module that another
+            engine holds; an optimizer over foreign parameters, or one that cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        config: ZeroConfig | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.module = module
+        self.config = config or ZeroConfig()
+        self.device = _device_of(module)
+        kinds = [self._examine(optimizer) for optimizer in optimizers]
+        self.comm = Communicator(self.device, timeout=timeout)
+        optimizer_of = {
+            parameter: index
+            for index, optimizer in enumerate(optimizers)
+            for parameter in _parameters_of(optimizer)
+        }
+        self.plan: Plan = make_plan(
+            module, self.config, world_size=self.comm.size, optimizer_of=optimizer_of
+        )
+        self.buckets: list[Bucket] = []
+        units = self._build_units()
+        self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
+        self._steps: list[OptimizerStep] = []
+        self._syncs = True
+        for optimizer, kind in zip(optimizers, kinds, strict=True):
+            self._attach(optimizer, kind)
+
+    def _build_units(self) -> list[Unit]:
+        named = dict(self.module.named_parameters())
+        units = []
+        for index, unit_plan in enumerate(self.plan.units):
+            of_unit = [
+                Bucket(
+                    plan,
+                    [named[slot.name] for slot in plan.layout.slots],
+                    self.comm,
+                    grad_dtype=self.plan.grad_dtype(plan),
+                    make_whole=self._make_whole,
+                )
+                for plan in unit_plan.buckets
+            ]
+            self.buckets += of_unit
+            units.append(Unit(unit_plan, index, of_unit))
+        return units
+
+    def _make_whole(self, bucket: Bucket, name: str) -> None:
+        self.schedule.use_out_of_turn(bucket, name)
+
+    # ---------------------------------------------------------------- optimizers
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The attached optimizers."""
+        return [step.optimizer for step in self._steps]
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Makes `optimizer` step this rank's slices from now on.
+
+        Raises:
+            ValueError: It holds foreign parameters, or cannot be sharded.
+        """
+        self._attach(optimizer, self._examine(optimizer))
+
+    def _attach(self, optimizer: Optimizer, kind: StepKind) -> None:
+        shard_state(optimizer)
+        self._steps.append(
+            OptimizerStep(
+                optimizer,
+                kind,
+                before=self._before_step,
+                order=self.schedule.step_order,
+            )
+        )
+
+    def _before_step(self) -> None:
+        self.schedule.reduce_local()
+
+    def _examine(self, optimizer: Optimizer) -> StepKind:
+        own = set(self.module.parameters())
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in own:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not one of {type(self.module).__name__}; "
+                        "build the optimizer from the parameters of the module that is trained."
+                    )
+        if not self.config.states.has_shard(State.OPTIM) or self.config.assume_elementwise:
+            return StepKind.AT_ONCE
+        return probe(optimizer, self.device, torch.float32)
+
+    # ---------------------------------------------------------------- the loop
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """`loss.backward(...)`, with gradients averaged over ranks at its end. Collective."""
+        with self.backward_context():
+            loss.backward(*args, **kwargs)
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Around a backward that somebody else calls."""
+        return self.schedule.backward_context(reduces=self._syncs)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Around code that uses the module without calling it."""
+        return self.schedule.step_context()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all micro-batches of a step but the last: leaves gradients local where the stage can.
+
+        Stages 2 and 3 reduce every micro-batch, for they keep no whole gradients.
+        """
+        syncs, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = syncs
+
+    def step(self) -> None:
+        """Steps every attached optimizer. Collective."""
+        for step in self._steps:
+            step.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients of all parameters."""
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Clips the mean gradients to a total norm, as `torch.nn.utils.clip_grad_norm_`. Collective.
+
+        Args:
+            max_norm: Largest norm that is left as it is.
+            norm_type: p of the p-norm; may be `math.inf`.
+            parameters: Only those; None: all of the module.
+
+        Returns:
+            The total norm before clipping, 0-dim.
+        """
+        self.schedule.reduce_local()
+        chosen = None if parameters is None else set(parameters)
+        return clip_by_norm(
+            self.buckets, self.comm, float(max_norm), parameters=chosen, order=float(norm_type)
+        )
+
+    def clip_grad_value_(
+        self, clip_value: float, *, parameters: Iterable[nn.Parameter] | None = None
+    ) -> None:
+        """Clamps every element of the mean gradients to [-clip_value, clip_value]. Collective."""
+        self.schedule.reduce_local()
+        chosen = None if parameters is None else set(parameters)
+        clip_by_value(self.buckets, float(clip_value), parameters=chosen)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Total norm of the mean gradients, 0-dim. Collective."""
+        self.schedule.reduce_local()
+        return total_norm(self.buckets, self.comm, order=float(norm_type))
+
+    # ---------------------------------------------------------------- looks from outside
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
+        held = dict.fromkeys(State, 0)
+        alone = dict.fromkeys(State, 0)
+        for bucket in self.buckets:
+            for state, nbytes in bucket.allocated_bytes().items():
+                held[state] += nbytes
+            for state, nbytes in bucket.data_parallel_bytes().items():
+                alone[state] += nbytes
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                placement = placement_of(parameter)
+                for value in state.values():
+                    if not isinstance(value, Tensor):
+                        continue
+                    nbytes = value.untyped_storage().nbytes()
+                    held[State.OPTIM] += nbytes
+                    is_slice = value.dim() == 1 or value.shape == placement.shape
+                    numel = placement.shape.numel() if is_slice else value.numel()
+                    alone[State.OPTIM] += numel * value.element_size()
+        return MemoryReport(self.comm.rank, self.comm.size, {"device": held}, alone)
+
+    # ---------------------------------------------------------------- failures and the end
+
+    def reset(self) -> None:
+        """Back to rest after an exception; gradients are dropped. Local."""
+        self.schedule.reset()
+
+    def abort(self) -> None:
+        """Makes the other ranks fail at their next agreement instead of waiting for this one."""
+        self.comm.abort()
+
+    def close(self, device: torch.device | None = None) -> None:
+        """Gives the module back: whole tensors, no hooks. Collective. Closing twice is harmless.
+
+        Args:
+            device: Where the whole parameters are to be; None: where they are.
+        """
+        for step in self._steps:
+            step.detach()
+        self.schedule.detach()
+        self.schedule.reset()
+        for bucket in self.buckets:
+            bucket.give_back(device or self.device)
+        self.buckets.clear()
+        self._steps.clear()
+        self.comm.close()
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """The device of all parameters.
+
+    Raises:
+        ValueError: There is none, or more than one, or an engine has them already.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        if has_placement(parameter):
+            raise ValueError(
+                f"parameter {name} is held by another engine; one module trains under one strategy at "
+                "a time: call close() on the other engine, or let its fit end, first."
+            )
+        devices.setdefault(parameter.device, name)
+    if not devices:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its layers "
+            "in __init__, setup() or configure_model()."
+        )
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"all parameters must be on one device, got {where}; call module.to(device)."
+        )
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise ValueError(
+            f"parameter {devices[device]} is on the meta device and has no values; materialise the "
+            "module first (module.to_empty(device=...) and its own initialisation)."
+        )
+    return device

@@ -1,0 +1,319 @@
+"""The GRAD state of one bucket: from autograd's tensors to this rank's averaged shard.
+
+[Note: Gradients are views, the first one is copied] `parameter.grad` is None before the first backward
+of a step; autograd then hands over its own tensor, which is copied into the whole flat buffer (one read,
+one write), and `.grad` is pointed at the view of the buffer. Later micro-batches accumulate in place
+into that view. Pointing `.grad` at the buffer beforehand instead would make the first gradient an
+addition into zeros: twice the memory traffic, for the same result.
+
+[Note: Dtypes of gradients] The whole buffer has the parameters' dtype while each backward is reduced by
+itself; the sum over ranks is made and kept in `reduce_dtype`. Where whole gradients outlive a backward
+(micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer has `reduce_dtype` too,
+so that nothing is accumulated in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.buffer import FlatBuffer, slice_shard
+from lightning_zero.comm import Communicator, Pending
+from lightning_zero.plan import BucketPlan
+from lightning_zero.sharded_grad import ShardedGrad
+from lightning_zero.stage import State
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Gradients of the parameters of one bucket.
+
+    Attributes:
+        whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is sharded its
+            memory exists from the first gradient of a backward to the end of the reduction.
+        shard: The mean over ranks: 1-D, `shard_numel` (`numel` where OPTIM is whole), reduce dtype;
+            None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
+        slices: The part of `shard` for each slot; n-D views where the mean is whole.
+        is_local: By slot: `whole` holds a gradient of this parameter.
+        is_reduced: By slot: `shard` holds the mean gradient of this parameter.
+        is_touched: By slot: this rank has contributed since the last reduction.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        dtype: torch.dtype,
+    ) -> None:
+        self._plan = plan
+        self._parameters = list(parameters)
+        self._comm = comm
+        self._dtype = dtype  # of the reduced gradients
+        self._is_sharded = plan.stage.has_shard(State.GRAD)
+        self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
+        self.whole: FlatBuffer | None = None
+        self.shard: Tensor | None = None
+        self.slices: list[Tensor] = []
+        self.is_local = [False] * len(self._parameters)
+        self.is_reduced = [False] * len(self._parameters)
+        self.is_touched = [False] * len(self._parameters)
+        self._views: list[Tensor] = []  # by slot: what users see as `.grad`
+        self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
+        self._holds_mean = False  # `shard` has a value to which a further mean is added
+        self._carry: Tensor | None = None  # that value, while `whole` is written over it
+        self._out: Tensor | None = None
+        self._pending: Pending | None = None
+
+    # ---------------------------------------------------------------- backward
+
+    def prepare(self, *, outlives_backward: bool) -> None:
+        """Before a backward: takes what is reduced out of autograd's sight, forgets what was zeroed.
+
+        Args:
+            outlives_backward: This backward will not be reduced by itself.
+        """
+        for index, parameter in enumerate(self._parameters):
+            grad = parameter.grad
+            if grad is None:
+                self.is_local[index] = self.is_reduced[index] = False
+            elif self.is_local[index]:
+                self._keep_local(index, grad)
+            else:
+                if not self._is_own(index, grad):
+                    self._take_over(index, grad)
+                parameter.grad = None
+        self._forget_zeroed()
+        self.is_touched = list(self.is_local)
+        self._expected = {i for i, p in enumerate(self._parameters) if p.requires_grad}
+        if outlives_backward:
+            self._widen()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every gradient that can come in this backward has come."""
+        return not self._expected
+
+    def receive(self, index: int) -> bool:
+        """Takes over the gradient that autograd has just accumulated into slot `index`.
+
+        Returns:
+            Whether it was the last one that this backward can bring.
+        """
+        parameter = self._parameters[index]
+        grad = parameter.grad
+        assert grad is not None
+        whole = self._open()
+        view = whole.views[index]
+        if grad is not view:
+            view.copy_(grad.to_dense() if grad.is_sparse else grad)
+            parameter.grad = view
+        self.is_local[index] = self.is_touched[index] = True
+        was_complete = self.is_complete
+        self._expected.discard(index)
+        return self.is_complete and not was_complete
+
+    # ---------------------------------------------------------------- reduction
+
+    def reduce(self) -> None:
+        """Issues the reduction of what is local; slots without a gradient count as zero."""
+        whole = self._open()
+        for index, is_local in enumerate(self.is_local):
+            if not is_local:
+                whole.views[index].zero_()
+            # A gradient that comes after this one is a new one, in a buffer of its own.
+            self._parameters[index].grad = None
+            self.is_local[index] = False
+        if self._is_whole_mean:
+            self._out = whole.tensor
+            self._pending = self._comm.all_reduce(whole.tensor, self._plan.name)
+            return
+        if self._is_in_place:
+            self._out = whole.shard(self._comm.rank)
+        elif self.shard is None or self._holds_mean:
+            numel = self._plan.layout.shard_numel
+            self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
+        else:
+            self._out = self.shard
+        self._pending = self._comm.reduce_scatter(whole.tensor, self._out, self._plan.name)
+
+    def finish(self) -> None:
+        """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        out = self._out
+        assert out is not None
+        self._pending = self._out = None
+        if self.shard is None or self._is_in_place:
+            self._adopt(out)
+            if self._carry is not None:
+                out.add_(self._carry)
+                self._carry = None
+        elif out is not self.shard:
+            self.shard.add_(out)
+        self._holds_mean = True
+        if self._is_sharded and self.whole is not None:
+            self.whole.free()
+
+    def publish(self, touched: Sequence[bool]) -> None:
+        """Shows users their gradients: `.grad` of every parameter that any rank has touched.
+
+        Args:
+            touched: By slot, the same on every rank.
+        """
+        for index, is_touched in enumerate(touched):
+            self.is_reduced[index] |= is_touched
+        self.is_touched = [False] * len(self._parameters)
+        self.show()
+
+    def show(self) -> None:
+        """Points `.grad` at the reduced gradients; it stays None where there is none.
+
+        torch compares sizes when `.grad` is set, so the parameter is its slice for that moment.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if not self.is_reduced[index] or self.is_local[index]:
+                continue
+            data, view = parameter.data, self._views[index]
+            if data.shape == view.shape:
+                parameter.grad = view
+            else:
+                parameter.data = self.slices[index]
+                parameter.grad = view
+                parameter.data = data
+
+    def fetch(self, index: int) -> Tensor | None:
+        """The mean gradient with which this rank steps slot `index`, or None.
+
+        A tensor that a user put in place of `.grad` is taken over, whole or as a slice.
+        """
+        grad = self._parameters[index].grad
+        if grad is None:
+            self.is_reduced[index] = False
+            return None
+        if not self._is_own(index, grad):
+            self._take_over(index, grad)
+        return self.slices[index]
+
+    def drop(self) -> None:
+        """Forgets everything, after an exception or a teardown; every `.grad` is None."""
+        self._pending = self._out = self._carry = None
+        self._holds_mean = False
+        self._expected = set()
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
+        if self.whole is not None and self._is_sharded:
+            self.whole.free()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held at this moment."""
+        whole = self.whole.allocated_bytes if self.whole is not None else 0
+        if self.shard is None or self._is_in_place:
+            return whole
+        return whole + self.shard.untyped_storage().nbytes()
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _is_in_place(self) -> bool:
+        """The mean lands in the whole buffer itself."""
+        return (
+            not self._is_sharded
+            and self.whole is not None
+            and self.whole.tensor.dtype == self._dtype
+        )
+
+    def _open(self) -> FlatBuffer:
+        """The whole buffer, ready to receive; a mean that lies in it is carried aside."""
+        self.finish()
+        if self.whole is None:
+            dtype = self._dtype if self._is_whole_mean else self._plan.dtype
+            self.whole = FlatBuffer(self._plan.layout, dtype, self._parameters[0].device)
+        self.whole.allocate()
+        if self._is_in_place and self._holds_mean:
+            assert self.shard is not None
+            self._carry = self.shard.clone()
+            self._holds_mean = False
+        return self.whole
+
+    def _is_own(self, index: int, grad: Tensor) -> bool:
+        return bool(self._views) and grad is self._views[index]
+
+    def _keep_local(self, index: int, grad: Tensor) -> None:
+        """`.grad` is the truth: a tensor that a user put there replaces what was accumulated."""
+        assert self.whole is not None
+        view = self.whole.views[index]
+        if grad is not view:
+            view.copy_(grad)
+            self._parameters[index].grad = view
+
+    def _forget_zeroed(self) -> None:
+        """Takes gradients that a user has zeroed out of the mean to which others are added."""
+        if not any(self.is_reduced):
+            self._holds_mean = False
+            self._carry = None
+        elif not all(self.is_reduced):
+            mean = self.shard if self._carry is None else self._carry
+            assert mean is not None
+            for part, is_reduced in zip(self._cut(mean), self.is_reduced, strict=True):
+                if not is_reduced:
+                    part.zero_()
+
+    def _widen(self) -> None:
+        """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
+        if self._is_sharded or self._is_in_place or self._dtype == self._plan.dtype:
+            return
+        wide = FlatBuffer(self._plan.layout, self._dtype, self._parameters[0].device)
+        if self.whole is not None:
+            wide.tensor.copy_(self.whole.tensor)
+        if self.shard is not None:
+            own = wide.shard(self._comm.rank)
+            own.copy_(self.shard)
+            self._adopt(own)
+        self.whole = wide
+        for index, parameter in enumerate(self._parameters):
+            if self.is_local[index]:
+                parameter.grad = wide.views[index]
+
+    def _adopt(self, mean: Tensor) -> None:
+        if self.shard is not None and self.shard.data_ptr() == mean.data_ptr():
+            return
+        self.shard = mean
+        self.slices = self._cut(mean)
+        self._views = self.slices
+        if not self._is_whole_mean:
+            self._views = [ShardedGrad.wrap(part, self._comm) for part in self.slices]
+
+    def _cut(self, mean: Tensor) -> list[Tensor]:
+        layout = self._plan.layout
+        if not self._is_whole_mean:
+            return slice_shard(layout, mean, self._comm.rank)
+        return [mean[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+
+    def _take_over(self, index: int, grad: Tensor) -> None:
+        """Copies a gradient that a user has set into the mean."""
+        if self.shard is None:
+            layout = self._plan.layout
+            numel = layout.numel if self._is_whole_mean else layout.shard_numel
+            device = self._parameters[index].device
+            self._adopt(torch.zeros(numel, dtype=self._dtype, device=device))
+        slot = self._plan.layout.slots[index]
+        target = self.slices[index]
+        local = grad.local if isinstance(grad, ShardedGrad) else grad
+        if local.shape == target.shape:
+            target.copy_(local)
+        elif tuple(local.shape) == slot.shape:
+            owned = self._plan.layout.owned(slot, self._comm.rank)
+            target.copy_(local.reshape(-1)[owned.start : owned.stop])
+        else:
+            raise ValueError(
+                f"the gradient set on {slot.name} has shape {tuple(local.shape)}; expected the whole "
+                f"shape {slot.shape} or this rank's {target.numel()} elements."
+            )
+        self.is_reduced[index] = self._holds_mean = True

@@ -1,0 +1,196 @@
+"""A parameter that is not whole at this moment, and knows how to be used all the same.
+
+[Note: Guarded parameters] The parameter object never changes, its class does: while its values are not
+at hand on this rank (they rest as a shard, or their gather is under way) the class is
+`GuardedParameter`, and any torch function applied to it first calls the guard, which makes the values
+whole. While they are whole the class is plain `nn.Parameter`, so the module computes at full speed and
+sees nothing of this. A parameter read outside its module's forward (`self.w @ x`, a penalty over
+`self.parameters()`) thus gives the right value and gradient, or an error that names it, never a part.
+Metadata (shape, dtype, numel) is answered for the whole parameter without touching it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GuardedParameter", "Placement", "guard", "placement_of", "unguard"]
+
+_ATTRIBUTE = "_zero_placement"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a parameter knows of its bucket.
+
+    Attributes:
+        name: Qualified name.
+        shape: Shape of the whole parameter.
+        dtype: Dtype of the whole parameter.
+        bucket: The `Bucket` that holds it.
+        index: Its slot there.
+        make_whole: Called with the name before the values are used.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    bucket: Any
+    index: int
+    make_whole: Callable[[str], None]
+
+
+class GuardedParameter(nn.Parameter):
+    """The class of a parameter whose values are not at hand. See [Note: Guarded parameters]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA and isinstance(args[0], GuardedParameter):
+            return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
+        if func not in _UNTOUCHED:
+            for guarded in _guarded_in((args, kwargs)):
+                placement = placement_of(guarded)
+                placement.make_whole(placement.name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        placement = placement_of(self)
+        placement.make_whole(placement.name)
+        copy: nn.Parameter = self.__deepcopy__(memo)  # the class is plain by now
+        return copy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        placement = placement_of(self)
+        return f"Parameter {placement.name} of shape {tuple(placement.shape)}, not gathered"
+
+
+def guard(parameter: nn.Parameter) -> None:
+    """From now on, uses of `parameter` go through its guard."""
+    parameter.__class__ = GuardedParameter
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """`parameter` is an ordinary parameter again."""
+    parameter.__class__ = nn.Parameter
+
+
+def placement_of(parameter: Tensor) -> Placement:
+    """Where an engine keeps `parameter`.
+
+    Raises:
+        ValueError: No engine holds it.
+    """
+    placement = parameter.__dict__.get(_ATTRIBUTE)
+    if placement is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is not held by an engine at this moment; "
+            "call this between setup and teardown, with a parameter of the trained module."
+        )
+    assert isinstance(placement, Placement)
+    return placement
+
+
+def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
+    """Ties `parameter` to its bucket, or unties it."""
+    if placement is None:
+        parameter.__dict__.pop(_ATTRIBUTE, None)
+    else:
+        parameter.__dict__[_ATTRIBUTE] = placement
+
+
+def has_placement(parameter: Tensor) -> bool:
+    """Whether an engine holds `parameter`."""
+    return _ATTRIBUTE in parameter.__dict__
+
+
+def _guarded_in(values: Any) -> list[GuardedParameter]:
+    found: list[GuardedParameter] = []
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, GuardedParameter):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+    return found
+
+
+def _size(placement: Placement, dim: int | None = None) -> Any:
+    return placement.shape if dim is None else placement.shape[dim]
+
+
+# Answered for the whole parameter.
+_METADATA: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.dtype.__get__: lambda placement: placement.dtype,  # type: ignore[attr-defined]
+    Tensor.numel: lambda placement: placement.shape.numel(),
+    Tensor.nelement: lambda placement: placement.shape.numel(),
+    Tensor.dim: lambda placement: len(placement.shape),
+    Tensor.ndimension: lambda placement: len(placement.shape),
+    Tensor.ndim.__get__: lambda placement: len(placement.shape),  # type: ignore[attr-defined]
+    Tensor.__len__: lambda placement: placement.shape[0],
+}
+
+# Answered by the object as it is; none of these reads the values. `data` is what rests on this rank.
+_UNTOUCHED = {
+    getattr(Tensor, name).__get__
+    for name in (
+        "data",
+        "device",
+        "grad",
+        "grad_fn",
+        "grad_dtype",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_quantized",
+        "is_sparse",
+        "layout",
+        "name",
+        "requires_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_version",
+    )
+}
+_UNTOUCHED |= {
+    getattr(Tensor, name).__set__
+    for name in (
+        "data",
+        "grad",
+        "grad_dtype",
+        "requires_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+}
+_UNTOUCHED |= {
+    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    Tensor.__hash__,
+    Tensor.get_device,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.is_inference,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.requires_grad_,
+    torch.is_complex,
+    torch.is_floating_point,
+}

@@ -1,0 +1,122 @@
+"""Norms and clipping of sharded gradients.
+
+Every rank sums over the elements that it owns, one scalar is all-reduced, and each rank scales its own
+part: what `torch.nn.utils.clip_grad_norm_` computes on whole gradients, without gathering any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.comm import Communicator
+from lightning_zero.stage import State
+
+__all__ = ["clip_by_norm", "clip_by_value", "total_norm"]
+
+
+def total_norm(
+    buckets: Iterable[Bucket],
+    comm: Communicator,
+    *,
+    parameters: set[nn.Parameter] | None = None,
+    order: float = 2.0,
+) -> Tensor:
+    """Norm of all mean gradients seen as one vector: 0-dim. Collective: every rank.
+
+    Args:
+        buckets: Whose gradients have been reduced.
+        comm: Adds up over ranks.
+        parameters: Only gradients of these; None: all.
+        order: p of the p-norm; `math.inf` for the largest magnitude.
+    """
+    parts = [part for bucket in buckets for part in _owned_parts(bucket, comm.rank, parameters)]
+    if not parts:
+        total = torch.zeros((), device=comm.device)
+    else:
+        norms = torch.stack(
+            [torch.linalg.vector_norm(p, order, dtype=_at_least_fp32(p)) for p in parts]
+        )
+        total = norms.max() if math.isinf(order) else (norms**order).sum()
+    if math.isinf(order):
+        return comm.max_(total)
+    return comm.sum_(total) ** (1.0 / order)
+
+
+def clip_by_norm(
+    buckets: Iterable[Bucket],
+    comm: Communicator,
+    max_norm: float,
+    *,
+    parameters: set[nn.Parameter] | None = None,
+    order: float = 2.0,
+) -> Tensor:
+    """Scales gradients so that their total norm is at most `max_norm`; returns the norm before.
+
+    The same formula as `torch.nn.utils.clip_grad_norm_`. Collective: every rank.
+    """
+    buckets = list(buckets)
+    total = total_norm(buckets, comm, parameters=parameters, order=order)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if scale.device.type == "cpu" and scale.item() == 1.0:
+        return total  # on a device this look would wait for it; there the scaling is cheap
+    for bucket in buckets:
+        for part in _scaled_parts(bucket, parameters):
+            part.mul_(scale.to(part.device, part.dtype))
+    return total
+
+
+def clip_by_value(
+    buckets: Iterable[Bucket], limit: float, *, parameters: set[nn.Parameter] | None = None
+) -> None:
+    """Clamps every element of the gradients to [-limit, limit]. Local."""
+    for bucket in buckets:
+        for part in _scaled_parts(bucket, parameters):
+            part.clamp_(-limit, limit)
+
+
+def _at_least_fp32(part: Tensor) -> torch.dtype:
+    return torch.promote_types(part.dtype, torch.float32)
+
+
+def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
+    """Slots that have a gradient and were asked for."""
+    return [
+        index
+        for index, parameter in enumerate(bucket.parameters)
+        if (parameters is None or parameter in parameters) and bucket.grads.fetch(index) is not None
+    ]
+
+
+def _owned_parts(
+    bucket: Bucket, rank: int, parameters: set[nn.Parameter] | None
+) -> Iterator[Tensor]:
+    """1-D tensors that hold the elements this rank owns; one for the whole bucket where possible."""
+    slots = _fetched(bucket, parameters)
+    if not slots:
+        return
+    grads, layout = bucket.grads, bucket.plan.layout
+    assert grads.shard is not None
+    is_whole = not bucket.plan.stage.has_shard(State.OPTIM)
+    if len(slots) == len(bucket.parameters):
+        part = layout.shard(rank)
+        yield grads.shard[part.start : part.stop] if is_whole else grads.shard
+        return
+    for index in slots:
+        owned = layout.owned(layout.slots[index], rank)
+        part = grads.slices[index].reshape(-1)
+        yield part[owned.start : owned.stop] if is_whole else part
+
+
+def _scaled_parts(bucket: Bucket, parameters: set[nn.Parameter] | None) -> Iterator[Tensor]:
+    """The mean gradients that rest on this rank."""
+    slots = _fetched(bucket, parameters)
+    if slots and len(slots) == len(bucket.parameters):
+        assert bucket.grads.shard is not None
+        yield bucket.grads.shard
+    else:
+        yield from (bucket.grads.slices[index] for index in slots)

@@ -1,0 +1,263 @@
+"""Cuts a module into units and buckets, from names, shapes and dtypes alone.
+
+A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
+of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
+combination of dtype, trainability and optimizer, and more where a size limit cuts it.
+
+Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages that
+shard parameters find units by themselves:
+
+1. the members of a `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes: the blocks;
+2. other modules with parameters of their own above a size: embeddings, output layers;
+3. the rest, and what two units share, is the root's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.layout import Layout
+from lightning_zero.stage import STAGES, Stage
+
+__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan"]
+
+ROOT = ""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
+_BUCKET_NUMEL = 2**23
+_BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters that travel together.
+
+    Attributes:
+        name: For messages and profiler ranges, such as `blocks.3` or `blocks.3/frozen`.
+        layout: Flat space of the parameters.
+        dtype: Dtype of the whole parameters while the module computes.
+        master_dtype: Dtype in which they are stepped.
+        stage: Which states rest as shards.
+    """
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    master_dtype: torch.dtype
+    stage: Stage
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Buckets that are gathered and released together.
+
+    Attributes:
+        name: Qualified name of the module whose forward uses them; empty for the root.
+        buckets: At least one, except for a root without parameters of its own.
+    """
+
+    name: str
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buckets, padding included."""
+        return sum(bucket.layout.numel for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every unit of a module, the root first, then in the order of registration.
+
+    Attributes:
+        units: The units. Every parameter is in exactly one bucket of one unit.
+        world_size: Number of shards.
+        reduce_dtype: Dtype in which gradients are summed and kept; None: each bucket's master dtype.
+    """
+
+    units: tuple[UnitPlan, ...]
+    world_size: int
+    reduce_dtype: torch.dtype | None
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        """All buckets in layout order."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def grad_dtype(self, bucket: BucketPlan) -> torch.dtype:
+        """Dtype of the reduced gradients of `bucket`."""
+        return self.reduce_dtype or bucket.master_dtype
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What parameters of one bucket have in common."""
+
+    dtype: torch.dtype
+    is_trainable: bool
+    optimizer: int | None
+    is_persistent: bool
+
+
+def make_plan(
+    module: nn.Module,
+    config: ZeroConfig,
+    *,
+    world_size: int,
+    optimizer_of: Mapping[nn.Parameter, int] | None = None,
+) -> Plan:
+    """Plans units and buckets of `module`. Pure: no tensor is touched, meta tensors will do.
+
+    Args:
+        module: Its parameters, each counted once however often it is registered.
+        config: Stage and sizes.
+        world_size: Number of shards.
+        optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do not
+            share a bucket.
+
+    Raises:
+        ValueError: The module has no parameters, or some whose dtype is not floating.
+    """
+    named = dict(module.named_parameters())
+    _check_parameters(module, named)
+    unit_of = _find_units(module, named) if config.states.gathers_before_use else {}
+    members: dict[str, list[str]] = {ROOT: []}
+    for name in named:
+        members.setdefault(unit_of.get(name, ROOT), []).append(name)
+    blocks = set(_repeated_blocks(module))
+    optimizer_of = optimizer_of or {}
+    limit = _bucket_limit(config, world_size)
+    units = []
+    for unit, names in members.items():
+        kinds: dict[_Kind, list[str]] = {}
+        for name in names:
+            kinds.setdefault(_kind(named[name], config, optimizer_of), []).append(name)
+        buckets = [
+            bucket
+            for kind, of_kind in kinds.items()
+            for bucket in _cut(
+                unit, kind, of_kind, named, config, world_size, limit, unit in blocks
+            )
+        ]
+        units.append(UnitPlan(unit, tuple(buckets)))
+    reduce_dtype = config.reduce_dtype
+    assert not isinstance(reduce_dtype, str)
+    return Plan(tuple(units), world_size, reduce_dtype)
+
+
+def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    if not named:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its layers "
+            "in __init__, setup() or configure_model()."
+        )
+    for name, parameter in named.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name} is lazy and has no shape yet; run one batch through the module first."
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"Parameter {name} is complex, which is not supported; store its parts."
+            )
+
+
+def _kind(
+    parameter: nn.Parameter, config: ZeroConfig, optimizer_of: Mapping[nn.Parameter, int]
+) -> _Kind:
+    threshold = config.param_persistence_threshold or 0
+    is_persistent = config.states.gathers_before_use and parameter.numel() < threshold
+    optimizer = optimizer_of.get(parameter)
+    return _Kind(parameter.dtype, parameter.requires_grad, optimizer, is_persistent)
+
+
+def _bucket_limit(config: ZeroConfig, world_size: int) -> int:
+    default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
+    limits = (config.reduce_bucket_size or default, config.allgather_bucket_size or default)
+    return min(limits) if config.allgather_bucket_size else limits[0]
+
+
+def _cut(
+    unit: str,
+    kind: _Kind,
+    names: Sequence[str],
+    named: Mapping[str, nn.Parameter],
+    config: ZeroConfig,
+    world_size: int,
+    limit: int,
+    is_block: bool,
+) -> Iterator[BucketPlan]:
+    """Buckets of one kind within a unit; a repeated block is never cut."""
+    runs: list[list[str]] = []
+    run_numel = 0
+    for name in names:
+        numel = named[name].numel()
+        if not runs or (not is_block and run_numel + numel > limit):
+            runs.append([])
+            run_numel = 0
+        runs[-1].append(name)
+        run_numel += numel
+    # Where parameters stay whole in a stage that shards them, the next lower stage tells what rests.
+    stage = STAGES[2] if kind.is_persistent else config.states
+    dtype, master_dtype = _dtypes(kind.dtype, config)
+    for number, run in enumerate(runs):
+        layout = Layout.of(((name, tuple(named[name].shape)) for name in run), world_size)
+        label = unit or "root"
+        label += "" if kind.is_trainable else "/frozen"
+        label += "/persistent" if kind.is_persistent else ""
+        label += f"[{number}]" if len(runs) > 1 else ""
+        yield BucketPlan(label, layout, dtype, master_dtype, stage)
+
+
+def _dtypes(own: torch.dtype, config: ZeroConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of whole parameters and of their masters."""
+    if not own.is_floating_point:
+        return own, own
+    wanted = config.param_dtype
+    assert not isinstance(wanted, str)
+    dtype = wanted or own
+    master = torch.float32 if own.itemsize < 4 else own
+    return dtype, torch.promote_types(dtype, master)
+
+
+def _find_units(module: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Unit of each parameter that is not the root's."""
+    units = _repeated_blocks(module)
+    for name, child in module.named_modules():
+        own = sum(p.numel() for p in child.parameters(recurse=False))
+        if name != ROOT and own >= _UNIT_NUMEL and not any(_is_inside(name, u) for u in units):
+            units.append(name)
+    users: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = max((u for u in units if _is_inside(name, u)), key=len, default=ROOT)
+        users.setdefault(parameter, set()).add(owner)
+    return {
+        name: next(iter(users[parameter]))
+        for name, parameter in named.items()
+        if len(users[parameter]) == 1 and users[parameter] != {ROOT}
+    }
+
+
+def _repeated_blocks(module: nn.Module) -> list[str]:
+    """Members of the outermost containers with repeated classes."""
+    blocks: list[str] = []
+    for name, container in module.named_modules():
+        if not isinstance(container, _CONTAINERS) or any(_is_inside(name, b) for b in blocks):
+            continue
+        members = [
+            (n, m) for n, m in container.named_children() if any(True for _ in m.parameters())
+        ]
+        classes = Counter(type(m) for _, m in members)
+        if classes and classes.most_common(1)[0][1] > 1:
+            blocks += [f"{name}.{n}" if name else n for n, _ in members]
+    return blocks
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")

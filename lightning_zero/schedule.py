@@ -1,0 +1,546 @@
+"""Time: which bucket is gathered, released and reduced when.
+
+[Note: Who waits for whom]
+* A gather is issued on the side stream after everything queued on the compute stream, which allocated
+  the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer is written only
+  after its former user, and read only after its gather.
+* A reduction is issued likewise once the last gradient of a bucket is queued. Before the next reduction
+  is issued, the one before it is finished: at most two whole gradient buffers exist at a time.
+* Buffers are freed on the compute stream, after it has waited for the collective that used them. A
+  pending collective keeps its tensors alive.
+* The forward after a step waits for the gather of a bucket when one of its parameters is first used.
+
+[Note: Same order on every rank] No decision that leads to a collective is taken from this rank's data
+alone.
+* Gathers before use: a rank asks for a unit by `Communicator.agree`; the lowest request of all ranks
+  goes first, every rank takes part in its gather, and a rank that wanted another asks again. A rank that
+  has finished its backward asks for nothing but goes on taking part until all have. Branches that differ
+  by rank therefore cost a gather that some do not need, not a hang.
+* Reductions: buckets are reduced early only in the fixed order, and only those that the last agreed
+  backward touched. At its end ranks agree by one mask which parameters anybody touched; what is left is
+  reduced in the same fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.comm import Communicator
+from lightning_zero.config import ZeroConfig
+from lightning_zero.plan import UnitPlan
+
+__all__ = ["Moment", "Schedule", "Unit"]
+
+
+class Moment(Enum):
+    """What the training loop is doing."""
+
+    IDLE = "between steps"
+    FORWARD = "in forward"
+    BACKWARD = "in backward"
+
+
+class Unit:
+    """Buckets that are gathered before a module's forward and released after it.
+
+    Attributes:
+        index: Position in the layout; the root is 0.
+        buckets: The buckets whose parameters rest as shards.
+        is_held: Stays whole until the end of the step: the root, and what is used out of turn.
+        awaits_inputs: Its last forward had inputs whose gradients tell when its backward is done.
+    """
+
+    def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
+        self.name = plan.name
+        self.index = index
+        self.buckets = [bucket for bucket in buckets if bucket.is_gathered_before_use]
+        self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
+        self.is_held = index == 0
+        self.awaits_inputs = False
+
+    @property
+    def is_whole(self) -> bool:
+        """All elements are at hand or on their way."""
+        return all(bucket.is_whole for bucket in self.buckets)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every gradient that this backward can bring to its parameters has come."""
+        return all(bucket.grads.is_complete for bucket in self.buckets)
+
+    def gather(self) -> None:
+        """Issues the gathers."""
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def finish_gather(self) -> None:
+        """Waits for them."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        """Frees the whole parameters."""
+        for bucket in self.buckets:
+            bucket.release()
+
+
+class _Trace:
+    """The order in which units were asked for, and so what comes next."""
+
+    def __init__(self) -> None:
+        self._last: list[Unit] = []
+        self._now: list[Unit] = []
+        self._cursor = 0
+
+    def begin(self) -> None:
+        if self._now:
+            self._last, self._now = self._now, []
+        self._cursor = 0
+
+    def record(self, unit: Unit) -> None:
+        """`unit` is asked for; finds its place in the last pass, if it has one from here on."""
+        self._now.append(unit)
+        for position in range(self._cursor, len(self._last)):
+            if self._last[position] is unit:
+                self._cursor = position + 1
+                return
+
+    @property
+    def is_at_end(self) -> bool:
+        """The last pass ended with the unit that was recorded last."""
+        return bool(self._last) and self._cursor == len(self._last)
+
+    def upcoming(self) -> Sequence[Unit]:
+        return self._last[self._cursor :]
+
+
+class Schedule:
+    """Hooks on the module, and the decisions they take.
+
+    Attributes:
+        moment: What the loop is doing.
+        units: The root first.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        comm: Communicator,
+        config: ZeroConfig,
+    ) -> None:
+        self.units = list(units)
+        self.moment = Moment.IDLE
+        self._module = module
+        self._buckets = list(buckets)
+        self._comm = comm
+        self._config = config
+        self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._gathers = any(unit.buckets for unit in units)
+        self._depth = 0  # nested openings of a step: the strategy's, the root module's
+        self._forward_trace, self._backward_trace = _Trace(), _Trace()
+        self._unclaimed: set[Unit] = set()  # gathered because another rank asked, or ahead of use
+        self._reduces = True  # whether this backward ends in reductions
+        self._reduce_order = list(reversed(self._buckets))
+        self._is_order_agreed = False
+        self._arrived: list[Bucket] = []  # order of completion in this backward
+        self._eager: list[Bucket] = [b for b in self._reduce_order if _is_trained(b)]
+        self._num_eager = 0  # of them already reduced in this backward
+        self._reducing: Bucket | None = None
+        self._has_local = False  # the last backward left gradients local
+        self._buffers_are_fresh = False
+        self._handles: list[Any] = []
+        self._register(module)
+
+    # ---------------------------------------------------------------- hooks
+
+    def _register(self, module: nn.Module) -> None:
+        add = self._handles.append
+        add(module.register_forward_pre_hook(lambda *_: self.open(), prepend=True))
+        add(module.register_forward_hook(lambda *_: self.close(), always_call=True))
+        for unit in self.units[1:]:
+            if not unit.buckets:
+                continue
+            owner = module.get_submodule(unit.name)
+            before = self._before_forward(unit)
+            after = self._after_forward(unit)
+            add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            add(owner.register_forward_hook(after, always_call=True))
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.is_floating_point():
+                    hook = self._on_gradient(bucket, index)
+                    was_trained = parameter.requires_grad
+                    parameter.requires_grad_(True)  # torch registers on these only
+                    add(parameter.register_post_accumulate_grad_hook(hook))
+                    parameter.requires_grad_(was_trained)
+
+    def detach(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_forward(self, unit: Unit) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._unshard(unit)
+            if torch.is_grad_enabled() and not unit.is_held:
+                inputs = [t for t in tree_leaves((args, kwargs)) if _wants_grad(t)]
+                unit.awaits_inputs = bool(inputs)
+                if inputs:
+                    register_multi_grad_hook(inputs, lambda _: self._after_backward_of(unit))
+
+        return hook
+
+    def _after_forward(self, unit: Unit) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                self._watch_outputs(unit, output)
+            if not self._stays_after_forward(unit):
+                unit.release()
+
+        return hook
+
+    def _watch_outputs(self, unit: Unit, output: Any) -> None:
+        """Gathers `unit` again when backward reaches one of its outputs."""
+        leaves = tree_leaves(output)
+        wanting = [leaf for leaf in leaves if _wants_grad(leaf)]
+        for tensor in wanting:
+            tensor.register_hook(lambda _: self._before_backward_of(unit))
+        hides_tensors = any(not isinstance(x, _PLAIN) for x in leaves)
+        if hides_tensors:
+            unit.is_held = True  # backward may enter it through what we cannot see
+
+    def _on_gradient(self, bucket: Bucket, index: int) -> Any:
+        def hook(parameter: nn.Parameter) -> None:
+            if self.moment is not Moment.BACKWARD:
+                name = bucket.plan.layout.slots[index].name
+                raise RuntimeError(
+                    f"backward reached parameter {name} outside the engine; call "
+                    "engine.backward(loss), in Lightning self.manual_backward(loss), instead of "
+                    "loss.backward()."
+                )
+            if bucket.grads.receive(index):
+                self._on_complete(bucket)
+
+        return hook
+
+    # ---------------------------------------------------------------- forward
+
+    def open(self) -> None:
+        """Begins a step, or a part of one: the root's parameters are whole, buffers are rank 0's."""
+        self._depth += 1
+        if self._depth > 1 or self.moment is Moment.BACKWARD:
+            return
+        self.moment = Moment.FORWARD
+        self._forward_trace.begin()
+        self._share_buffers()
+        for unit in self.units:
+            if unit.is_held:
+                self._unshard(unit)
+
+    def close(self) -> None:
+        """Ends what `open` began. Without gradients nothing is left whole; else backward follows."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or self.moment is not Moment.FORWARD:
+            return
+        if not torch.is_grad_enabled():
+            self._release_all()
+            self.moment = Moment.IDLE
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """`open` and `close` around code that uses the module."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def use_out_of_turn(self, bucket: Bucket, name: str) -> None:
+        """Somebody reads parameter `name` outside the forward of its unit.
+
+        Raises:
+            RuntimeError: Outside a step, where ranks do not act in lockstep.
+        """
+        if self.moment is Moment.IDLE:
+            raise RuntimeError(
+                f"parameter {name} rests as a shard of 1/{self._comm.size} outside forward and "
+                "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole."
+            )
+        unit = self._unit_of[bucket]
+        unit.is_held = True  # from now on it opens with the root: views of it may outlive this call
+        self._unshard(unit)
+
+    def _stays_after_forward(self, unit: Unit) -> bool:
+        if unit.is_held or self.moment is Moment.BACKWARD:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        if self._config.reshard_after_forward is False:
+            return True
+        return self._forward_trace.is_at_end  # backward begins with the last one
+
+    # ---------------------------------------------------------------- gathering
+
+    @property
+    def _trace(self) -> _Trace:
+        return self._backward_trace if self.moment is Moment.BACKWARD else self._forward_trace
+
+    def _unshard(self, unit: Unit) -> None:
+        """Makes `unit` whole, then asks ahead for what followed it last time."""
+        if not unit.buckets:
+            return
+        self._trace.record(unit)
+        self._drop_unclaimed(unit)
+        while not unit.is_whole:
+            self._gather_next(unit)
+        self._unclaimed.discard(unit)
+        unit.finish_gather()
+        if self._config.overlap_comm:
+            self._prefetch()
+
+    def _gather_next(self, wanted: Unit) -> None:
+        """One round: every rank gathers the unit that the lowest request names."""
+        backward = self.moment is Moment.BACKWARD
+        count = len(self.units)
+        # Backward comes after forward, and walks the layout from its end.
+        request = 2 * count - 1 - wanted.index if backward else wanted.index
+        agreed = self._comm.agree(request)
+        unit = self.units[2 * count - 1 - agreed if agreed >= count else agreed]
+        if not unit.is_whole:
+            self._unclaimed.add(unit)
+        unit.gather()
+
+    def _prefetch(self) -> None:
+        budget = self._config.prefetch_bucket_size
+        ahead = 0
+        for unit in self._trace.upcoming():
+            if budget is not None and ahead + unit.numel > budget:
+                return
+            ahead += unit.numel
+            if not unit.is_whole:
+                limit = self._config.max_live_parameters
+                if limit is not None and self._live_numel() + unit.numel > limit:
+                    return
+                self._gather_next(unit)
+            if budget is None:
+                return
+
+    def _drop_unclaimed(self, wanted: Unit) -> None:
+        """Frees what was gathered for other ranks, or ahead in vain."""
+        upcoming = self._trace.upcoming()
+        for unit in [u for u in self._unclaimed if u is not wanted]:
+            if unit not in upcoming[:1]:
+                self._unclaimed.discard(unit)
+                unit.release()
+
+    def _live_numel(self) -> int:
+        return sum(unit.numel for unit in self.units if unit.is_whole)
+
+    def _meet(self) -> None:
+        """Takes part in what other ranks still ask for, until nobody asks any more."""
+        done = 2 * len(self.units)
+        while (agreed := self._comm.agree(done)) != done:
+            count = len(self.units)
+            unit = self.units[2 * count - 1 - agreed if agreed >= count else agreed]
+            was_whole = unit.is_whole
+            unit.gather()
+            if not was_whole:
+                unit.release()
+
+    def _release_all(self) -> None:
+        if not self._gathers:
+            return
+        self._meet()
+        self._unclaimed.clear()
+        for unit in self.units:
+            unit.release()
+
+    # ---------------------------------------------------------------- backward
+
+    @contextmanager
+    def backward_context(self, *, reduces: bool) -> Iterator[None]:
+        """Around `loss.backward()`: prepares gradients, and ends with reduced ones.
+
+        Args:
+            reduces: Reduce now, or leave gradients local where the stage can keep them whole.
+        """
+        self._begin_backward(reduces)
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+        self._end_backward()
+
+    def _begin_backward(self, reduces: bool) -> None:
+        self.moment = Moment.BACKWARD
+        self._reduces = reduces
+        self._arrived = []
+        self._num_eager = 0
+        for bucket in self._buckets:
+            outlives = not reduces and not bucket.plan.stage.reduces_every_backward
+            bucket.grads.prepare(outlives_backward=outlives)
+        self._backward_trace.begin()
+        for unit in self.units:
+            if unit.is_held:
+                self._unshard(unit)
+
+    def _before_backward_of(self, unit: Unit) -> None:
+        if self.moment is Moment.BACKWARD:
+            with record_function(f"zero::before_backward {unit.name}"):
+                self._unshard(unit)
+        else:
+            # torch.autograd.grad inside a forward: the graph will be walked again.
+            unit.is_held = True
+            self._unshard(unit)
+
+    def _after_backward_of(self, unit: Unit) -> None:
+        """The gradients of all inputs of `unit` are there: its parameters have done their work."""
+        if self.moment is Moment.BACKWARD and not unit.is_held:
+            unit.release()
+
+    def _on_complete(self, bucket: Bucket) -> None:
+        """The last gradient of `bucket` has come."""
+        self._arrived.append(bucket)
+        unit = self._unit_of.get(bucket)
+        if unit is not None and not unit.awaits_inputs and not unit.is_held and unit.is_complete:
+            unit.release()
+        if self._reduces_now(bucket):
+            self._reduce_eagerly()
+
+    def _reduces_now(self, bucket: Bucket) -> bool:
+        return self._reduces or bucket.plan.stage.reduces_every_backward
+
+    def _reduce_eagerly(self) -> None:
+        while self._num_eager < len(self._eager):
+            bucket = self._eager[self._num_eager]
+            if bucket not in self._arrived:
+                return
+            self._num_eager += 1
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if self._reducing is not None:
+            self._reducing.grads.finish()
+        bucket.grads.reduce()
+        self._reducing = bucket
+        if not self._config.overlap_comm:
+            bucket.grads.finish()
+
+    def _end_backward(self) -> None:
+        self._meet()
+        buckets = [b for b in self._buckets if self._reduces_now(b)]
+        if buckets:
+            self._reduce_the_rest(buckets)
+        self._has_local = len(buckets) < len(self._buckets)
+        self._reducing = None
+        self._unclaimed.clear()
+        for unit in self.units:
+            unit.release()
+        self.moment = Moment.IDLE
+        self._buffers_are_fresh = False
+
+    def _reduce_the_rest(self, buckets: Sequence[Bucket]) -> None:
+        """Agrees on what anybody touched and reduces what has not been, in the fixed order."""
+        reduced = set(self._eager[: self._num_eager])
+        slots = [len(bucket.parameters) for bucket in buckets]
+        late = [bucket in reduced and any(bucket.grads.is_local) for bucket in buckets]
+        mask = self._comm.union([*late, *(t for b in buckets for t in b.grads.is_touched)])
+        is_late = dict(zip(buckets, mask, strict=False))
+        touched: dict[Bucket, list[bool]] = {}
+        start = len(buckets)
+        for bucket, count in zip(buckets, slots, strict=True):
+            touched[bucket] = mask[start : start + count]
+            start += count
+        order = [bucket for bucket in self._reduce_order if bucket in touched]
+        for bucket in order:
+            if bucket not in reduced and any(touched[bucket]):
+                self._reduce(bucket)
+        for bucket in order:
+            if is_late[bucket]:
+                self._reduce(bucket)
+        for bucket in order:
+            bucket.grads.finish()
+            bucket.grads.publish(touched[bucket])
+        self._agree_on_order(touched)
+
+    def _agree_on_order(self, touched: dict[Bucket, list[bool]]) -> None:
+        """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""
+        if not self._is_order_agreed and self._reduces:
+            self._is_order_agreed = True
+            mine = [self._buckets.index(bucket) for bucket in self._arrived]
+            first = [self._buckets[index] for index in self._comm.broadcast_object(mine)]
+            rest = [bucket for bucket in self._reduce_order if bucket not in first]
+            self._reduce_order = first + rest
+        self._eager = [b for b in self._reduce_order if all(touched.get(b, [False]))]
+
+    def reduce_local(self) -> None:
+        """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""
+        if self._has_local:
+            self._num_eager = 0
+            self._reduce_the_rest(self._buckets)
+            self._reducing = None
+            self._has_local = False
+
+    # ---------------------------------------------------------------- the rest
+
+    def finish_gathers(self) -> None:
+        """Waits for every gather under way."""
+        for bucket in self._buckets:
+            bucket.finish_gather()
+
+    def step_order(self) -> Sequence[Bucket]:
+        """The order in which the next forward needs the buckets."""
+        return self._buckets
+
+    def reset(self) -> None:
+        """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""
+        for bucket in self._buckets:
+            bucket.grads.drop()
+        self._reducing = None
+        self._has_local = False
+        self._unclaimed.clear()
+        for unit in self.units:
+            unit.release()
+        self._depth = 0
+        self.moment = Moment.IDLE
+
+    def _share_buffers(self) -> None:
+        """Copies rank 0's buffers to all ranks, once before the first forward after a step."""
+        if self._buffers_are_fresh or not self._config.broadcast_buffers or self._comm.size == 1:
+            return
+        self._buffers_are_fresh = True
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._module.buffers():
+            groups.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in groups.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            self._comm.broadcast_(flat)
+            if self._comm.rank:
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.detach().copy_(part.view_as(buffer))
+
+
+_PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _is_trained(bucket: Bucket) -> bool:
+    return any(parameter.requires_grad for parameter in bucket.parameters)

@@ -1,0 +1,194 @@
+"""What `parameter.grad` is between backward and step where gradients are sharded.
+
+It holds this rank's slice, 1-D, and answers reductions for the whole gradient: `p.grad.norm()`, and so
+Lightning's `grad_norm` and torch's `clip_grad_norm_`, give what data parallel gives. Elementwise
+operations act on the slice. Anything else would see a part and be silently wrong, so it is refused with
+the way to the whole gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm import Communicator
+
+__all__ = ["ShardedGrad"]
+
+
+class ShardedGrad(Tensor):
+    """This rank's slice of a reduced gradient. Reductions are collective: every rank must call them."""
+
+    _comm: Communicator
+
+    @staticmethod
+    def wrap(local: Tensor, comm: Communicator) -> ShardedGrad:
+        """`local` (1-D, possibly empty) seen as this rank's part of one gradient; memory is shared."""
+        grad: ShardedGrad = local.as_subclass(ShardedGrad)
+        grad._comm = comm
+        return grad
+
+    @property
+    def local(self) -> Tensor:
+        """The slice as a plain tensor."""
+        return _plain(self)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name in _REDUCTIONS:
+            return _REDUCTIONS[name](*args, **kwargs)
+        if name not in _ELEMENTWISE:
+            raise TypeError(
+                f"torch function {name!r} on a gradient that rests as a shard would see only this rank's "
+                "slice; use lightning_zero.full_grad(parameter) for the whole gradient."
+            )
+        comm = next((a._comm for a in args if isinstance(a, ShardedGrad)), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        is_new = type(result) is Tensor or (
+            type(result) is ShardedGrad and "_comm" not in vars(result)
+        )
+        return ShardedGrad.wrap(result, comm) if is_new and comm is not None else result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        local = self.local
+        return f"ShardedGrad(local={local.numel()} elements, dtype={local.dtype})"
+
+
+def _plain(grad: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return grad.as_subclass(Tensor)
+
+
+def _norm(grad: ShardedGrad, ord: Any = 2, *args: Any, **kwargs: Any) -> Tensor:
+    order = kwargs.pop("p", ord)
+    if args or any(value is not None for key, value in kwargs.items() if key != "dtype"):
+        raise TypeError("a sharded gradient has a norm over all elements only; leave dim out.")
+    return global_norms([grad], 2.0 if order in ("fro", None) else float(order))[0]
+
+
+def _foreach_norm(
+    grads: list[ShardedGrad], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    return list(global_norms(grads, float(ord)))
+
+
+def global_norms(grads: list[ShardedGrad], order: float) -> Tensor:
+    """Norm of each whole gradient: 1-D, `len(grads)`. One all-reduce. Collective: every rank."""
+    local = torch.stack([_power_sum(grad.local, order) for grad in grads])
+    comm = grads[0]._comm
+    if math.isinf(order):
+        return comm.max_(local) if order > 0 else -comm.max_(-local)
+    total = comm.sum_(local)
+    return total if order == 0 else total ** (1.0 / order)
+
+
+def _power_sum(local: Tensor, order: float) -> Tensor:
+    """What is added over ranks (order p: the p-th power of the norm) or compared (infinite orders)."""
+    if local.numel() == 0:
+        return local.new_full((), math.inf if order == -math.inf else 0.0)
+    norm = torch.linalg.vector_norm(local, order)
+    return norm if math.isinf(order) or order == 0 else norm**order
+
+
+def _sum(grad: ShardedGrad, *, dtype: torch.dtype | None = None) -> Tensor:
+    return grad._comm.sum_(grad.local.sum(dtype=dtype))
+
+
+def _mean(grad: ShardedGrad, *, dtype: torch.dtype | None = None) -> Tensor:
+    numel = grad._comm.sum_(torch.tensor(grad.local.numel(), device=grad.local.device))
+    return _sum(grad, dtype=dtype) / numel
+
+
+def _extreme(sign: int) -> Callable[[ShardedGrad], Tensor]:
+    def extreme(grad: ShardedGrad) -> Tensor:
+        local = sign * grad.local
+        best = local.max() if local.numel() else local.new_full((), -math.inf)
+        return sign * grad._comm.max_(best)
+
+    return extreme
+
+
+def _any(grad: ShardedGrad) -> Tensor:
+    return grad._comm.max_(grad.local.any().to(torch.uint8)).bool()
+
+
+def _all(grad: ShardedGrad) -> Tensor:
+    return grad._comm.max_((~grad.local.bool().all()).to(torch.uint8)).logical_not()
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "norm": _norm,
+    "linalg_norm": _norm,
+    "linalg_vector_norm": _norm,
+    "_foreach_norm": _foreach_norm,
+    "sum": _sum,
+    "mean": _mean,
+    "max": _extreme(1),
+    "amax": _extreme(1),
+    "min": _extreme(-1),
+    "amin": _extreme(-1),
+    "any": _any,
+    "all": _all,
+}
+
+_POINTWISE = (
+    "abs add addcdiv addcmul clamp clamp_max clamp_min div float_power lerp mul nan_to_num neg "
+    "pow rsub sign sqrt square sub true_divide where zero fill copy"
+).split()
+_ELEMENTWISE = {
+    *_POINTWISE,
+    *(f"{name}_" for name in _POINTWISE),
+    *(f"_foreach_{name}_" for name in _POINTWISE),
+    *(
+        f"__{name}__"
+        for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg")
+    ),
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")),
+    "_amp_foreach_non_finite_check_and_unscale_",
+    # Metadata, and copies that stay slices.
+    "__get__",
+    "__set__",
+    "__hash__",
+    "__deepcopy__",
+    "bfloat16",
+    "clone",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "data_ptr",
+    "detach",
+    "detach_",
+    "dim",
+    "double",
+    "element_size",
+    "float",
+    "get_device",
+    "half",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "logical_not",
+    "nelement",
+    "numel",
+    "requires_grad_",
+    "size",
+    "to",
+    "type",
+    "untyped_storage",
+}
