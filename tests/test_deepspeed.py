@@ -364,8 +364,8 @@ def test_gradients_are_summed_in_float32_unless_lowered(source, dtype, ignored):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"train_batchsize": 1}, "train_batchsize is not .* did you mean train_batch_size?"),
-        ({"zzz": 1}, "zzz is not a DeepSpeed setting; Correct it"),
+        ({"train_batchsize": 1}, "train_batchsize is not .*did you mean train_batch_size"),
+        ({"zzz": 1}, "zzz is not a DeepSpeed setting; correct it"),
         (zero(reduce_bucketsize=1), "mean zero_optimization.reduce_bucket_size"),
         (zero(stage3_prefetch_bucket=1), "mean zero_optimization.stage3_prefetch_bucket_size"),
         ({"fp16": {"enable": True}}, "mean fp16.enabled"),
@@ -533,7 +533,7 @@ def test_an_optimizer_that_torch_lacks_is_refused(parameters, section, message):
         build_optimizer(section, parameters)
 
 
-# The scheduler section. DeepSpeed counts from -1: the first two steps of a warm-up are at its lowest.
+# The scheduler section. DeepSpeed counts from -1: two steps of a warm-up are at its lowest.
 
 
 def rates(section, num_steps, lr=0.5, **kwargs):

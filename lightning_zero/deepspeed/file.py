@@ -107,9 +107,9 @@ def check_keys(section: Section, known: Iterable[str]) -> None:
         if key in known:
             continue
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-        hint = f"did you mean {section.path(near[0])}? " if near else ""
+        hint = f" (did you mean {section.path(near[0])}?)" if near else ""
         raise ValueError(
-            f"{section.path(str(key))} is not a DeepSpeed setting; {hint}Correct it or remove it."
+            f"{section.path(str(key))} is not a DeepSpeed setting{hint}; correct it or remove it."
         )
 
 
