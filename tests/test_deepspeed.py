@@ -1,0 +1,642 @@
+"""A DeepSpeed user's file gives the same training, or an error that says why not."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from lightning_zero import ZeroConfig
+from lightning_zero.deepspeed import build_optimizer, build_scheduler, translate
+
+FROM_THE_DOCS = {
+    "train_batch_size": 32,
+    "gradient_accumulation_steps": 1,
+    "fp16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": 5e8,
+        "offload_optimizer": {"device": "cpu"},
+    },
+}
+HUGGING_FACE = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+STAGE_2 = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": False,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "stage3_prefetch_bucket_size": 5e7,
+    },
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+}
+STAGE_3 = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 0,
+    },
+    "train_micro_batch_size_per_gpu": 1,
+    "communication_data_type": "bf16",
+    "gradient_clipping": 0,
+}
+TABLE = [
+    pytest.param(
+        FROM_THE_DOCS,
+        ZeroConfig(stage=3, overlap_comm=True, reduce_bucket_size=500_000_000),
+        {"precision": "16-mixed", "accumulate_grad_batches": 1},
+        8,
+        {"contiguous_gradients", "sub_group_size", "offload_optimizer"},
+        id="the example of the documentation",
+    ),
+    pytest.param(
+        HUGGING_FACE,
+        ZeroConfig(stage=3, max_live_parameters=10**9),
+        {},
+        None,
+        {
+            "stage3_max_reuse_distance",
+            "stage3_gather_16bit_weights_on_model_save",
+            "steps_per_print",
+            "wall_clock_breakdown",
+        },
+        id="Hugging Face, all auto",
+    ),
+    pytest.param(
+        STAGE_2,
+        ZeroConfig(
+            stage=2,
+            allgather_bucket_size=2 * 10**8,
+            overlap_comm=False,
+            reduce_bucket_size=2 * 10**8,
+        ),
+        {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
+        4,
+        {"allgather_partitions", "reduce_scatter", "stage3_prefetch_bucket_size"},
+        id="stage 2 with a setting of stage 3",
+    ),
+    pytest.param(
+        STAGE_3,
+        ZeroConfig(
+            stage=3,
+            prefetch_bucket_size=0,
+            param_persistence_threshold=10_000,
+            max_live_parameters=1,
+            reduce_dtype=torch.bfloat16,
+        ),
+        {"accumulate_grad_batches": 1},
+        1,
+        set(),
+        id="stage 3 with sizes of zero",
+    ),
+    pytest.param({}, ZeroConfig(stage=0), {}, None, set(), id="an empty file"),
+    pytest.param(
+        {"zero_optimization": True, "allgather_size": 1e6},
+        ZeroConfig(stage=1, allgather_bucket_size=10**6),
+        {},
+        None,
+        set(),
+        id="zero_optimization true, the old way",
+    ),
+    pytest.param(
+        {"zero_optimization": False}, ZeroConfig(stage=0), {}, None, set(), id="the old false"
+    ),
+    pytest.param({"zero_optimization": 2}, ZeroConfig(stage=2), {}, None, set(), id="a number"),
+    pytest.param(
+        {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 7}},
+        ZeroConfig(stage=3, prefetch_bucket_size=7),
+        {},
+        None,
+        set(),
+        id="the short names of stage 3",
+    ),
+    pytest.param(
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}, "bf16": {"enabled": False}},
+        ZeroConfig(stage=0),
+        {"precision": "16-mixed"},
+        None,
+        set(),
+        id="torch_autocast",
+    ),
+    pytest.param(
+        {"bfloat16": {"enabled": True, "check_grad_overflow": True}, "prescale_gradients": True},
+        ZeroConfig(stage=0),
+        {"precision": "bf16-mixed"},
+        None,
+        {"bfloat16.check_grad_overflow", "prescale_gradients"},
+        id="the old name of bf16",
+    ),
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content):
+        path = tmp_path / "ds_config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def zero(**settings):
+    return {"zero_optimization": {"stage": 3, **settings}}
+
+
+@pytest.mark.parametrize(("source", "config", "trainer_kwargs", "batch_size", "ignored"), TABLE)
+def test_a_file_means_what_it_means_to_deepspeed(
+    write, source, config, trainer_kwargs, batch_size, ignored
+):
+    found = translate(write(source), world_size=4)
+    assert found.config == config
+    assert found.trainer_kwargs == trainer_kwargs
+    assert found.batch_size_per_device == batch_size
+    assert set(found.ignored) == ignored
+    assert translate(source, world_size=4) == translate(str(write(source)), world_size=4) == found
+
+
+def test_a_translation_shares_nothing_with_the_source():
+    source = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    found = translate(source)
+    source["optimizer"]["params"]["lr"] = 7
+    assert found.optimizer == {"type": "SGD", "params": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer to cpu"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, "offload_param to nvme"),
+        ({"cpu_offload": True}, "cpu_offload"),
+    ],
+)
+def test_offload_cannot_be_missed(settings, sentence):
+    found = translate(zero(**settings))
+    (warning,) = [warning for warning in found.warnings if "offload" in warning]
+    assert warning == (f"{sentence}: offload is not available yet; the state stays on the device.")
+    assert warning in found.message()
+
+
+@pytest.mark.parametrize("off", [None, False, {}, {"device": "none"}, {"device": None}])
+def test_offload_that_is_off_is_silent(off):
+    found = translate({**zero(offload_optimizer=off), "gradient_clipping": 1.0})
+    assert found.ignored == {}
+    assert found.warnings == ()
+    assert found.message() == ""
+
+
+def test_a_silent_file_warns_that_clipping_depends_on_the_version_of_deepspeed():
+    assert "1.0 since 0.19.3" in translate({}).warnings[0]
+    assert "gradient_clip_val" not in translate({}).trainer_kwargs
+    for said in (0, 0.5, "auto"):
+        assert not translate({"gradient_clipping": said}).warnings
+
+
+def test_the_message_names_each_ignored_setting_once():
+    message = translate(FROM_THE_DOCS, world_size=4).message()
+    for setting in ("contiguous_gradients", "sub_group_size"):
+        assert message.count(f"  {setting}: ") == 1
+
+
+# Batch sizes: train_batch_size = micro-batch x accumulation x world size.
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "steps", "world_size", "expected"),
+    [
+        (32, 4, 2, 4, (2, 4)),
+        (32, None, 2, 4, (2, 4)),
+        (32, 4, None, 4, (2, 4)),
+        (None, 4, 2, 4, (2, 4)),
+        (32, None, None, 4, (1, 8)),
+        (None, 4, None, 4, (1, 4)),
+        (None, None, 2, 4, (2, None)),
+        (None, None, None, 4, (None, None)),
+        (32, 4, 2, None, (2, 4)),
+        (32, None, 2, None, (2, None)),
+        (32, None, None, None, (1, None)),
+        (None, 4, None, None, (1, 4)),
+        (32, "auto", 2, 4, (2, 4)),
+        (32, 4, "auto", 4, (2, 4)),
+        (32, "auto", "auto", 4, (None, None)),
+        ("auto", 4, "auto", 4, (None, 4)),
+    ],
+)
+def test_the_third_batch_size_follows_from_two(total, micro, steps, world_size, expected):
+    given = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    source = {key: value for key, value in given.items() if value is not None}
+    found = translate(source, world_size=world_size)
+    steps = found.trainer_kwargs.get("accumulate_grad_batches")
+    assert (steps, found.batch_size_per_device) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size"),
+    [
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 3),
+        ({"train_batch_size": 2}, 4),
+        ({"train_batch_size": 30, "gradient_accumulation_steps": 4}, None),
+        (
+            {
+                "train_batch_size": 32,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 1,
+            },
+            4,
+        ),
+    ],
+)
+def test_batch_sizes_that_do_not_multiply_are_refused(source, world_size):
+    with pytest.raises(ValueError, match=r"train_batch_size \d+ must be .* x .* x"):
+        translate(source, world_size=world_size)
+
+
+def test_accumulation_that_depends_on_an_unknown_world_size_is_refused():
+    source = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
+    with pytest.raises(
+        ValueError, match=r"pass world_size=\.\.\. or write gradient_accumulation_steps"
+    ):
+        translate(source)
+
+
+def test_a_global_batch_size_without_world_size_tells_what_the_data_loader_needs():
+    (warning, _) = translate({"train_batch_size": 32, "gradient_accumulation_steps": 2}).warnings
+    assert "batch_size = 32 / (2 x number of devices)" in warning
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
+def test_a_world_size_is_a_whole_number(world_size):
+    with pytest.raises(ValueError, match="world_size"):
+        translate({}, world_size=world_size)
+
+
+# Precision.
+
+
+def scaler_after(steps, **fp16):
+    """The loss scale after steps with finite (True) or infinite (False) gradients, step by step."""
+    kwargs = translate({"fp16": {"enabled": True, **fp16}}).grad_scaler_kwargs
+    scaler = torch.amp.GradScaler("cpu", **kwargs)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scales = []
+    for is_finite in steps:
+        scales.append(scaler.scale(torch.ones(())).item())
+        parameter.grad = torch.full((1,), 1.0 if is_finite else math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    return scales
+
+
+def test_the_loss_scale_starts_and_grows_as_in_deepspeed():
+    assert translate({"fp16": {"enabled": True}}).grad_scaler_kwargs == {
+        "init_scale": 2.0**16,
+        "growth_interval": 1000,
+    }
+    steps = [True, True, False, True]
+    assert scaler_after(steps, initial_scale_power=8, loss_scale_window=2) == [256, 256, 512, 256]
+
+
+def test_a_static_loss_scale_stays():
+    assert scaler_after([True] * 2500 + [False, True], loss_scale=100) == [100] * 2502
+
+
+def test_without_fp16_there_is_no_scaler():
+    assert translate({"bf16": {"enabled": True}}).grad_scaler_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "ignored"),
+    [
+        ({}, None, None),
+        ({"communication_data_type": "fp16"}, torch.float16, None),
+        ({"communication_data_type": "FP32"}, torch.float32, None),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, torch.bfloat16, None),
+        (
+            {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
+            torch.float32,
+            "communication_data_type",
+        ),
+    ],
+)
+def test_gradients_are_summed_in_float32_unless_lowered(source, dtype, ignored):
+    found = translate(source)
+    assert found.config.reduce_dtype == dtype
+    assert list(found.ignored) == ([ignored] if ignored else [])
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"train_batchsize": 1}, "train_batchsize is not .*did you mean train_batch_size"),
+        ({"zzz": 1}, "zzz is not a DeepSpeed setting; correct it"),
+        (zero(reduce_bucketsize=1), "mean zero_optimization.reduce_bucket_size"),
+        (zero(stage3_prefetch_bucket=1), "mean zero_optimization.stage3_prefetch_bucket_size"),
+        ({"fp16": {"enable": True}}, "mean fp16.enabled"),
+        (zero(offload_param={"path": "/x"}), "zero_optimization.offload_param.path is not"),
+        (
+            zero(reduce_bucket_size=-1),
+            "zero_optimization.reduce_bucket_size must be a whole number",
+        ),
+        (zero(reduce_bucket_size=1.5), "reduce_bucket_size must be a whole number"),
+        (zero(reduce_bucket_size=True), "reduce_bucket_size must be a whole number"),
+        (zero(reduce_bucket_size="5e8"), "got '5e8'"),
+        (zero(overlap_comm=1), "overlap_comm must be true or false, got 1"),
+        (
+            zero(stage3_prefetch_bucket_size=1, prefetch_bucket_size=2),
+            "one setting with two values",
+        ),
+        (zero(offload_param={"device": "disk"}), 'must be "none", "cpu" or "nvme", got \'disk\''),
+        ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimization": {"stage": "auto"}}, "stage must be 0, 1, 2 or 3, got 'auto'"),
+        ({"zero_optimization": {"stage": True}}, "stage must be a whole number"),
+        ({"zero_optimization": "stage 3"}, "zero_optimization must be a section"),
+        ({"fp16": True}, "fp16 must be a section"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale must be a number"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "at least 1, got 0"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping must be a number"),
+        ({"gradient_clipping": True}, "gradient_clipping must be a number"),
+        ({"gradient_accumulation_steps": 0}, "at least 1, got 0"),
+        ({"train_batch_size": "32"}, "train_batch_size must be a whole number"),
+        ({"communication_data_type": "int8"}, "fp16, bf16 or fp32, got 'int8'"),
+        ({"data_types": {"param_dtype": "bf16"}}, "param_dtype must be the dtype of training"),
+        ({"data_types": {"buffer_dtype": "bf16"}}, "buffer_dtype must be left out"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(write, source, message):
+    with pytest.raises(ValueError, match=message):
+        translate(write(source))
+
+
+CHANGES_THE_TRAINING = [
+    {"sparse_gradients": True},
+    {"sparse_gradients": "yes"},
+    {"gradient_allreduce_op": "sum"},
+    {"managed_gradient_accumulation": False},
+    {"amp": {"enabled": True, "opt_level": "O1"}},
+    {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}},
+    {"data_efficiency": {"enabled": True}},
+    {"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}}},
+    {"progressive_layer_drop": {"enabled": True, "theta": 0.5}},
+    {"pipeline": {"stages": 2}},
+    {"sparse_attention": {"mode": "fixed"}},
+    {"elasticity": {"enabled": True}},
+    {"tensor_parallel": {"autotp_size": 2}},
+    {"sequence_parallel_size": 2},
+    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+    zero(zero_quantized_weights=True),
+    zero(zero_quantized_gradients=True),
+    zero(zero_hpz_partition_size=8),
+    zero(mics_shard_size=8),
+    zero(zenflow={"topk_ratio": 0.1}),
+]
+
+
+@pytest.mark.parametrize("source", CHANGES_THE_TRAINING, ids=str)
+def test_what_changes_the_training_is_refused_with_what_to_do(source):
+    with pytest.raises(ValueError, match=r"changes the training and is not available here: .+"):
+        translate(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"sparse_gradients": False},
+        {"gradient_allreduce_op": "mean"},
+        {"curriculum_learning": {"enabled": False}},
+        {"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": False}}}},
+        {"amp": {"enabled": "auto"}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        zero(zero_quantized_weights=False, zero_hpz_partition_size=1, mics_shard_size=-1),
+    ],
+    ids=str,
+)
+def test_the_same_settings_turned_off_are_accepted(source):
+    assert translate(source).ignored == {}
+
+
+def test_a_file_that_is_not_json_is_named(write):
+    with pytest.raises(ValueError, match=r"ds_config.json is not JSON: .*Comments"):
+        translate(write('{"train_batch_size": 32,  // all devices\n}'))
+    with pytest.raises(ValueError, match="must hold one section in braces, got list"):
+        translate(write("[]"))
+    with pytest.raises(ValueError, match="train_batch_size stands twice"):
+        translate(write('{"train_batch_size": 32, "train_batch_size": 64}'))
+    with pytest.raises(FileNotFoundError, match="no_such_file"):
+        translate("no_such_file.json")
+    with pytest.raises(TypeError, match="a path or a mapping"):
+        translate(3)
+
+
+# The optimizer section.
+
+
+@pytest.fixture
+def parameters():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("section", "reference"),
+    [
+        ({"type": "Adam"}, lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0)),
+        (
+            {"type": "Adam", "params": {"lr": 0.1, "weight_decay": 0.2, "adam_w_mode": False}},
+            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2),
+        ),
+        (
+            {"type": "adamw", "params": {"lr": 0.1, "betas": [0.8, 0.9], "adam_w_mode": False}},
+            lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), weight_decay=0.0),
+        ),
+        (
+            {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True, "eps": "auto"}},
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01),
+        ),
+        (
+            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        ),
+        ({"type": "Adagrad", "params": {"lr": 0.1}}, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    ],
+)
+def test_the_optimizer_steps_as_deepspeeds_would(parameters, section, reference):
+    mirror = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    optimizers = build_optimizer(section, parameters), reference(mirror)
+    assert type(optimizers[0]) is type(optimizers[1])
+    for _ in range(3):
+        for parameter, other in zip(parameters, mirror, strict=True):
+            parameter.grad = other.grad = torch.sin(parameter.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, other in zip(parameters, mirror, strict=True):
+        assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "Lamb"}, "Lamb is not supported: expected Adam"),
+        ({"type": "OneBitAdam"}, "OneBitAdam is not supported"),
+        ({"type": "Muon"}, "Muon is not supported"),
+        ({"type": "Optimizer"}, "Optimizer is not supported"),
+        ({"params": {}}, "optimizer.type must be a name"),
+        ({"type": "Adam", "parms": {}}, "did you mean optimizer.params"),
+        ({"type": "Adam", "params": {"lr": "auto"}}, "only Hugging Face fills in"),
+        ({"type": "Adam", "params": {"learning_rate": 1}}, "learning_rate is not"),
+        ({"type": "Adam", "params": {"bias_correction": False}}, "bias_correction must be true"),
+        ({"type": "Adam", "params": {"amsgrad": True}}, "amsgrad must be false"),
+        ({"type": "SGD", "params": {"lr": 1, "max_grad_norm": 1}}, "write gradient_clipping"),
+    ],
+)
+def test_an_optimizer_that_torch_lacks_is_refused(parameters, section, message):
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(section, parameters)
+
+
+# The scheduler section. DeepSpeed counts from -1: two steps of a warm-up are at its lowest.
+
+
+def rates(section, num_steps, lr=0.5, **kwargs):
+    """The learning rate of each step, as the optimizer sees it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
+    scheduler = build_scheduler(section, optimizer, **kwargs)
+    seen = []
+    for _ in range(num_steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+LINEAR = {"warmup_num_steps": 4, "warmup_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("WarmupLR", {**LINEAR, "warmup_max_lr": 0.4}, [0, 0, 0.1, 0.2, 0.3, 0.4, 0.4]),
+        ("WarmupLR", {**LINEAR, "warmup_max_lr": "auto"}, [0, 0, 0.125, 0.25, 0.375, 0.5, 0.5]),
+        (
+            "WarmupLR",
+            {"warmup_num_steps": 4, "warmup_min_lr": 0.1, "warmup_max_lr": 0.2},
+            [0.1, 0.1, 0.15, 0.1 + 0.1 * math.log(3, 4), 0.2, 0.2],
+        ),
+        (
+            "WarmupDecayLR",
+            {**LINEAR, "warmup_max_lr": 0.4, "total_num_steps": 8},
+            [0, 0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0, 0],
+        ),
+        (
+            "WarmupCosineLR",
+            {**LINEAR, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1, "total_num_steps": 6},
+            [0, 0.1, 0.2, 0.3, 0.4, 0.275, 0.05, 0.05],
+        ),
+        (
+            "OneCycle",
+            {
+                "cycle_min_lr": 0.1,
+                "cycle_max_lr": 0.3,
+                "cycle_first_step_size": 2,
+                "decay_step_size": 1,
+                "decay_lr_rate": 1,
+            },
+            [0.1, 0.2, 0.3, 0.2, 0.1, 0.05, 0.1 / 3],
+        ),
+        (
+            "LRRangeTest",
+            {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
+            [0.1, 0.15, 0.2, 0.25],
+        ),
+    ],
+)
+def test_each_step_has_deepspeeds_learning_rate(name, params, expected):
+    found = rates({"type": name, "params": params}, len(expected))
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_length_of_a_schedule_may_come_from_the_trainer():
+    params = {**LINEAR, "warmup_max_lr": 0.4, "total_num_steps": "auto"}
+    section = {"type": "WarmupDecayLR", "params": params}
+    assert rates(section, 10, total_num_steps=8)[-1] == 0
+    with pytest.raises(ValueError, match="total_num_steps is open"):
+        rates(section, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "ReduceOnPlateau"}, "ReduceOnPlateau is not supported: expected WarmupLR"),
+        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "mean scheduler.params.warmup_num"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, "warmup_num_steps is open"),
+        ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, '"log" or "linear"'),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 0}}, "must be above 0"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}, "each of the 1 groups"),
+        ({"type": "OneCycle", "params": {"cycle_max_lr": 1}}, "cycle_min_lr is missing"),
+        ({"type": "WarmupLR", "params": {"last_batch_iteration": 5}}, "last_batch_iteration"),
+    ],
+)
+def test_a_schedule_that_cannot_be_the_same_is_refused(section, message):
+    with pytest.raises(ValueError, match=message):
+        rates(section, 1)
+
+
+def test_a_cycle_of_adams_betas_is_refused(parameters):
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+    with pytest.raises(ValueError, match="cycle_momentum cycles Adam's betas"):
+        build_scheduler({"type": "OneCycle", "params": params}, torch.optim.AdamW(parameters))
+
+
+def test_configure_optimizers_steps_the_schedule_after_every_step(parameters):
+    found = translate(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.3}},
+            "scheduler": {"type": "WarmupLR", "params": {**LINEAR}},
+        }
+    )
+    assert "configure_optimizers" in found.message()
+    configured = found.configure_optimizers(parameters)
+    assert type(configured["optimizer"]) is torch.optim.AdamW
+    assert configured["lr_scheduler"]["interval"] == "step"
+    assert configured["lr_scheduler"]["scheduler"].base_lrs == [0.3]
+    with pytest.raises(ValueError, match="no optimizer section"):
+        translate({}).configure_optimizers(parameters)
