@@ -35,7 +35,7 @@ _TAIL_CHARACTERS = 6000
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not return in time; the text has its traceback or stack, and output."""
+    """A rank raised, died or did not return in time; the text has traceback, stack and output."""
 
 
 @dataclass(frozen=True)
