@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,7 @@ def make_trainer(spec: Spec, **options: Any) -> Trainer:
         "limit_val_batches": 0,
     }
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     return Trainer(strategy=make_strategy(spec), **{**defaults, **options})
 
 
@@ -160,6 +162,7 @@ def fit_ranks(
     **rest: Any,
 ) -> list[Outcome]:
     """`fit` on every rank."""
+    __tracebackhide__ = True
     return run_ranks(
         world_size, _fit_with, spec, factory, options, rest, has_group=False, timeout_s=timeout_s
     )
@@ -215,6 +218,7 @@ def assert_same(
 
     A reference of one process has the mean of the ranks' losses.
     """
+    __tracebackhide__ = True
     assert ours[0].losses, "nothing was trained"
     if len(reference) == len(ours):
         for rank, (one, other) in enumerate(zip(ours, reference, strict=True)):

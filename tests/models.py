@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from examples.gpt import GPT, Block, GPTConfig
 
 __all__ = [
+    "CHECKPOINTING",
     "OPTIMIZERS",
     "SCHEDULERS",
     "BranchModule",
@@ -31,8 +32,11 @@ __all__ = [
     "L2Module",
     "MLPModule",
     "OutsideModule",
+    "MethodModule",
+    "OddModule",
     "Recorder",
     "TiedModule",
+    "TorchLayersModule",
     "UnusedModule",
     "regression_data",
 ]
@@ -134,9 +138,12 @@ class Recorder(LightningModule):
         return self.parameters()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        batch_size = self.batch_size * self.ranks // self.trainer.world_size
+        processes = self.trainer.world_size
         dataset = self.dataset(self.num_batches * self.batch_size * self.ranks)
-        return DataLoader(dataset, batch_size=batch_size, shuffle=False)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, processes, self.trainer.global_rank, shuffle=False
+        )  # the one that Lightning injects shuffles
+        return DataLoader(dataset, self.batch_size * self.ranks // processes, sampler=sampler)
 
     val_dataloader = test_dataloader = train_dataloader
 
@@ -146,19 +153,15 @@ class GPTModule(Recorder):
 
     Args:
         is_tied: The embedding is the output layer too.
-        checkpointing: None, "reentrant" or "non-reentrant" recomputation of each block.
+        checkpointing: Key of `CHECKPOINTING`, or None.
         **kwargs: Of `Recorder`.
     """
 
-    def __init__(
-        self, is_tied: bool = False, checkpointing: str | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, is_tied: bool = False, checkpointing: str | None = None, **kwargs: Any):
         super().__init__(**kwargs)
-        shape = GPTConfig(vocab_size=64, context=8, width=32, num_layers=3, num_heads=4)
-        self.gpt = GPT(GPTConfig(**{**vars(shape), "is_tied": is_tied}))
-        if checkpointing is not None:
-            for i, block in enumerate(self.gpt.blocks):
-                self.gpt.blocks[i] = Checkpointed(block, checkpointing == "reentrant")
+        shape = {"vocab_size": 64, "context": 8, "width": 32, "num_layers": 3, "num_heads": 4}
+        gpt = GPT if checkpointing is None else CHECKPOINTING[checkpointing]
+        self.gpt = gpt(GPTConfig(**shape, is_tied=is_tied))
 
     def part_loss(self, part: list[Tensor], rank: int) -> Tensor:
         (ids,) = part
@@ -169,16 +172,50 @@ class GPTModule(Recorder):
         return TensorDataset(torch.randint(64, (num_samples, 9), generator=generator))
 
 
-class Checkpointed(nn.Module):
-    """A block whose activations are recomputed in backward."""
+class CheckpointedGPT(GPT):
+    """Each block runs, whole, inside a checkpoint.
 
-    def __init__(self, block: Block, is_reentrant: bool) -> None:
-        super().__init__()
-        self.block = block
+    Args:
+        config: Of the GPT.
+        is_reentrant: Which of the two implementations.
+    """
+
+    def __init__(self, config: GPTConfig, is_reentrant: bool) -> None:
+        super().__init__(config)
         self.is_reentrant = is_reentrant
 
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return self.head(self.norm(x))
+
+
+class CheckpointedBlock(Block):
+    """A checkpoint runs inside the block's forward."""
+
+    is_reentrant = False
+
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.is_reentrant)
+        return checkpoint(super().forward, x, use_reentrant=self.is_reentrant)
+
+
+class InnerCheckpointedGPT(GPT):
+    """Each block runs a checkpoint of its own inside."""
+
+    def __init__(self, config: GPTConfig, is_reentrant: bool) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.__class__ = CheckpointedBlock
+            block.is_reentrant = is_reentrant
+
+
+CHECKPOINTING = {
+    "reentrant": partial(CheckpointedGPT, is_reentrant=True),
+    "non-reentrant": partial(CheckpointedGPT, is_reentrant=False),
+    "reentrant in the block": partial(InnerCheckpointedGPT, is_reentrant=True),
+    "non-reentrant in the block": partial(InnerCheckpointedGPT, is_reentrant=False),
+}
 
 
 class ConvModule(Recorder):
@@ -327,6 +364,75 @@ class OutsideModule(Recorder):
         x = (x @ self.w).tanh()
         x = F.linear(x, self.inner.weight) + self.inner.bias
         return F.mse_loss(self.last(x), y)
+
+
+class MethodModule(Recorder):
+    """Calls a method of each block instead of its forward."""
+
+    class _Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(9, 9)
+            self.scale = nn.Parameter(torch.ones(9))
+
+        def encode(self, x: Tensor) -> Tensor:
+            return x + self.inner(x).tanh() * self.scale
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.first = nn.Linear(8, 9)
+        self.blocks = nn.ModuleList(self._Block() for _ in range(3))
+        self.last = nn.Linear(9, 3)
+
+    def part_loss(self, part: list[Tensor], rank: int) -> Tensor:
+        x, y = part
+        x = self.first(x)
+        for block in self.blocks:
+            x = block.encode(x)
+        return F.mse_loss(self.last(x), y)
+
+
+class TorchLayersModule(Recorder):
+    """Layers of torch which read the parameters of other modules, or keep lists of their own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.lstm = nn.LSTM(8, 5, num_layers=2, batch_first=True)
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(5, 7))
+        self.lists = nn.ParameterList(torch.full((7,), 0.5) for _ in range(2))
+        self.last = nn.Linear(7, 3)
+
+    def part_loss(self, part: list[Tensor], rank: int) -> Tensor:
+        x, y = part
+        x = self.encoder(x.view(-1, 4, 8))
+        x = self.norm(self.lstm(x)[0][:, -1]).tanh()
+        return F.mse_loss(self.last(x * self.lists[0] + self.lists[1]), y)
+
+    def dataset(self, num_samples: int) -> TensorDataset:
+        return regression_data(num_samples, in_features=32)
+
+
+class OddModule(Recorder):
+    """Parameters of odd shapes, strides and dtypes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.single = nn.Parameter(torch.tensor([0.3]))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.transposed = nn.Parameter((torch.randn(9, 8) * 0.3).t())
+        self.codes = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.last = nn.Linear(9 + 8, 3)
+
+    def part_loss(self, part: list[Tensor], rank: int) -> Tensor:
+        x, y = part
+        image = x.view(-1, 2, 2, 2).repeat(1, 1, 2, 2).contiguous(memory_format=torch.channels_last)
+        features = self.conv(image).flatten(1)[:, :8]
+        x = (x @ self.transposed * self.scalar + self.single + self.empty.sum()).tanh()
+        return F.mse_loss(self.last(torch.cat([x, features], 1)) + self.codes, y)
 
 
 class L2Module(MLPModule):

@@ -76,6 +76,7 @@ def run_ranks(
     Raises:
         RankError: A rank raised, died or did not return in time.
     """
+    __tracebackhide__ = True  # pytest shows the ranks' tracebacks only
     with tempfile.TemporaryDirectory(prefix="zero-ranks-") as folder:
         payload = pickle.dumps((fn, args))
         call = _Call(payload, world_size, free_port(), folder, has_group)
@@ -138,6 +139,7 @@ def _ranks(call: _Call) -> Iterator[list[_Rank]]:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float, name: str) -> list[Any]:
+    __tracebackhide__ = True
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
