@@ -22,9 +22,10 @@ def live_storage_bytes(device_type: str | None = None) -> int:
     Tensors in reference cycles count until they are collected: call `gc.collect()` first where they
     should not.
 
-    Not found: what only C++ holds. These are tensors that autograd saved for backward, the buckets
-    of DistributedDataParallel with `gradient_as_bucket_view=False`, workspaces of kernels, and
-    copies inside gloo. Meta tensors hold nothing and count nothing.
+    Not found: tensors that `gc.freeze()` has set aside (a way to walk only what is new, fast), and
+    what only C++ holds. These are tensors that autograd saved for backward, the buckets of
+    DistributedDataParallel with `gradient_as_bucket_view=False`, workspaces of kernels, and copies
+    inside gloo. Meta tensors hold nothing and count nothing.
 
     Args:
         device_type: Count storages of this device only, such as "cpu"; None: of all devices.
