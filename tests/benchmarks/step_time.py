@@ -19,15 +19,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in 
 import argparse
 import gc
 import json
-import math
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,44 +36,22 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from examples.gpt import GPT, GPTConfig
+from tests.benchmarks.report import (
+    BATCH,
+    PHASES,
+    SIZES,
+    Result,
+    Run,
+    memory_line,
+    record,
+    table,
+    title,
+)
 from tests.benchmarks.resident import peak_bytes, reset_peak, resident_bytes
 from tests.benchmarks.storage import live_storage_bytes
 from tests.benchmarks.systems import ADAMW, SYSTEMS, System
 
-ROOT = Path(__file__).resolve().parents[2]
-SIZES = {
-    "2m": GPTConfig(vocab_size=512, context=128, width=192, num_layers=4, num_heads=6),
-    "25m": GPTConfig(vocab_size=6144, context=128, width=512, num_layers=6, num_heads=8),
-    "85m": GPTConfig(vocab_size=6144, context=128, width=1024, num_layers=6, num_heads=16),
-}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PHASES = ("forward", "backward", "update", "step")
-BATCH = 4
-MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is run, from the command line."""
-
-    systems: list[str]
-    rounds: int
-    warmup: int
-    steps_per_turn: int
-    ranks: int
-    size: str
-    precision: str
-    has_memory: bool
-    store: str = ""
-
-
-@dataclass
-class Result:
-    """One system: ms of every round; bytes on rank 0 above what its process had before."""
-
-    times: dict[str, list[float]] = field(default_factory=dict)  # by phase
-    loss: float = math.nan  # of the last round, mean of the ranks
-    bytes: dict[str, int] = field(default_factory=dict)  # storage, resident, peak
 
 
 def main() -> None:
@@ -85,12 +60,13 @@ def main() -> None:
     results = {name: Result() for name in run.systems}
     for name, (times, loss) in _launch(_time_systems, run).items():
         results[name].times, results[name].loss = times, loss
+    print(title(run))
+    print(table(run, results), flush=True)
     for name in run.systems if run.has_memory else ():
         results[name].bytes = _launch(_measure_memory, run, name)
-    print(_title(run))
-    print(_table(run, results))
+        print(memory_line(name, results[name].bytes), flush=True)
     if path is not None:
-        path.write_text(json.dumps(_record(run, results), indent=1) + "\n")
+        path.write_text(json.dumps(record(run, results), indent=1) + "\n")
 
 
 def _parse() -> tuple[Run, Path | None]:
@@ -254,61 +230,6 @@ def _train_something_small() -> None:
         optimizer.step()
     del model, optimizer, parameter
     gc.collect()
-
-
-def _title(run: Run) -> str:
-    numel = sum(p.numel() for p in GPT(SIZES[run.size]).parameters())
-    return (
-        f"\n{numel / 1e6:.1f} M parameters, {run.precision}, {run.ranks} ranks, one thread each, "
-        f"{BATCH} x {SIZES[run.size].context} tokens per rank, AdamW fused; "
-        f"{run.rounds} rounds of {run.steps_per_turn} after {run.warmup}; "
-        f"torch {torch.__version__}\n"
-        "ms: medians, with quartiles of the step; MiB per rank: storage of live tensors at rest "
-        "with gradients,\nresident at rest, resident at the peak of a step\n"
-    )
-
-
-def _table(run: Run, results: dict[str, Result]) -> str:
-    base = statistics.median(results["ddp"].times["step"]) if "ddp" in results else math.nan
-    lines = [
-        f"{'system':<18}{'step':>8}{'quartiles':>16}{'/ ddp':>7}{'forward':>9}{'backward':>9}"
-        f"{'update':>8}{'loss':>9}{'storage':>9}{'resident':>9}{'peak':>7}"
-    ]
-    for name, result in results.items():
-        median = {phase: statistics.median(result.times[phase]) for phase in PHASES}
-        low, high = _quartiles(result.times["step"])
-        line = (
-            f"{name:<18}{median['step']:>8.1f}{f'{low:.1f} - {high:.1f}':>16}"
-            f"{median['step'] / base:>7.2f}{median['forward']:>9.1f}{median['backward']:>9.1f}"
-            f"{median['update']:>8.1f}{result.loss:>9.4f}"
-        )
-        for kind, width in (("storage", 9), ("resident", 9), ("peak", 7)):
-            line += f"{result.bytes[kind] / MIB:>{width}.0f}" if result.bytes else f"{'-':>{width}}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
-def _record(run: Run, results: dict[str, Result]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": sys.argv,
-        "commit": commit,
-        "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "run": asdict(run),
-        "results": {name: asdict(result) for name, result in results.items()},
-    }
 
 
 if __name__ == "__main__":
