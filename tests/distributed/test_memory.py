@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +27,8 @@ with torch.device("meta"):
 NUMEL = sum(p.numel() for p in SHAPES.parameters())
 UNIT_NUMEL = sum(p.numel() for p in SHAPES.blocks[0].parameters())
 TOLERANCE = 0.03
+# Backend and size of the group. "fake" is one process that believes to be rank 0 of the group.
+GROUPS = [("gloo", 2), ("gloo", 4), ("fake", 8)]
 
 # Bytes per parameter at rest after a step, gradients resident, on each of n ranks. The optimizer's
 # 12 bytes are the fp32 master and the two moments; in fp32 the master is the parameter itself, so
@@ -77,11 +80,17 @@ class Sampler:
 
 
 @cache
-def _measure(stage: int, world_size: int, precision: str) -> list[Measured]:
-    return run_ranks(world_size, _train, stage, precision, timeout_s=120)
+def _measure(stage: int, precision: str, backend: str, size: int) -> list[Measured]:
+    processes = 1 if backend == "fake" else size
+    return run_ranks(
+        processes, _train, stage, precision, backend, size, timeout_s=120, has_group=False
+    )
 
 
-def _train(rank: int, world_size: int, stage: int, precision: str) -> Measured:
+def _train(
+    rank: int, world_size: int, stage: int, precision: str, backend: str, size: int
+) -> Measured:
+    _form_group(backend, rank, size)
     ids = _ids(rank)
     # Objects that exist now are not walked any more. The collector stays off from here: a storage
     # that waits for the collector to free it counts.
@@ -113,6 +122,15 @@ def _train(rank: int, world_size: int, stage: int, precision: str) -> Measured:
     )
 
 
+def _form_group(backend: str, rank: int, size: int) -> None:
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    else:
+        dist.init_process_group(backend, rank=rank, world_size=size)
+
+
 def _ids(rank: int) -> Tensor:
     """8 tokens: their activations are nothing beside 2.4 M parameters."""
     generator = torch.Generator().manual_seed(rank)
@@ -125,25 +143,25 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 class TestModelStates:
-    def test_rest_at_the_bytes_of_the_stage(self, stage, world_size, precision):
-        expected = NUMEL * BYTES_PER_PARAMETER[precision, stage](world_size)
-        for measured in _measure(stage, world_size, precision):
+    def test_rest_at_the_bytes_of_the_stage(self, stage, precision, backend, size):
+        expected = NUMEL * BYTES_PER_PARAMETER[precision, stage](size)
+        for measured in _measure(stage, precision, backend, size):
             assert measured.rest == pytest.approx(expected, rel=TOLERANCE)
 
-    def test_are_reported_to_the_byte(self, stage, world_size, precision):
-        for measured in _measure(stage, world_size, precision):
+    def test_are_reported_to_the_byte(self, stage, precision, backend, size):
+        for measured in _measure(stage, precision, backend, size):
             assert measured.report == measured.rest
 
-    def test_are_compared_with_plain_data_parallel(self, stage, world_size, precision):
-        for measured in _measure(stage, world_size, precision):
+    def test_are_compared_with_plain_data_parallel(self, stage, precision, backend, size):
+        for measured in _measure(stage, precision, backend, size):
             assert measured.data_parallel == pytest.approx(16 * NUMEL, rel=TOLERANCE)
 
-    def test_peak_at_two_units_and_a_bucket_above_rest(self, stage, world_size, precision):
+    def test_peak_at_two_units_and_a_bucket_above_rest(self, stage, precision, backend, size):
         param_bytes = 4 if DTYPES[precision] is None else 2
         # Two units of parameters, and a bucket of gradients in float32, in which they are reduced.
         extra = UNIT_NUMEL * (2 * param_bytes + 4)
-        for measured in _measure(stage, world_size, precision):
+        for measured in _measure(stage, precision, backend, size):
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
