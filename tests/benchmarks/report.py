@@ -71,7 +71,7 @@ def table(run: Run, results: dict[str, Result]) -> str:
     if "ddp" in results:
         base = {phase: statistics.median(results["ddp"].times[phase]) for phase in PHASES}
     lines = [
-        "Milliseconds: medians; quartiles are of the step; cpu is what all threads of a rank used and",
+        "Milliseconds: medians; quartiles are of the step; cpu is what all threads of a rank used,",
         "the steadier number on a machine that others share.",
         f"{'system':<18}{'step':>8}{'quartiles':>18}{'/ ddp':>7}{'forward':>9}{'backward':>10}"
         f"{'update':>8}{'cpu':>8}{'/ ddp':>7}{'loss':>9}",
@@ -81,8 +81,8 @@ def table(run: Run, results: dict[str, Result]) -> str:
         low, high = _quartiles(result.times["step"])
         lines.append(
             f"{name:<18}{median['step']:>8.1f}{f'{low:.1f} - {high:.1f}':>18}"
-            f"{median['step'] / base['step']:>7.2f}{median['forward']:>9.1f}{median['backward']:>10.1f}"
-            f"{median['update']:>8.1f}{median['cpu']:>8.1f}"
+            f"{median['step'] / base['step']:>7.2f}{median['forward']:>9.1f}"
+            f"{median['backward']:>10.1f}{median['update']:>8.1f}{median['cpu']:>8.1f}"
             f"{median['cpu'] / base['cpu']:>7.2f}{result.loss:>9.4f}"
         )
     if run.has_memory:
