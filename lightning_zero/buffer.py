@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_zero.layout import Layout
 
-__all__ = ["FlatBuffer", "slice_shard"]
+__all__ = ["FlatBuffer", "Scratch", "slice_shard"]
 
 
 class FlatBuffer:
@@ -25,14 +25,24 @@ class FlatBuffer:
         views: One n-D view for each slot, in order.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Makes a buffer of zeros, or lays one over `memory`, of which only the padding is zeroed."""
         self.layout = layout
-        # Zero from the start: padding must be zero wherever somebody sums over a whole buffer.
-        self.tensor: Tensor = torch.zeros(layout.numel, dtype=dtype, device=device)
+        if memory is None:
+            memory = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.tensor: Tensor = memory
         self.views: list[Tensor] = [
             self.tensor[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
         self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
+        self._zero_gaps()
         self._nbytes = self.tensor.untyped_storage().nbytes()
 
     @property
@@ -50,8 +60,7 @@ class FlatBuffer:
         if self.is_allocated:
             return
         self.tensor.untyped_storage().resize_(self._nbytes)
-        for gap in self._gaps:
-            gap.zero_()
+        self._zero_gaps()
 
     def free(self) -> None:
         """Empties the storage; every view of it is invalid until the next `allocate`."""
@@ -61,6 +70,44 @@ class FlatBuffer:
         """The 1-D part that `rank` owns, a view."""
         part = self.layout.shard(rank)
         return self.tensor[part.start : part.stop]
+
+    def _zero_gaps(self) -> None:
+        # Padding must be zero wherever somebody sums over a whole buffer.
+        for gap in self._gaps:
+            gap.zero_()
+
+
+class Scratch:
+    """Flat tensors for the time of a reduction, kept for the next one until `clear`.
+
+    On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch, about
+    as much as the reduction's own work on it. On a device the caching allocator does all of this.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._keeps = device.type == "cpu"
+        self._device = device
+        self._spare: list[Tensor] = []  # 1-D, each the owner of its storage
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of `numel` elements, uninitialised; `give` it back."""
+        nbytes = numel * dtype.itemsize
+        fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
+        if not fitting:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        chosen = min(fitting, key=lambda t: t.untyped_storage().nbytes())
+        self._spare = [t for t in self._spare if t is not chosen]
+        memory = torch.empty(0, dtype=dtype, device=self._device)
+        return memory.set_(chosen.untyped_storage(), 0, (numel,))
+
+    def give(self, tensor: Tensor) -> None:
+        """Returns a tensor that `take` gave."""
+        if self._keeps:
+            self._spare.append(tensor)
+
+    def clear(self) -> None:
+        """Frees what is kept."""
+        self._spare.clear()
 
 
 def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_zero.buffer import Scratch
+
 __all__ = ["Communicator", "Pending", "PeerAbortedError"]
 
 _ABORT = -1
@@ -69,6 +71,7 @@ class Communicator:
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
         self.device = device
+        self.scratch = Scratch(device)
         self._timeout = timeout
         self._group: Any = None
         self._control: Any = None
@@ -86,7 +89,7 @@ class Communicator:
             control = backend if backend == "fake" else "gloo"
             self._control = dist.new_group(timeout=self._timeout, backend=control)
         if is_gloo:
-            return _PeerToPeer(self._group, self.rank, self.size)
+            return _PeerToPeer(self._group, self.rank, self.size, self.scratch)
         return _Native(self._group, self.rank, self.size, self.device)
 
     def all_gather(self, whole: Tensor, name: str = "") -> Pending:
@@ -264,10 +267,11 @@ class _PeerToPeer:
     one machine, but N collectives whose roots take turns).
     """
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, scratch: Scratch) -> None:
         self._group = group
         self._rank = rank
         self._size = size
+        self._scratch = scratch
         self._tag = 0  # pairs messages; ranks issue collectives in the same order
 
     def all_gather(self, whole: Tensor) -> Pending:
@@ -281,11 +285,18 @@ class _PeerToPeer:
             )
         parts = list(whole.chunk(self._size))
         received = [
-            part if peer == self._rank else torch.empty_like(part)
+            part if peer == self._rank else self._scratch.take(part.numel(), part.dtype)
             for peer, part in enumerate(parts)
         ]
         works = self._trade(parts, received, self._next_tag())
-        return _Works(works, (whole, out, *received), lambda: _mean_in_rank_order(received, out))
+
+        def finish() -> None:
+            _mean_in_rank_order(received, out)
+            for peer, part in enumerate(received):
+                if peer != self._rank:
+                    self._scratch.give(part)
+
+        return _Works(works, (whole, out), finish)
 
     def all_reduce(self, whole: Tensor) -> Pending:
         own = whole.chunk(self._size)[self._rank]

@@ -32,8 +32,8 @@ class Gradients:
     """Gradients of the parameters of one bucket.
 
     Attributes:
-        whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is sharded its
-            memory exists from the first gradient of a backward to the end of the reduction.
+        whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is sharded it
+            exists from the first gradient of a backward to the end of the reduction.
         shard: The mean over ranks: 1-D, `shard_numel` (`numel` where OPTIM is whole), reduce dtype;
             None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
@@ -156,8 +156,7 @@ class Gradients:
         elif out is not self.shard:
             self.shard.add_(out)
         self._holds_mean = True
-        if self._is_sharded and self.whole is not None:
-            self.whole.free()
+        self._close()
 
     def publish(self, touched: Sequence[bool]) -> None:
         """Shows users their gradients: `.grad` of every parameter that any rank has touched.
@@ -215,8 +214,7 @@ class Gradients:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None
             self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
-        if self.whole is not None and self._is_sharded:
-            self.whole.free()
+        self._close()
 
     @property
     def allocated_bytes(self) -> int:
@@ -242,13 +240,20 @@ class Gradients:
         self.finish()
         if self.whole is None:
             dtype = self._dtype if self._is_whole_mean else self._plan.dtype
-            self.whole = FlatBuffer(self._plan.layout, dtype, self._parameters[0].device)
-        self.whole.allocate()
+            layout, device = self._plan.layout, self._comm.device
+            memory = self._comm.scratch.take(layout.numel, dtype) if self._is_sharded else None
+            self.whole = FlatBuffer(layout, dtype, device, memory=memory)
         if self._is_in_place and self._holds_mean:
             assert self.shard is not None
             self._carry = self.shard.clone()
             self._holds_mean = False
         return self.whole
+
+    def _close(self) -> None:
+        """Gives the memory of local gradients back, where they do not rest whole."""
+        if self._is_sharded and self.whole is not None:
+            self._comm.scratch.give(self.whole.tensor)
+            self.whole = None
 
     def _is_own(self, index: int, grad: Tensor) -> bool:
         return bool(self._views) and grad is self._views[index]
@@ -277,7 +282,7 @@ class Gradients:
         """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
         if self._is_sharded or self._is_in_place or self._dtype == self._plan.dtype:
             return
-        wide = FlatBuffer(self._plan.layout, self._dtype, self._parameters[0].device)
+        wide = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
         if self.whole is not None:
             wide.tensor.copy_(self.whole.tensor)
         if self.shard is not None:
@@ -309,8 +314,7 @@ class Gradients:
         if self.shard is None:
             layout = self._plan.layout
             numel = layout.numel if self._is_whole_mean else layout.shard_numel
-            device = self._parameters[index].device
-            self._adopt(torch.zeros(numel, dtype=self._dtype, device=device))
+            self._adopt(torch.zeros(numel, dtype=self._dtype, device=self._comm.device))
         slot = self._plan.layout.slots[index]
         target = self.slices[index]
         local = grad.local if isinstance(grad, ShardedGrad) else grad

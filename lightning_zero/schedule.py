@@ -452,6 +452,7 @@ class Schedule:
         if buckets:
             self._reduce_the_rest(buckets)
         self._has_local = len(buckets) < len(self._buckets)
+        self._comm.scratch.clear()
         self._reducing = None
         self._unclaimed.clear()
         for unit in self.units:
@@ -499,6 +500,7 @@ class Schedule:
         if self._has_local:
             self._num_eager = 0
             self._reduce_the_rest(self._buckets)
+            self._comm.scratch.clear()
             self._reducing = None
             self._has_local = False
 
@@ -517,6 +519,7 @@ class Schedule:
         """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""
         for bucket in self._buckets:
             bucket.grads.drop()
+        self._comm.scratch.clear()
         self._reducing = None
         self._has_local = False
         self._unclaimed.clear()
