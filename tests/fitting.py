@@ -77,7 +77,7 @@ def make_trainer(spec: Spec, **options: Any) -> Trainer:
     }
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return Trainer(strategy=make_strategy(spec), **{**defaults, **options})
+    return Trainer(**{"strategy": make_strategy(spec), **defaults, **options})
 
 
 def fit(
