@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_zero import ZeroConfig
 from tests.distributed.ranks import run_ranks
@@ -219,7 +222,7 @@ def _fit_inside_fit(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_second_strategy_on_a_module_in_training_is_refused_and_the_first_goes_on(stage):
     for text, num_steps in run_ranks(2, _fit_inside_fit, stage, has_group=False):
-        assert "NestedModule" in text
+        assert re.search("already|another|two", text), text
         assert num_steps == 4
 
 
@@ -249,10 +252,14 @@ def _four_devices(rank, world_size):
 def test_mps_is_refused_by_name():
     from lightning_zero import ZeroStrategy
 
-    def fit():
-        strategy = ZeroStrategy(stage=3, parallel_devices=[torch.device("mps", 0)])
-        make_trainer("auto", strategy=strategy, devices=1).fit(MLPModule())
+    def set_up():
+        ZeroStrategy(
+            stage=3,
+            accelerator=CPUAccelerator(),
+            parallel_devices=[torch.device("mps", 0)],
+            cluster_environment=LightningEnvironment(),
+        ).setup_environment()
 
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)mps"):
-        fit()
+        set_up()
     assert not dist.is_initialized()

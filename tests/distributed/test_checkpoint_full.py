@@ -12,10 +12,10 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.distributed.ranks import run_ranks
-from tests.fitting import arrays, fit_ranks, make_trainer, settings
+from tests.fitting import arrays, fit, fit_ranks, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GPTModule, MLPModule, UnusedModule
 
-STAGES = [0, 1, 2, 3]
+STAGES = [1, 2, 3]
 MODELS = {
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
     "batch norm": partial(ConvModule, ranks=2),
@@ -52,15 +52,19 @@ def assert_same_tree(ours, reference, path="checkpoint"):
 @pytest.mark.parametrize("model", list(MODELS))
 def test_the_file_has_what_ddp_writes(model, stage):
     ours = fit_ranks(2, settings(stage), MODELS[model], is_saving=True)
-    reference = fit_ranks(2, "ddp", MODELS[model], is_saving=True)
+    reference = run_once(2, _saved, "ddp", MODELS[model])
     assert_same_tree(ours[0].checkpoint, reference[0].checkpoint)
+
+
+def _saved(rank, world_size, spec, factory):
+    return fit(rank, world_size, spec, factory, is_saving=True)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_never_had_a_gradient_has_no_optimizer_state(stage):
     factory = partial(UnusedModule, ranks=2)
     ours = fit_ranks(2, settings(stage), factory, is_saving=True)
-    reference = fit_ranks(2, "ddp_find_unused_parameters_true", factory, is_saving=True)
+    reference = run_once(2, _saved, "ddp_find_unused_parameters_true", factory)
     assert_same_tree(ours[0].checkpoint, reference[0].checkpoint)
 
 
@@ -74,7 +78,7 @@ class EarlySaver(MLPModule):
 @pytest.mark.parametrize("stage", STAGES)
 def test_saving_before_the_first_step_gives_an_empty_optimizer_state(stage):
     ours = run_ranks(2, _save_early, settings(stage), has_group=False)
-    reference = run_ranks(2, _save_early, "ddp", has_group=False)
+    reference = run_once(2, _save_early, "ddp")
     assert_same_tree(ours[0], reference[0])
     assert ours[0]["optimizer_states"][0]["state"] == {}
 
@@ -88,7 +92,7 @@ def _save_early(rank, world_size, spec):
 @pytest.mark.parametrize("stage", STAGES)
 def test_load_from_checkpoint_and_every_file_of_model_checkpoint_are_as_under_ddp(stage):
     ours = run_ranks(2, _files, settings(stage), has_group=False)
-    reference = run_ranks(2, _files, "ddp", has_group=False)
+    reference = run_once(2, _files, "ddp")
     for (files, state), (expected_files, expected) in zip(ours, reference, strict=True):
         assert files == expected_files
         for name, value in expected.items():
@@ -143,7 +147,7 @@ RESUMED = {
 def test_resuming_from_the_last_checkpoint_is_bit_equal_to_never_stopping(model, stage):
     specs = [settings(stage)] * 2
     ours = run_ranks(2, _resume, specs, RESUMED[model], "saved", has_group=False)
-    whole = run_ranks(2, _uninterrupted, specs[0], RESUMED[model], 2, has_group=False)
+    whole = run_once(2, _uninterrupted, specs[0], RESUMED[model], 2)
     _assert_equal_bits(ours, whole)
 
 
@@ -176,7 +180,7 @@ def test_one_stage_resumes_another(first, second):
 
 def _check_resumed(specs, factory):
     ours = run_ranks(2, _resume, specs, factory, "saved", has_group=False)
-    whole = run_ranks(2, _uninterrupted, "ddp", factory, len(specs), has_group=False)
+    whole = run_once(2, _uninterrupted, "ddp", factory, len(specs))
     for (state, checkpoint), (expected, other) in zip(ours, whole, strict=True):
         for name, value in expected.items():
             np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
@@ -200,7 +204,7 @@ def test_two_ranks_then_one_then_three_train_as_one(stage, tmp_path):
             has_group=False,
         )
         path = str(tmp_path / f"{number}.ckpt")
-    expected, _ = run_ranks(1, _uninterrupted, "auto", factory, 3, has_group=False)[0]
+    expected, _ = run_once(1, _uninterrupted, "auto", factory, 3)[0]
     for state in results:
         for name, value in expected.items():
             np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
@@ -218,7 +222,7 @@ def _one_more_epoch(rank, world_size, spec, factory, max_epochs, path, target):
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluation_reads_a_checkpoint_without_a_fit(stage):
     ours = run_ranks(2, _validate_from_file, settings(stage), has_group=False)
-    reference = run_ranks(2, _validate_from_file, "ddp", has_group=False)
+    reference = run_once(2, _validate_from_file, "ddp")
     for one, other in zip(ours, reference, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
 
