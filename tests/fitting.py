@@ -26,6 +26,7 @@ __all__ = [
     "fit_reference",
     "make_strategy",
     "make_trainer",
+    "run_once",
     "settings",
 ]
 
@@ -77,7 +78,7 @@ def make_trainer(spec: Spec, **options: Any) -> Trainer:
     }
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return Trainer(strategy=make_strategy(spec), **{**defaults, **options})
+    return Trainer(**{"strategy": make_strategy(spec), **defaults, **options})
 
 
 def fit(
@@ -198,13 +199,18 @@ def fit_reference(
 
     One process has the global batch: `factory` must promise the number of ranks.
     """
-    return _fit_reference(_Key(world_size, spec, factory, options))
+    return run_once(world_size, _fit_with, spec, factory, options, {})
+
+
+def run_once(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`run_ranks` without a group; the same arguments run in one test session only once."""
+    return _run_once(_Key(world_size, fn, args))
 
 
 @cache
-def _fit_reference(key: _Key) -> list[Outcome]:
-    world_size, spec, factory, options = key.parts
-    return fit_ranks(world_size, spec, factory, options)
+def _run_once(key: _Key) -> list[Any]:
+    world_size, fn, args = key.parts
+    return run_ranks(world_size, fn, *args, has_group=False)
 
 
 def assert_same(

@@ -143,7 +143,8 @@ class Recorder(LightningModule):
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, processes, self.trainer.global_rank, shuffle=False
         )  # the one that Lightning injects shuffles
-        return DataLoader(dataset, self.batch_size * self.ranks // processes, sampler=sampler)
+        batch_size = self.batch_size * self.ranks // processes
+        return DataLoader(dataset, batch_size=batch_size, sampler=sampler)
 
     val_dataloader = test_dataloader = train_dataloader
 

@@ -27,7 +27,7 @@ from tests.models import (
     UnusedModule,
 )
 
-STAGES = [0, 1, 2, 3]
+STAGES = [1, 2, 3]
 MODULES = {
     "frozen": FrozenModule,
     "frozen and not given": partial(FrozenModule, is_given_frozen=False),

@@ -1,0 +1,265 @@
+"""Bad input is a clear error, before any process group exists."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_zero import ZeroConfig
+from tests.distributed.ranks import run_ranks
+from tests.fitting import make_trainer, settings
+from tests.models import MLPModule
+
+SIZES = [
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "max_live_parameters",
+]
+STAGE_3_ONLY = {
+    "prefetch_bucket_size": 1,
+    "param_persistence_threshold": 1,
+    "max_live_parameters": 1,
+    "reshard_after_forward": True,
+}
+
+
+def configure(**given):
+    return ZeroConfig(**given)
+
+
+def build_strategy(**given):
+    from lightning_zero import ZeroStrategy
+
+    return ZeroStrategy(**given)
+
+
+@pytest.fixture(params=[configure, build_strategy], ids=["ZeroConfig", "ZeroStrategy"])
+def build(request):
+    yield request.param
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [-1, 4, 10**6])
+def test_an_unknown_stage_is_refused_with_the_known_ones(build, stage):
+    with pytest.raises(ValueError, match=rf"stage must be one of 0, 1, 2, 3, got {stage}"):
+        build(stage=stage)
+
+
+@pytest.mark.parametrize("stage", ["3", 3.0, True, None])
+def test_a_stage_that_is_no_integer_is_refused(build, stage):
+    with pytest.raises((TypeError, ValueError), match="stage must be one of 0, 1, 2, 3"):
+        build(stage=stage)
+
+
+def test_an_unknown_key_is_refused_by_name(build):
+    with pytest.raises(TypeError, match="reduce_buckets_size"):
+        build(stage=1, reduce_buckets_size=1)
+
+
+def _stage_for(name):
+    return 2 if name == "allgather_bucket_size" else 3
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [-1, -5e8])
+def test_a_negative_size_is_refused_by_name(build, name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be at least"):
+        build(stage=_stage_for(name), **{name: value})
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0.5, "many", True, float("nan"), float("inf"), [1]])
+def test_a_size_that_is_no_whole_number_is_refused_by_name(build, name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"{name} must be a whole number"):
+        build(stage=_stage_for(name), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["reduce_bucket_size", "max_live_parameters"])
+def test_a_bucket_of_no_elements_is_refused(build, name):
+    with pytest.raises(ValueError, match=rf"{name} must be at least 1"):
+        build(stage=3, **{name: 0})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_may_be_written_as_floats(name):
+    config = ZeroConfig(stage=_stage_for(name), **{name: 5e8})
+    assert getattr(config, name) == 500_000_000
+    assert isinstance(getattr(config, name), int)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", list(STAGE_3_ONLY))
+def test_an_option_of_stage_3_is_refused_in_others(build, name, stage):
+    with pytest.raises(ValueError, match=rf"{name} needs stage 3, got stage {stage}"):
+        build(stage=stage, **{name: STAGE_3_ONLY[name]})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_option_of_stages_1_and_2_is_refused_in_others(build, stage):
+    with pytest.raises(ValueError, match=r"allgather_bucket_size needs stage 1 or 2"):
+        build(stage=stage, allgather_bucket_size=1)
+
+
+@pytest.mark.parametrize("name", ["overlap_comm", "broadcast_buffers", "reshard_after_forward"])
+@pytest.mark.parametrize("value", [1, "true"])
+def test_a_switch_that_is_no_bool_is_refused_by_name(build, name, value):
+    with pytest.raises(TypeError, match=rf"{name} must be True or False"):
+        build(stage=3, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["reduce_dtype", "param_dtype"])
+@pytest.mark.parametrize("value", ["int8", torch.int64, 32, "float33"])
+def test_a_dtype_that_is_not_floating_is_refused_by_name(build, name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be one of float16, bfloat16"):
+        build(stage=3, **{name: value})
+
+
+@pytest.mark.parametrize("value", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_may_be_a_name_or_a_dtype(value):
+    assert ZeroConfig(reduce_dtype=value).reduce_dtype is torch.bfloat16
+
+
+class EmptyModule(LightningModule):
+    """Nothing to train."""
+
+    def training_step(self, batch, batch_idx):
+        return torch.zeros((), requires_grad=True)
+
+    def configure_optimizers(self):
+        return None
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(4, 1))
+
+
+def _fit_error(rank, world_size, spec, module):
+    """The error of a fit, and whether there was a process group when it came."""
+    try:
+        make_trainer(spec).fit(module())
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", dist.is_initialized()
+    return None, dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_module_without_parameters_is_refused_before_any_process_group(stage):
+    for text, had_group in run_ranks(2, _fit_error, settings(stage), EmptyModule, has_group=False):
+        assert text is not None
+        assert "EmptyModule" in text
+        assert "parameter" in text
+        assert not had_group
+
+
+class ForeignModule(MLPModule):
+    """The optimizer gets a parameter that is not the module's."""
+
+    def groups(self):
+        return [*self.parameters(), torch.nn.Parameter(torch.ones(13, 17))]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_over_foreign_parameters_is_refused_with_their_shape(stage):
+    for text, _ in run_ranks(2, _fit_error, settings(stage), ForeignModule, has_group=False):
+        assert text is not None
+        assert text.startswith("ValueError")
+        assert "13, 17" in text
+
+
+def _second_engine(rank, world_size, stage):
+    from lightning_zero import Engine
+
+    module = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, optimizers=[optimizer], config=ZeroConfig(stage=stage))
+    try:
+        Engine(module, optimizers=[optimizer], config=ZeroConfig(stage=stage))
+    except (ValueError, RuntimeError) as error:
+        text = str(error)
+    else:
+        text = None
+    engine.close()
+    Engine(module, optimizers=[optimizer], config=ZeroConfig(stage=stage)).close()
+    return text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_second_engine_on_one_module_is_refused_until_the_first_is_closed(stage):
+    for text in run_ranks(2, _second_engine, stage):
+        assert text is not None
+        assert "close" in text
+
+
+class NestedModule(MLPModule):
+    """Fits itself with a second strategy while the first is at work."""
+
+    stage = 3
+    text = None
+
+    def on_train_start(self):
+        trainer = self.trainer
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            make_trainer(settings(self.stage)).fit(self)
+        self.text = str(raised.value)
+        self.trainer = trainer
+
+
+def _fit_inside_fit(rank, world_size, stage):
+    module = NestedModule(ranks=world_size)
+    module.stage = stage
+    make_trainer(settings(stage)).fit(module)
+    return module.text, len(module.losses)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_second_strategy_on_a_module_in_training_is_refused_and_the_first_goes_on(stage):
+    for text, num_steps in run_ranks(2, _fit_inside_fit, stage, has_group=False):
+        assert re.search("already|another|two", text), text
+        assert num_steps == 4
+
+
+def test_more_gpus_than_there_are_is_refused():
+    count = torch.cuda.device_count() + 1
+    with pytest.raises(Exception, match=r"(?i)gpu|cuda"):
+        make_trainer(settings(3), accelerator="cuda", devices=count)
+    assert not dist.is_initialized()
+
+
+def test_more_devices_than_the_launcher_started_are_refused():
+    for text, had_group in run_ranks(2, _four_devices, has_group=False):
+        assert "4" in text
+        assert "2" in text
+        assert not had_group
+
+
+def _four_devices(rank, world_size):
+    assert os.environ["WORLD_SIZE"] == "2"
+    try:
+        make_trainer(settings(3), devices=4).fit(MLPModule(ranks=4))
+    except ValueError as error:
+        return str(error), dist.is_initialized()
+    return None, dist.is_initialized()
+
+
+def test_mps_is_refused_by_name():
+    from lightning_zero import ZeroStrategy
+
+    def set_up():
+        ZeroStrategy(
+            stage=3,
+            accelerator=CPUAccelerator(),
+            parallel_devices=[torch.device("mps", 0)],
+            cluster_environment=LightningEnvironment(),
+        ).setup_environment()
+
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)mps"):
+        set_up()
+    assert not dist.is_initialized()
