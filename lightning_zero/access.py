@@ -86,7 +86,8 @@ def _buckets_of(
 @contextmanager
 def _readable(bucket: Bucket) -> Iterator[None]:
     was_whole = bucket.is_whole
-    bucket.gather()
+    if bucket.is_gathered_before_use:
+        bucket.gather()
     bucket.finish_gather()
     bucket.pins += 1
     try:

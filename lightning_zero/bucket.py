@@ -147,8 +147,13 @@ class Bucket:
         return self.phase in (Phase.GATHERING, Phase.WHOLE)
 
     def gather(self) -> None:
-        """Issues the gather of whole parameters. Collective. No effect while they are whole."""
+        """Issues the gather of whole parameters. Collective: also where they are whole already.
+
+        A rank that has them sends its shard again to those that have not, and receives what it has.
+        """
         if self.is_whole:
+            self.finish_gather()
+            self._comm.all_gather(self._whole.tensor, self.plan.name).wait()
             return
         self._whole.allocate()
         assert self._param_shard is not None

@@ -9,6 +9,7 @@ Two planes, each on process groups of the engine's own (Lightning broadcasts on 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -60,7 +61,10 @@ class _Exchange(Protocol):
 class Communicator:
     """Collectives over flat buffers. Every method is collective: every rank, same order.
 
-    Without an initialised process group the world is this process alone.
+    Without a process group the world is this process alone.
+
+    Raises:
+        RuntimeError: A launcher has started several ranks, and no process group was initialised.
     """
 
     rank: int
@@ -68,6 +72,12 @@ class Communicator:
 
     def __init__(self, device: torch.device, *, timeout: timedelta | None = None) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if not is_distributed and launched > 1:
+            raise RuntimeError(
+                f"{launched} ranks were launched, but there is no process group, so that each would "
+                "train alone; call torch.distributed.init_process_group() before Engine(...)."
+            )
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
         self.device = device
@@ -76,6 +86,7 @@ class Communicator:
         self._group: Any = None
         self._control: Any = None
         self._is_aborted = False
+        self._forgotten: list[Pending] = []
         self._exchange: _Exchange = self._open()
 
     def _open(self) -> _Exchange:
@@ -143,22 +154,27 @@ class Communicator:
         dist.all_gather_object(box, value, group=self._control)
         return box
 
-    def agree(self, request: int) -> int:
-        """The lowest request of all ranks; requests are not negative.
+    def agree(self, request: int, num_issued: int = 0) -> tuple[int, int]:
+        """One round of the control plane: the lowest request and the lowest count of all ranks.
+
+        Args:
+            request: What this rank asks for; not negative.
+            num_issued: How many reductions it has issued in this backward.
 
         Raises:
             PeerAbortedError: Another rank called `abort`.
         """
         if self.size == 1:
-            return request
-        agreed = torch.tensor([request], dtype=torch.int64)
+            return request, num_issued
+        agreed = torch.tensor([request, num_issued], dtype=torch.int64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control)
-        if agreed.item() == _ABORT:
+        lowest, fewest = agreed.tolist()
+        if lowest == _ABORT:
             raise PeerAbortedError(
                 f"rank {self.rank} stops because another rank raised an exception; its traceback, in "
                 "that rank's output, tells the cause."
             )
-        return int(agreed.item())
+        return lowest, fewest
 
     def union(self, mask: Sequence[bool]) -> list[bool]:
         """Elementwise `or` over ranks."""
@@ -177,7 +193,7 @@ class Communicator:
         if self._control is None or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True
-        message = torch.tensor([_ABORT], dtype=torch.int64)
+        message = torch.tensor([_ABORT, 0], dtype=torch.int64)
         dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
         self._close_data()
 
@@ -203,9 +219,14 @@ class Communicator:
         except RuntimeError:  # the store was rank 0's, which is gone
             return False
         self.close()
+        self._forgotten.clear()
         self._exchange = self._open()
         self._is_aborted = False
         return True
+
+    def forget(self, pending: Pending) -> None:
+        """Drops a collective without waiting; its tensors live on, for its data may still arrive."""
+        self._forgotten.append(pending)
 
     def close(self) -> None:
         """Destroys the engine's groups. Not a collective: ranks may come here at different times."""

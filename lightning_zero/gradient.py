@@ -70,11 +70,14 @@ class Gradients:
 
     # ---------------------------------------------------------------- backward
 
-    def prepare(self, *, outlives_backward: bool) -> None:
+    def prepare(
+        self, *, outlives_backward: bool, expected: Sequence[bool] | None = None
+    ) -> None:
         """Before a backward: takes what is reduced out of autograd's sight, forgets what was zeroed.
 
         Args:
             outlives_backward: This backward will not be reduced by itself.
+            expected: By slot: its gradient is likely to come; None: where it is wanted.
         """
         for index, parameter in enumerate(self._parameters):
             grad = parameter.grad
@@ -88,7 +91,9 @@ class Gradients:
                 parameter.grad = None
         self._forget_zeroed()
         self.is_touched = list(self.is_local)
-        self._expected = {i for i, p in enumerate(self._parameters) if p.requires_grad}
+        if expected is None:
+            expected = [parameter.requires_grad for parameter in self._parameters]
+        self._expected = {index for index, is_expected in enumerate(expected) if is_expected}
         if outlives_backward:
             self._widen()
 
@@ -109,8 +114,13 @@ class Gradients:
         whole = self._open()
         view = whole.views[index]
         if grad is not view:
-            view.copy_(grad.to_dense() if grad.is_sparse else grad)
-            parameter.grad = view
+            dense = grad.to_dense() if grad.is_sparse else grad
+            if self.is_local[index]:
+                view.add_(dense)
+            else:
+                view.copy_(dense)
+            # A parameter that has been released meanwhile cannot show an n-D gradient.
+            parameter.grad = view if parameter.data.shape == view.shape else None
         self.is_local[index] = self.is_touched[index] = True
         was_complete = self.is_complete
         self._expected.discard(index)
@@ -208,6 +218,9 @@ class Gradients:
 
     def drop(self) -> None:
         """Forgets everything, after an exception or a teardown; every `.grad` is None."""
+        if self._pending is not None:
+            self._comm.forget(self._pending)
+            self.whole = None if self._is_sharded else self.whole
         self._pending = self._out = self._carry = None
         self._holds_mean = False
         self._expected = set()

@@ -10,19 +10,24 @@
   pending collective keeps its tensors alive.
 * The forward after a step waits for the gather of a bucket when one of its parameters is first used.
 
-[Note: Same order on every rank] No decision that leads to a collective is taken from this rank's data
-alone.
-* Gathers before use: a rank asks for a unit by `Communicator.agree`; the lowest request of all ranks
-  goes first, every rank takes part in its gather, and a rank that wanted another asks again. A rank that
-  has finished its backward asks for nothing but goes on taking part until all have. Branches that differ
-  by rank therefore cost a gather that some do not need, not a hang.
-* Reductions: buckets are reduced early only in the fixed order, and only those that the last agreed
-  backward touched. At its end ranks agree by one mask which parameters anybody touched; what is left is
-  reduced in the same fixed order.
+[Note: Same order on every rank] No collective is decided on by this rank's data alone.
+* Gathers before use go in rounds of `Communicator.agree`. A rank asks for a unit; the lowest request of
+  all ranks goes first; every rank takes part in its gather, and a rank that wanted another asks again.
+  A rank that has finished its backward asks for nothing but goes on taking part until all have. Ranks
+  whose branches differ gather more than they need, and none hangs.
+* Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
+  rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
+  latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody touched,
+  and reduce what is left in the same order.
+* A rank waits for a reduction in the middle of a backward only when a round has told that all ranks have
+  issued it; until then it goes on taking part in gathers. So no rank can wait for one that waits for it.
+  Where nothing is gathered before use, a rank needs no other to reach the end of its backward, and may
+  simply wait.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -40,6 +45,9 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.plan import UnitPlan
 
 __all__ = ["Moment", "Schedule", "Unit"]
+
+
+_Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout order
 
 
 class Moment(Enum):
@@ -152,13 +160,19 @@ class Schedule:
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._forward_trace, self._backward_trace = _Trace(), _Trace()
         self._unclaimed: set[Unit] = set()  # gathered because another rank asked, or ahead of use
-        self._reduces = True  # whether this backward ends in reductions
+        self._reduces = True  # this backward ends in reductions
+        self._ends_step = True  # no further micro-batch will follow
         self._reduce_order = list(reversed(self._buckets))
         self._is_order_agreed = False
         self._arrived: list[Bucket] = []  # order of completion in this backward
-        self._eager: list[Bucket] = [b for b in self._reduce_order if _is_trained(b)]
-        self._num_eager = 0  # of them already reduced in this backward
+        self._eager: list[Bucket] = []  # reduced by every rank in this backward, in this order
+        self._num_eager = 0  # of them already reduced
+        # What the last agreed backward touched, by what was trainable in it (GANs take turns).
+        self._touched: dict[_Trainable, dict[Bucket, list[bool]]] = {}
         self._reducing: Bucket | None = None
+        self._num_issued = 0  # reductions in this backward
+        self._num_issued_by_all = 0  # as far as the last round told
+        self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
         self._buffers_are_fresh = False
         self._handles: list[Any] = []
@@ -169,7 +183,7 @@ class Schedule:
     def _register(self, module: nn.Module) -> None:
         add = self._handles.append
         add(module.register_forward_pre_hook(lambda *_: self.open(), prepend=True))
-        add(module.register_forward_hook(lambda *_: self.close(), always_call=True))
+        add(module.register_forward_hook(self._after_root, always_call=True))
         for unit in self.units[1:]:
             if not unit.buckets:
                 continue
@@ -232,6 +246,8 @@ class Schedule:
                     "engine.backward(loss), in Lightning self.manual_backward(loss), instead of "
                     "loss.backward()."
                 )
+            if self._reducing is bucket:
+                self._finish_reduction()  # a second gradient, after the first was sent off
             if bucket.grads.receive(index):
                 self._on_complete(bucket)
 
@@ -266,7 +282,17 @@ class Schedule:
         self.open()
         try:
             yield
-        finally:
+        except BaseException:
+            self.reset()
+            raise
+        self.close()
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        # torch calls this after an exception too, with no output, while it is being handled.
+        has_failed = output is None and sys.exc_info()[0] is not None
+        if has_failed and self._depth == 1 and self.moment is Moment.FORWARD:
+            self.reset()
+        else:
             self.close()
 
     def use_out_of_turn(self, bucket: Bucket, name: str) -> None:
@@ -318,16 +344,32 @@ class Schedule:
             self._prefetch()
 
     def _gather_next(self, wanted: Unit) -> None:
-        """One round: every rank gathers the unit that the lowest request names."""
-        backward = self.moment is Moment.BACKWARD
-        count = len(self.units)
+        """One round in which this rank asks for `wanted`."""
         # Backward comes after forward, and walks the layout from its end.
-        request = 2 * count - 1 - wanted.index if backward else wanted.index
-        agreed = self._comm.agree(request)
-        unit = self.units[2 * count - 1 - agreed if agreed >= count else agreed]
-        if not unit.is_whole:
-            self._unclaimed.add(unit)
-        unit.gather()
+        last = 2 * len(self.units) - 1
+        backward = self.moment is Moment.BACKWARD
+        self._round(last - wanted.index if backward else wanted.index)
+
+    def _round(self, request: int) -> int:
+        """Every rank gathers the unit that the lowest request names; returns that request."""
+        agreed, self._num_issued_by_all = self._comm.agree(request, self._num_issued)
+        count = len(self.units)
+        if agreed < 2 * count:
+            unit = self.units[agreed if agreed < count else 2 * count - 1 - agreed]
+            if not unit.is_whole:
+                self._unclaimed.add(unit)
+            unit.gather()
+        return agreed
+
+    @property
+    def _waiting(self) -> int:
+        """The request of a rank that waits for a reduction: no unit, but not done."""
+        return 2 * len(self.units)
+
+    @property
+    def _done(self) -> int:
+        """The request of a rank that has ended its backward."""
+        return 2 * len(self.units) + 1
 
     def _prefetch(self) -> None:
         budget = self._config.prefetch_bucket_size
@@ -344,7 +386,7 @@ class Schedule:
             if budget is None:
                 return
 
-    def _drop_unclaimed(self, wanted: Unit) -> None:
+    def _drop_unclaimed(self, wanted: Unit | None) -> None:
         """Frees what was gathered for other ranks, or ahead in vain."""
         upcoming = self._trace.upcoming()
         for unit in [u for u in self._unclaimed if u is not wanted]:
@@ -356,15 +398,9 @@ class Schedule:
         return sum(unit.numel for unit in self.units if unit.is_whole)
 
     def _meet(self) -> None:
-        """Takes part in what other ranks still ask for, until nobody asks any more."""
-        done = 2 * len(self.units)
-        while (agreed := self._comm.agree(done)) != done:
-            count = len(self.units)
-            unit = self.units[2 * count - 1 - agreed if agreed >= count else agreed]
-            was_whole = unit.is_whole
-            unit.gather()
-            if not was_whole:
-                unit.release()
+        """Takes part in what other ranks still ask for, until all are done."""
+        while self._round(self._done) != self._done:
+            self._drop_unclaimed(None)
 
     def _release_all(self) -> None:
         if not self._gathers:
@@ -393,12 +429,16 @@ class Schedule:
 
     def _begin_backward(self, reduces: bool) -> None:
         self.moment = Moment.BACKWARD
-        self._reduces = reduces
+        self._ends_step = reduces
+        self._reduces = reduces or self._config.states.reduces_every_backward
         self._arrived = []
-        self._num_eager = 0
+        self._num_eager = self._num_issued = self._num_issued_by_all = 0
+        self._is_tail = False
+        touched = self._touched.get(self._trainable())
+        self._eager = [b for b in self._reduce_order if self._reduces and _is_eager(b, touched)]
         for bucket in self._buckets:
-            outlives = not reduces and not bucket.plan.stage.reduces_every_backward
-            bucket.grads.prepare(outlives_backward=outlives)
+            expected = touched.get(bucket) if touched is not None else None
+            bucket.grads.prepare(outlives_backward=not self._reduces, expected=expected)
         self._backward_trace.begin()
         for unit in self.units:
             if unit.is_held:
@@ -424,11 +464,10 @@ class Schedule:
         unit = self._unit_of.get(bucket)
         if unit is not None and not unit.awaits_inputs and not unit.is_held and unit.is_complete:
             unit.release()
-        if self._reduces_now(bucket):
-            self._reduce_eagerly()
+        self._reduce_eagerly()
 
-    def _reduces_now(self, bucket: Bucket) -> bool:
-        return self._reduces or bucket.plan.stage.reduces_every_backward
+    def _trainable(self) -> _Trainable:
+        return tuple(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
 
     def _reduce_eagerly(self) -> None:
         while self._num_eager < len(self._eager):
@@ -439,69 +478,81 @@ class Schedule:
             self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        if self._reducing is not None:
-            self._reducing.grads.finish()
+        self._finish_reduction()
         bucket.grads.reduce()
+        self._num_issued += 1
         self._reducing = bucket
         if not self._config.overlap_comm:
-            bucket.grads.finish()
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        """Waits for the reduction under way. See [Note: Same order on every rank]."""
+        if self._reducing is None:
+            return
+        if self._gathers and not self._is_tail:
+            while self._num_issued_by_all < self._num_issued:
+                self._round(self._waiting)
+                self._drop_unclaimed(None)
+        self._reducing.grads.finish()
+        self._reducing = None
 
     def _end_backward(self) -> None:
+        for bucket in self._eager[self._num_eager :]:
+            self._reduce(bucket)
+        self._num_eager = len(self._eager)
         self._meet()
-        buckets = [b for b in self._buckets if self._reduces_now(b)]
-        if buckets:
-            self._reduce_the_rest(buckets)
-        self._has_local = len(buckets) < len(self._buckets)
+        self._is_tail = True
+        if self._reduces:
+            self._reduce_the_rest()
+        self._has_local = not self._reduces
         self._comm.scratch.clear()
-        self._reducing = None
         self._unclaimed.clear()
         for unit in self.units:
             unit.release()
+        self._num_issued = 0
         self.moment = Moment.IDLE
-        if self._reduces:
+        if self._ends_step:
             self._buffers_are_fresh = False
 
-    def _reduce_the_rest(self, buckets: Sequence[Bucket]) -> None:
+    def _reduce_the_rest(self) -> None:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order."""
+        buckets = self._buckets
         reduced = set(self._eager[: self._num_eager])
-        slots = [len(bucket.parameters) for bucket in buckets]
         late = [bucket in reduced and any(bucket.grads.is_local) for bucket in buckets]
         mask = self._comm.union([*late, *(t for b in buckets for t in b.grads.is_touched)])
         is_late = dict(zip(buckets, mask, strict=False))
         touched: dict[Bucket, list[bool]] = {}
         start = len(buckets)
-        for bucket, count in zip(buckets, slots, strict=True):
-            touched[bucket] = mask[start : start + count]
-            start += count
-        order = [bucket for bucket in self._reduce_order if bucket in touched]
-        for bucket in order:
+        for bucket in buckets:
+            stop = start + len(bucket.parameters)
+            touched[bucket], start = mask[start:stop], stop
+        for bucket in self._reduce_order:
             if bucket not in reduced and any(touched[bucket]):
                 self._reduce(bucket)
-        for bucket in order:
+        for bucket in self._reduce_order:
             if is_late[bucket]:
                 self._reduce(bucket)
-        for bucket in order:
-            bucket.grads.finish()
+        self._finish_reduction()
+        for bucket in buckets:
             bucket.grads.publish(touched[bucket])
-        self._agree_on_order(touched)
+        self._touched[self._trainable()] = touched
+        self._agree_on_order()
 
-    def _agree_on_order(self, touched: dict[Bucket, list[bool]]) -> None:
+    def _agree_on_order(self) -> None:
         """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""
-        if not self._is_order_agreed and self._reduces:
+        if not self._is_order_agreed and self._ends_step:
             self._is_order_agreed = True
             mine = [self._buckets.index(bucket) for bucket in self._arrived]
             first = [self._buckets[index] for index in self._comm.broadcast_object(mine)]
             rest = [bucket for bucket in self._reduce_order if bucket not in first]
             self._reduce_order = first + rest
-        self._eager = [b for b in self._reduce_order if all(touched.get(b, [False]))]
 
     def reduce_local(self) -> None:
         """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""
         if self._has_local:
-            self._num_eager = 0
-            self._reduce_the_rest(self._buckets)
+            self._eager, self._num_eager = [], 0
+            self._reduce_the_rest()
             self._comm.scratch.clear()
-            self._reducing = None
             self._has_local = False
 
     # ---------------------------------------------------------------- the rest
@@ -560,6 +611,7 @@ class Schedule:
                     buffer.detach().copy_(part.view_as(buffer))
 
 
+
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -567,5 +619,8 @@ def _wants_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _is_trained(bucket: Bucket) -> bool:
-    return any(parameter.requires_grad for parameter in bucket.parameters)
+def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:
+    """Touched in the last such backward; trainable where there was none yet."""
+    if touched is None:
+        return any(parameter.requires_grad for parameter in bucket.parameters)
+    return any(touched[bucket])

@@ -425,5 +425,5 @@ def _without_group(rank, world_size):
         engine_for(module, [optimizer], 3)
 
 
-def test_an_engine_without_a_process_group_is_an_error_that_says_so():
-    run_ranks(1, _without_group, has_group=False)
+def test_ranks_without_a_process_group_are_an_error_that_says_so():
+    run_ranks(2, _without_group, has_group=False)
