@@ -2,7 +2,9 @@
 
 Two planes, each on process groups of the engine's own (Lightning broadcasts on WORLD in every batch):
 
-* data: flat buffers, between compute devices. `_PeerToPeer` on gloo, `_Native` elsewhere.
+* data: flat buffers, between compute devices. `_PeerToPeer` on gloo, `_Native` elsewhere. Gathers and
+  reductions each have one order on all ranks, but how they interleave may differ by rank, so they share
+  neither message tags nor a process group.
 * control: single integers and small masks between CPUs, over gloo, so that ranks agree on what comes
   next without making a device wait. An aborting rank says so here, and the others fail at once.
 """
@@ -83,7 +85,8 @@ class Communicator:
         self.device = device
         self.scratch = Scratch(device)
         self._timeout = timeout
-        self._group: Any = None
+        self._group: Any = None  # reductions, small sums and broadcasts
+        self._gather_group: Any = None
         self._control: Any = None
         self._is_aborted = False
         self._forgotten: list[Pending] = []
@@ -96,12 +99,14 @@ class Communicator:
             backend = dist.get_backend()
             is_gloo = backend == "gloo"
             self._group = dist.new_group(timeout=self._timeout)
+            if not is_gloo:
+                self._gather_group = dist.new_group(timeout=self._timeout)
             # The fake backend stands for N ranks in one process; gloo would wait for the others.
             control = backend if backend == "fake" else "gloo"
             self._control = dist.new_group(timeout=self._timeout, backend=control)
         if is_gloo:
             return _PeerToPeer(self._group, self.rank, self.size, self.scratch)
-        return _Native(self._group, self.rank, self.size, self.device)
+        return _Native(self._gather_group, self._group, self.rank, self.size, self.device)
 
     def all_gather(self, whole: Tensor, name: str = "") -> Pending:
         """Fills `whole` (1-D, size x shard) in place from every rank's own shard of it."""
@@ -237,9 +242,10 @@ class Communicator:
 
     def _close_data(self) -> None:
         self._exchange = _Closed()
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        for group in (self._group, self._gather_group):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self._gather_group = None
 
     def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._group is not None and self.size > 1:
@@ -293,10 +299,13 @@ class _PeerToPeer:
         self._rank = rank
         self._size = size
         self._scratch = scratch
-        self._tag = 0  # pairs messages; ranks issue collectives in the same order
+        # Tags pair messages: gathers count in even numbers, reductions in odd ones.
+        self._gather_tag = 0
+        self._reduce_tag = 1
 
     def all_gather(self, whole: Tensor) -> Pending:
-        return self._gather(whole, self._next_tag())
+        self._gather_tag += 2
+        return self._gather(whole, self._gather_tag)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
         if whole.device.type != "cpu":
@@ -309,7 +318,8 @@ class _PeerToPeer:
             part if peer == self._rank else self._scratch.take(part.numel(), part.dtype)
             for peer, part in enumerate(parts)
         ]
-        works = self._trade(parts, received, self._next_tag())
+        self._reduce_tag += 2
+        works = self._trade(parts, received, self._reduce_tag)
 
         def finish() -> None:
             _mean_in_rank_order(received, out)
@@ -322,8 +332,9 @@ class _PeerToPeer:
     def all_reduce(self, whole: Tensor) -> Pending:
         own = whole.chunk(self._size)[self._rank]
         reduced = self.reduce_scatter(whole, own)
-        # Taken now: by the time of `wait`, ranks may have issued different numbers of collectives.
-        tag = self._next_tag()
+        # Taken now: by the time of `wait`, ranks may have issued different numbers of reductions.
+        self._reduce_tag += 2
+        tag = self._reduce_tag
 
         def gather() -> None:
             reduced.wait()
@@ -336,10 +347,6 @@ class _PeerToPeer:
             return self._staged(whole, lambda cpu: self._gather(cpu, tag), whole.copy_)
         parts = list(whole.chunk(self._size))
         return _Works(self._trade([parts[self._rank]] * self._size, parts, tag), (whole,))
-
-    def _next_tag(self) -> int:
-        self._tag += 1
-        return self._tag
 
     def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
         """Posts `sends[peer]` to and `receives[peer]` from each peer, the next neighbour first."""
@@ -408,7 +415,10 @@ class _Native:
     the buffers were allocated and written.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, gather_group: Any, group: Any, rank: int, size: int, device: torch.device
+    ) -> None:
+        self._gather_group = gather_group
         self._group = group
         self._rank = rank
         self._size = size
@@ -421,7 +431,7 @@ class _Native:
     def all_gather(self, whole: Tensor) -> Pending:
         own = whole.chunk(self._size)[self._rank]
         with self._on(self._gather_stream):
-            _all_gather_single(whole, own, group=self._group)
+            _all_gather_single(whole, own, group=self._gather_group)
             return self._event(self._gather_stream, whole)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
