@@ -1,10 +1,27 @@
-"""ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed."""
+"""ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
+
+Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
+`_notebook`, for `Trainer(strategy=...)`.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.memory import MemoryReport
+from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Engine", "MemoryReport", "ZeroConfig", "__version__", "full_grad", "gathered"]
+__all__ = [
+    "Engine",
+    "MemoryReport",
+    "ZeroConfig",
+    "ZeroStrategy",
+    "__version__",
+    "full_grad",
+    "gathered",
+]
+
+ZeroStrategy.register_strategies(StrategyRegistry)

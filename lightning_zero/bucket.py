@@ -56,6 +56,7 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         *,
+        device: torch.device,
         grad_dtype: torch.dtype,
         make_whole: Callable[[Bucket, str], None],
     ) -> None:
@@ -69,7 +70,7 @@ class Bucket:
         self._pending: Pending | None = None
         self._master: Tensor | None = None  # 1-D, own part, master dtype
         self._make_whole = make_whole
-        device = parameters[0].device
+        self._device = device
         self._whole = FlatBuffer(plan.layout, plan.dtype, device)
         # 1-D, shard_numel, param dtype: what a gather sends; None where nothing is gathered before use.
         self._param_shard: Tensor | None = None
@@ -113,7 +114,7 @@ class Bucket:
             widest = torch.promote_types(widest, dtype)
         exact = self._whole
         if widest != self.plan.dtype:
-            exact = FlatBuffer(self.plan.layout, widest, self._whole.tensor.device)
+            exact = FlatBuffer(self.plan.layout, widest, self._device)
         for view, parameter in zip(exact.views, self.parameters, strict=True):
             view.copy_(parameter.data)
         return exact
@@ -122,9 +123,9 @@ class Bucket:
         """Makes every parameter a whole tensor of its own on `device`, in its own dtype. Collective."""
         self.finish_gather()
         self.grads.drop()
-        exact = self.gather_master()
+        views = self.exact_views()
         for index, parameter in enumerate(self.parameters):
-            value = exact.views[index].to(device, self.own_dtypes[index], copy=True)
+            value = views[index].to(device, self.own_dtypes[index], copy=True)
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:
@@ -183,9 +184,25 @@ class Bucket:
         self._whole.free()
         self.phase = Phase.SHARD
 
+    def cancel_gather(self) -> None:
+        """Forgets a gather whose group is gone. Parameters that no gather can complete stay guarded."""
+        if self.phase is not Phase.GATHERING:
+            return
+        self._pending = None
+        if self.is_gathered_before_use:
+            self.phase = Phase.WHOLE
+            self.pins = 0
+            self.release()
+
+    def gather_again(self) -> None:
+        """Gathers stepped parameters anew after `cancel_gather`. Collective."""
+        if self.plan.stage.gathers_after_step:
+            self.cast_master()
+            self._issue_gather()
+
     def _use(self, name: str) -> None:
         """The guard's call: somebody applies a torch function to parameter `name`."""
-        if self.phase is Phase.GATHERING:
+        if self._pending is not None:
             self.finish_gather()
         else:
             self._make_whole(self, name)
@@ -235,12 +252,29 @@ class Bucket:
 
     def slice_state(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
-        device = self._whole.tensor.device
         if self._steps_whole:
-            return whole.to(device, self.plan.master_dtype, copy=True)
+            return whole.to(self._device, self.plan.master_dtype, copy=True)
         owned = self.owned(index)
         part = whole.reshape(-1)[owned.start : owned.stop]
-        return part.to(device, self.plan.master_dtype, copy=True)
+        return part.to(self._device, self.plan.master_dtype, copy=True)
+
+    def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
+        """By slot, whole n-D optimizer states from every rank's slices. Collective; inverse of slicing.
+
+        Args:
+            slices: By slot, 1-D as `slice_state` made them; None counts as zeros.
+        """
+        dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
+        numel = self.plan.layout.numel if self._steps_whole else self.plan.layout.shard_numel
+        joined = torch.zeros(numel, dtype=dtype, device=self._device)
+        if self._steps_whole:
+            targets = [joined[slot.start : slot.stop] for slot in self.plan.layout.slots]
+        else:
+            targets = slice_shard(self.plan.layout, joined, self._comm.rank)
+        for target, part in zip(targets, slices, strict=True):
+            if part is not None:
+                target.copy_(part.reshape(-1))
+        return self.gather_parts(joined).views
 
     def enter_step(self) -> None:
         """Points parameters at their masters and `.grad` at their reduced gradients."""
@@ -290,6 +324,14 @@ class Bucket:
 
     # ---------------------------------------------------------------- whole masters
 
+    def exact_views(self) -> list[Tensor]:
+        """By slot, all elements in full precision, n-D, to be read at once. Collective."""
+        self.finish_gather()
+        is_exact = self._master is None or not self._has_master_of_its_own
+        if is_exact and self.phase is Phase.WHOLE:
+            return self._whole.views
+        return self.gather_master().views
+
     def gather_master(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
         self.finish_gather()
@@ -301,7 +343,7 @@ class Bucket:
     def gather_parts(self, part: Tensor) -> FlatBuffer:
         """A new buffer from every rank's `part`, which is 1-D and laid out as the master. Collective."""
         with torch.no_grad():
-            exact = FlatBuffer(self.plan.layout, part.dtype, part.device)
+            exact = FlatBuffer(self.plan.layout, part.dtype, self._device)
             if self._steps_whole:
                 exact.tensor.copy_(part)
             else:

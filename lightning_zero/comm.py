@@ -9,6 +9,7 @@ Two planes, each on process groups of the engine's own (Lightning broadcasts on 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -68,20 +69,25 @@ class Communicator:
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
         self.device = device
+        self._timeout = timeout
         self._group: Any = None
         self._control: Any = None
-        if is_distributed:
+        self._is_aborted = False
+        self._exchange: _Exchange = self._open()
+
+    def _open(self) -> _Exchange:
+        """Makes the groups. Collective."""
+        is_gloo = True
+        if dist.is_available() and dist.is_initialized():
             backend = dist.get_backend()
-            self._group = dist.new_group(timeout=timeout)
+            is_gloo = backend == "gloo"
+            self._group = dist.new_group(timeout=self._timeout)
             # The fake backend stands for N ranks in one process; gloo would wait for the others.
             control = backend if backend == "fake" else "gloo"
-            self._control = dist.new_group(timeout=timeout, backend=control)
-        is_gloo = not is_distributed or dist.get_backend() == "gloo"
-        self._exchange: _Exchange = (
-            _PeerToPeer(self._group, self.rank, self.size)
-            if is_gloo
-            else _Native(self._group, self.rank, self.size, device)
-        )
+            self._control = dist.new_group(timeout=self._timeout, backend=control)
+        if is_gloo:
+            return _PeerToPeer(self._group, self.rank, self.size)
+        return _Native(self._group, self.rank, self.size, self.device)
 
     def all_gather(self, whole: Tensor, name: str = "") -> Pending:
         """Fills `whole` (1-D, size x shard) in place from every rank's own shard of it."""
@@ -160,22 +166,74 @@ class Communicator:
         return [bool(bit) for bit in bits.tolist()]
 
     def abort(self) -> None:
-        """Tells the other ranks, at their next `agree`, that this one has failed. Never waits."""
-        if self._control is not None and self.size > 1:
-            message = torch.tensor([_ABORT], dtype=torch.int64)
-            dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
+        """Makes the other ranks fail where they wait for this one. Never waits itself.
+
+        They learn it at their next `agree`; those that wait for data of this rank learn it from the
+        closed connection.
+        """
+        if self._control is None or self.size == 1 or self._is_aborted:
+            return
+        self._is_aborted = True
+        message = torch.tensor([_ABORT], dtype=torch.int64)
+        dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
+        self._close_data()
+
+    def rally(self, deadline: timedelta) -> bool:
+        """After an exception: waits until every rank has come here, then makes fresh groups.
+
+        Returns:
+            Whether all came in time. If not, no collective is possible any more.
+        """
+        if self._control is None or self.size == 1:
+            return True
+        name = self._control.group_name
+        self.abort()
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            key = f"lightning_zero/rally/{name}"
+            store.add(key, 1)
+            until = time.monotonic() + deadline.total_seconds()
+            while store.add(key, 0) < self.size:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.02)
+        except RuntimeError:  # the store was rank 0's, which is gone
+            return False
+        self.close()
+        self._exchange = self._open()
+        self._is_aborted = False
+        return True
 
     def close(self) -> None:
         """Destroys the engine's groups. Not a collective: ranks may come here at different times."""
-        for group in (self._group, self._control):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._group = self._control = None
+        self._close_data()
+        if self._control is not None and dist.is_initialized():
+            dist.destroy_process_group(self._control)
+        self._control = None
+
+    def _close_data(self) -> None:
+        self._exchange = _Closed()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._group is not None and self.size > 1:
             dist.all_reduce(tensor, op=op, group=self._group)
         return tensor
+
+
+class _Closed:
+    """Takes the place of an exchange whose group is gone."""
+
+    def all_gather(self, whole: Tensor) -> Pending:
+        raise RuntimeError("the engine is closed; no collective is possible any more.")
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+        return self.all_gather(whole)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        return self.all_gather(whole)
 
 
 @dataclass

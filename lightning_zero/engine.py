@@ -26,10 +26,11 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
+from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.plan import Plan, make_plan
 from lightning_zero.schedule import Schedule, Unit
 from lightning_zero.stage import State
-from lightning_zero.step import OptimizerStep, StepKind, probe, shard_state
+from lightning_zero.step import OptimizerStep, StepKind, probe
 
 __all__ = ["Engine"]
 
@@ -44,6 +45,8 @@ class Engine:
         module: On the device where it computes. Rank 0's values are taken.
         optimizers: Over parameters of `module`; fresh ones or with state. More can be attached later.
         config: Stage and sizes; None: stage 3 with defaults.
+        device: Where to compute; parameters move there bucket by bucket, so that the device never holds
+            the whole model in stage 3. None: where they are.
         timeout: Of collectives; None: the backend's.
 
     Attributes:
@@ -62,11 +65,12 @@ class Engine:
         optimizers: Sequence[Optimizer] = (),
         config: ZeroConfig | None = None,
         *,
+        device: torch.device | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.module = module
         self.config = config or ZeroConfig()
-        self.device = _device_of(module)
+        self.device = _check_devices(module, device)
         kinds = [self._examine(optimizer) for optimizer in optimizers]
         self.comm = Communicator(self.device, timeout=timeout)
         optimizer_of = {
@@ -82,6 +86,7 @@ class Engine:
         self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
         self._steps: list[OptimizerStep] = []
         self._syncs = True
+        self._is_closed = False
         for optimizer, kind in zip(optimizers, kinds, strict=True):
             self._attach(optimizer, kind)
 
@@ -94,6 +99,7 @@ class Engine:
                     plan,
                     [named[slot.name] for slot in plan.layout.slots],
                     self.comm,
+                    device=self.device,
                     grad_dtype=self.plan.grad_dtype(plan),
                     make_whole=self._make_whole,
                 )
@@ -122,18 +128,15 @@ class Engine:
         self._attach(optimizer, self._examine(optimizer))
 
     def _attach(self, optimizer: Optimizer, kind: StepKind) -> None:
-        shard_state(optimizer)
+        shard_initial_state(optimizer)
         self._steps.append(
             OptimizerStep(
                 optimizer,
                 kind,
-                before=self._before_step,
+                before=self.finish_reductions,
                 order=self.schedule.step_order,
             )
         )
-
-    def _before_step(self) -> None:
-        self.schedule.reduce_local()
 
     def _examine(self, optimizer: Optimizer) -> StepKind:
         own = set(self.module.parameters())
@@ -176,6 +179,10 @@ class Engine:
         finally:
             self._syncs = syncs
 
+    def finish_reductions(self) -> None:
+        """Reduces what micro-batches under `no_sync` left local. Collective."""
+        self.schedule.reduce_local()
+
     def step(self) -> None:
         """Steps every attached optimizer. Collective."""
         for step in self._steps:
@@ -207,7 +214,7 @@ class Engine:
         Returns:
             The total norm before clipping, 0-dim.
         """
-        self.schedule.reduce_local()
+        self.finish_reductions()
         chosen = None if parameters is None else set(parameters)
         return clip_by_norm(
             self.buckets, self.comm, float(max_norm), parameters=chosen, order=float(norm_type)
@@ -217,13 +224,13 @@ class Engine:
         self, clip_value: float, *, parameters: Iterable[nn.Parameter] | None = None
     ) -> None:
         """Clamps every element of the mean gradients to [-clip_value, clip_value]. Collective."""
-        self.schedule.reduce_local()
+        self.finish_reductions()
         chosen = None if parameters is None else set(parameters)
         clip_by_value(self.buckets, float(clip_value), parameters=chosen)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Total norm of the mean gradients, 0-dim. Collective."""
-        self.schedule.reduce_local()
+        self.finish_reductions()
         return total_norm(self.buckets, self.comm, order=float(norm_type))
 
     # ---------------------------------------------------------------- looks from outside
@@ -256,33 +263,70 @@ class Engine:
         """Back to rest after an exception; gradients are dropped. Local."""
         self.schedule.reset()
 
-    def abort(self) -> None:
-        """Makes the other ranks fail at their next agreement instead of waiting for this one."""
-        self.comm.abort()
+    def rally(self, deadline: timedelta) -> bool:
+        """After an exception: brings the ranks together again, at rest and with fresh groups.
 
-    def close(self, device: torch.device | None = None) -> None:
-        """Gives the module back: whole tensors, no hooks. Collective. Closing twice is harmless.
+        The other ranks learn of the exception at their next agreement, fail too and come here.
+
+        Returns:
+            Whether all of them came before the deadline; if not, no collective is possible any more.
+        """
+        if not self.comm.rally(deadline):
+            return False
+        self.schedule.recover()
+        return True
+
+    def abandon(self) -> None:
+        """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
+        self._is_closed = True
+        for step in self._steps:
+            step.detach()
+        self.schedule.detach()
+        self.schedule.abandon()
+        self.comm.close()
+
+    def close(
+        self, device: torch.device | None = None, *, keeps_optimizer_shards: bool = False
+    ) -> None:
+        """Gives everything back: whole tensors, no hooks. Collective. Closing twice is harmless.
 
         Args:
-            device: Where the whole parameters are to be; None: where they are.
+            device: Where parameters and optimizer states are to be; None: where they are.
+            keeps_optimizer_shards: Leave each rank its part of the optimizer states, from which
+                `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        device = device or self.device
         for step in self._steps:
             step.detach()
         self.schedule.detach()
         self.schedule.reset()
+        for optimizer in self.optimizers:
+            if keeps_optimizer_shards:
+                _move_state(optimizer, device)
+            else:
+                join_optimizer_state(optimizer, self.buckets, device)
         for bucket in self.buckets:
-            bucket.give_back(device or self.device)
-        self.buckets.clear()
-        self._steps.clear()
-        self.comm.close()
+            bucket.give_back(device)
+        if not keeps_optimizer_shards:
+            self.comm.close()
+
+
+def _move_state(optimizer: Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to(device)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    """The device of all parameters.
+def _check_devices(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The device to compute on: the one asked for, or the one of all parameters.
 
     Raises:
         ValueError: There is none, or more than one, or an engine has them already.
@@ -300,15 +344,15 @@ def _device_of(module: nn.Module) -> torch.device:
             f"{type(module).__name__} has no parameters, so there is nothing to shard; build its layers "
             "in __init__, setup() or configure_model()."
         )
-    if len(devices) > 1:
+    meta = torch.device("meta")
+    if meta in devices:
+        raise ValueError(
+            f"parameter {devices[meta]} is on the meta device and has no values; materialise the "
+            "module first (module.to_empty(device=...) and its own initialisation)."
+        )
+    if device is None and len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
             f"all parameters must be on one device, got {where}; call module.to(device)."
         )
-    device = next(iter(devices))
-    if device.type == "meta":
-        raise ValueError(
-            f"parameter {devices[device]} is on the meta device and has no values; materialise the "
-            "module first (module.to_empty(device=...) and its own initialisation)."
-        )
-    return device
+    return device or next(iter(devices))

@@ -48,6 +48,7 @@ class Moment(Enum):
     IDLE = "between steps"
     FORWARD = "in forward"
     BACKWARD = "in backward"
+    LOST = "after other ranks were lost"
 
 
 class Unit:
@@ -274,6 +275,11 @@ class Schedule:
         Raises:
             RuntimeError: Outside a step, where ranks do not act in lockstep.
         """
+        if self.moment is Moment.LOST:
+            raise RuntimeError(
+                f"parameter {name} is lost: another rank failed and took its shard with it; load a "
+                "checkpoint into a new module."
+            )
         if self.moment is Moment.IDLE:
             raise RuntimeError(
                 f"parameter {name} rests as a shard of 1/{self._comm.size} outside forward and "
@@ -517,6 +523,21 @@ class Schedule:
             unit.release()
         self._depth = 0
         self.moment = Moment.IDLE
+
+    def recover(self) -> None:
+        """As `reset`, where collectives under way will never end: their groups are gone."""
+        for bucket in self._buckets:
+            bucket.cancel_gather()
+        self.reset()
+        for bucket in self._buckets:
+            bucket.gather_again()
+
+    def abandon(self) -> None:
+        """Leaves parameters where they are; those that are not whole say so when used."""
+        for bucket in self._buckets:
+            bucket.cancel_gather()
+            bucket.grads.drop()
+        self.moment = Moment.LOST
 
     def _share_buffers(self) -> None:
         """Copies rank 0's buffers to all ranks, once before the first forward after a step."""

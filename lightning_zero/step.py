@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_zero.bucket import Bucket
-from lightning_zero.guard import placement_of
 
-__all__ = ["OptimizerStep", "StepKind", "probe", "shard_state"]
+__all__ = ["OptimizerStep", "StepKind", "probe"]
 
 
 class StepKind(Enum):
@@ -135,19 +134,6 @@ def _raw_step(optimizer: Optimizer) -> None:
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     step(optimizer)
-
-
-# -------------------------------------------------------------------- optimizer state
-
-
-def shard_state(optimizer: Optimizer) -> None:
-    """Replaces whole state tensors that an optimizer was born with (Adagrad's sum) by slices."""
-    for parameter, state in optimizer.state.items():
-        placement = placement_of(parameter)
-        bucket: Bucket = placement.bucket
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == placement.shape:
-                state[key] = bucket.slice_state(placement.index, value)
 
 
 # -------------------------------------------------------------------- what kind of optimizer

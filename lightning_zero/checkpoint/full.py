@@ -1,0 +1,87 @@
+"""The full form: the state dict of the same module without sharding, on rank 0.
+
+Buckets are gathered one at a time, and only rank 0 keeps a copy, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.access import gathered
+from lightning_zero.bucket import Bucket
+from lightning_zero.engine import Engine
+from lightning_zero.guard import has_placement, placement_of
+
+__all__ = ["full_state_dict", "load_full_state_dict", "load_masters", "narrow_masters"]
+
+
+def full_state_dict(engine: Engine) -> dict[str, Any]:
+    """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
+
+    Parameters that share memory (tied weights) share it in the result.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere.
+    """
+    is_recipient = engine.comm.rank == 0
+    # With keep_vars the module hands out the parameter objects, of which nothing is read here.
+    state: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    wanted: dict[nn.Parameter, list[str]] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Parameter) and has_placement(value):
+            wanted.setdefault(value, []).append(key)
+        elif isinstance(value, Tensor):
+            state[key] = value.detach()
+    buckets: dict[Bucket, None] = dict.fromkeys(placement_of(p).bucket for p in wanted)
+    for bucket in buckets:
+        views = bucket.exact_views()
+        for index, parameter in enumerate(bucket.parameters):
+            if is_recipient and parameter in wanted:
+                whole = views[index].to("cpu", bucket.own_dtypes[index], copy=True)
+                for key in wanted[parameter]:
+                    state[key] = whole
+    return state if is_recipient else {}
+
+
+def narrow_masters(engine: Engine) -> dict[str, Tensor]:
+    """Masters that a state dict in the module's own dtype would round: by name, whole, on rank 0.
+
+    Empty unless the module itself is 16-bit (precision "bf16-true"). Collective.
+    """
+    masters: dict[str, Tensor] = {}
+    for bucket in engine.buckets:
+        dtype = bucket.plan.master_dtype
+        if not any(own.itemsize < dtype.itemsize for own in bucket.own_dtypes):
+            continue
+        if not any(p.requires_grad for p in bucket.parameters):
+            continue
+        views = bucket.gather_master().views
+        if engine.comm.rank == 0:
+            for slot, view in zip(bucket.plan.layout.slots, views, strict=True):
+                masters[slot.name] = view.to("cpu", copy=True)
+    return masters
+
+
+def load_full_state_dict(
+    engine: Engine, state_dict: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Loads whole tensors into a sharded module; masters follow. Collective: the same on every rank."""
+    with gathered(engine.module, writeback=True), torch.no_grad():
+        engine.module.load_state_dict(state_dict, strict=strict)
+
+
+def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
+    """Puts back what `narrow_masters` took. Collective: the same on every rank."""
+    for bucket in engine.buckets:
+        names = [slot.name for slot in bucket.plan.layout.slots]
+        if not any(name in masters for name in names):
+            continue
+        exact = bucket.gather_master()
+        for name, view in zip(names, exact.views, strict=True):
+            if name in masters:
+                view.copy_(masters[name])
+        bucket.accept(exact)

@@ -1,0 +1,49 @@
+"""How a strategy starts its ranks, and the check that the ranks are as many as were asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+
+if TYPE_CHECKING:
+    from lightning_zero.strategy import ZeroStrategy
+
+__all__ = ["START_METHODS", "StartMethod", "check_world_size", "make_launcher"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+def make_launcher(
+    strategy: ZeroStrategy, environment: ClusterEnvironment, start_method: StartMethod
+) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
+    """The launcher for a start method.
+
+    One is always attached, also where the ranks are started by torchrun or srun: it is what asks the
+    environment whether its layout is the one that the Trainer was told.
+    """
+    if start_method == "popen":
+        return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+    return _MultiProcessingLauncher(strategy, start_method=start_method)
+
+
+def check_world_size(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Compares what the Trainer was told with what the launcher has started.
+
+    Raises:
+        ValueError: They differ; training would go on with the wrong number of ranks.
+    """
+    asked = num_devices * num_nodes
+    given = dist.get_world_size() if dist.is_initialized() else environment.world_size()
+    if given != asked:
+        raise ValueError(
+            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) expects {asked} ranks, but "
+            f"{type(environment).__name__} started {given}; make devices x num_nodes equal to the "
+            "number of processes of torchrun (--nproc-per-node x --nnodes) or srun (--ntasks)."
+        )

@@ -1,0 +1,145 @@
+"""Optimizer state between whole tensors and this rank's slices.
+
+A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that the
+optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.guard import placement_of
+
+__all__ = [
+    "join_optimizer_state",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
+    "shard_initial_state",
+]
+
+
+def shard_initial_state(optimizer: Optimizer) -> None:
+    """Replaces whole states that an optimizer was born with (Adagrad's sum) by slices."""
+    for parameter, state in optimizer.state.items():
+        placement = placement_of(parameter)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == placement.shape:
+                state[key] = placement.bucket.slice_state(placement.index, value)
+
+
+def optimizer_state_dict(
+    optimizer: Optimizer, buckets: Sequence[Bucket], *, is_recipient: bool
+) -> dict[str, Any]:
+    """The state dict that the same optimizer would have without sharding, on the CPU. Collective.
+
+    One bucket and one kind of state is gathered at a time.
+
+    Args:
+        optimizer: Its state is slices.
+        buckets: All buckets of the engine.
+        is_recipient: Whether this rank wants the result; the others get an empty dict.
+    """
+    packed = optimizer.state_dict()
+    ids = _parameter_ids(optimizer)
+    for parameter, key, whole in _joined(optimizer, buckets):
+        if is_recipient:
+            # The state dict shares its inner dicts with the optimizer: never write into them.
+            entry = dict(packed["state"][ids[parameter]])
+            entry[key] = whole.to("cpu", copy=True)
+            packed["state"][ids[parameter]] = entry
+    if not is_recipient:
+        return {}
+    for number, entry in packed["state"].items():
+        packed["state"][number] = {
+            key: value.cpu() if isinstance(value, Tensor) else value for key, value in entry.items()
+        }
+    return packed
+
+
+def load_optimizer_state_dict(
+    optimizer: Optimizer, buckets: Sequence[Bucket], state_dict: Mapping[str, Any]
+) -> None:
+    """Loads a state dict of whole tensors; each rank keeps its slices.
+
+    Raises:
+        ValueError: A state is shaped neither like its parameter nor like a scalar.
+    """
+    by_id = {number: parameter for parameter, number in _parameter_ids(optimizer).items()}
+    state = {}
+    for number, entry in state_dict["state"].items():
+        placement = placement_of(by_id[number])
+        state[number] = {
+            key: placement.bucket.slice_state(placement.index, value)
+            if isinstance(value, Tensor) and value.shape == placement.shape and value.dim() > 0
+            else value
+            for key, value in entry.items()
+        }
+    # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
+    with _as_stepped(buckets):
+        optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def join_optimizer_state(
+    optimizer: Optimizer, buckets: Sequence[Bucket], device: torch.device
+) -> None:
+    """Replaces slices by whole tensors on `device`, on every rank. Collective."""
+    joined = [
+        (parameter, key, whole.to(device, copy=True))
+        for parameter, key, whole in _joined(optimizer, buckets)
+    ]
+    for parameter, key, whole in joined:
+        optimizer.state[parameter][key] = whole
+
+
+def _joined(
+    optimizer: Optimizer, buckets: Sequence[Bucket]
+) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+    """Every elementwise state of every parameter, whole. Collective: exhaust it on every rank."""
+    mine = set(_parameter_ids(optimizer))
+    for bucket in buckets:
+        states = [optimizer.state.get(p, {}) if p in mine else {} for p in bucket.parameters]
+        keys = sorted({key for state in states for key in state})
+        for key in keys:
+            slices = [
+                state.get(key) if _is_elementwise(bucket, index, state.get(key)) else None
+                for index, state in enumerate(states)
+            ]
+            if all(part is None for part in slices):
+                continue
+            views = bucket.join_state(slices)
+            for index, part in enumerate(slices):
+                if part is not None:
+                    yield bucket.parameters[index], key, views[index]
+
+
+def _is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return False
+    return value.numel() == len(bucket.owned(index))
+
+
+def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Numbers as torch gives them in a state dict: by order in the groups."""
+    ids: dict[nn.Parameter, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            ids.setdefault(parameter, len(ids))
+    return ids
+
+
+@contextmanager
+def _as_stepped(buckets: Sequence[Bucket]) -> Iterator[None]:
+    for bucket in buckets:
+        bucket.enter_step()
+    try:
+        yield
+    finally:
+        for bucket in buckets:
+            bucket.leave_step(is_changed=False)

@@ -1,0 +1,537 @@
+"""`Trainer(strategy="zero3")`: the engine under Lightning.
+
+Lightning owns the loop, the optimizers and the precision; the strategy opens and closes the engine's
+steps around `training_step` and backward, answers for whole state dicts, and keeps ranks from waiting
+for one that has failed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint import (
+    full_state_dict,
+    load_full_state_dict,
+    load_masters,
+    narrow_masters,
+)
+from lightning_zero.config import ZeroConfig
+from lightning_zero.deepspeed import translate
+from lightning_zero.engine import Engine
+from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
+from lightning_zero.memory import MemoryReport
+from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
+from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+
+__all__ = ["ZeroStrategy"]
+
+_MASTERS_KEY = "lightning_zero_masters"
+_RALLY_DEADLINE = timedelta(seconds=60)
+
+
+class ZeroStrategy(ParallelStrategy):
+    """ZeRO stages 1-3 for any LightningModule. Registered as `zero1`, `zero2`, `zero3`.
+
+    Args:
+        stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3.
+        reduce_bucket_size: See `ZeroConfig` for this and the following, up to `assume_elementwise`.
+        allgather_bucket_size: Stages 1 and 2, in elements.
+        prefetch_bucket_size: Stage 3, in elements.
+        param_persistence_threshold: Stage 3, in elements.
+        max_live_parameters: Stage 3, in elements.
+        reshard_after_forward: Stage 3.
+        overlap_comm: Communicate while computing.
+        reduce_dtype: Dtype in which gradients are summed and kept, such as "float32".
+        broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
+        assume_elementwise: Skip the check that an optimizer can be sharded.
+        accelerator: As in every Lightning strategy, for this and the following.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer where it is not given.
+        checkpoint_io: Writes and reads the file.
+        precision_plugin: One of Lightning's own; replaced by ours of the same precision.
+        process_group_backend: None: nccl on CUDA, gloo on CPU.
+        timeout: Of every collective.
+        start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
+
+    Raises:
+        ValueError: A setting out of range, or one that has no meaning in this stage.
+        TypeError: A setting of the wrong type.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        reduce_bucket_size: int | float | None = None,
+        allgather_bucket_size: int | float | None = None,
+        prefetch_bucket_size: int | float | None = None,
+        param_persistence_threshold: int | float | None = None,
+        max_live_parameters: int | float | None = None,
+        reshard_after_forward: bool | None = None,
+        overlap_comm: bool = True,
+        reduce_dtype: str | None = None,
+        broadcast_buffers: bool = True,
+        assume_elementwise: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        self.config = ZeroConfig(
+            stage=stage,
+            reduce_bucket_size=reduce_bucket_size,  # type: ignore[arg-type]  # 5e8 is accepted
+            allgather_bucket_size=allgather_bucket_size,  # type: ignore[arg-type]
+            prefetch_bucket_size=prefetch_bucket_size,  # type: ignore[arg-type]
+            param_persistence_threshold=param_persistence_threshold,  # type: ignore[arg-type]
+            max_live_parameters=max_live_parameters,  # type: ignore[arg-type]
+            reshard_after_forward=reshard_after_forward,
+            overlap_comm=overlap_comm,
+            reduce_dtype=reduce_dtype,
+            broadcast_buffers=broadcast_buffers,
+            assume_elementwise=assume_elementwise,
+        )
+        if start_method not in START_METHODS:
+            raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
+        self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
+        self._grad_scaler_kwargs: dict[str, Any] = {}
+        self._engine: Engine | None = None
+        # After fit: its optimizers' shards, from which a late save can still build whole states.
+        self._last_engine: Engine | None = None
+        self._masters_to_load: Mapping[str, Tensor] = {}
+        self._has_rallied: bool | None = None  # after an exception: all ranks came together again
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method: StartMethod = start_method
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        world_size: int | None = None,
+        **kwargs: Any,
+    ) -> ZeroStrategy:
+        """The strategy for a DeepSpeed configuration: a JSON file or the same as a dict.
+
+        What the Trainer owns comes back in `strategy.trainer_kwargs`:
+        `Trainer(strategy=strategy, **strategy.trainer_kwargs)`. Settings without effect are named once.
+
+        Args:
+            source: Path or mapping.
+            world_size: Number of ranks, where the file gives a global batch size only.
+            **kwargs: Further arguments of this class; they win over the file.
+
+        Raises:
+            ValueError: Unknown keys, or settings that would change the training and do not exist here.
+        """
+        translation = translate(source, world_size=world_size)
+        if message := translation.message():
+            rank_zero_warn(message)
+        settings = {
+            name: getattr(translation.config, name)
+            for name in vars(translation.config)
+            if name != "param_dtype"
+        }
+        strategy = cls(**{**settings, **kwargs})
+        strategy.trainer_kwargs = dict(translation.trainer_kwargs)
+        strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
+        return strategy
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for stage in (1, 2, 3):
+            for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
+                name = f"zero{stage}{suffix}"
+                if name not in strategy_registry:
+                    description = f"ZeRO stage {stage}, processes started by {start_method}"
+                    strategy_registry.register(
+                        name, cls, description, stage=stage, start_method=start_method
+                    )
+
+    # ---------------------------------------------------------------- who and where
+
+    @property
+    def is_distributed(self) -> bool:
+        """The Trainer shards data and synchronises logged values."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the default process group; None before it is chosen."""
+        return self._process_group_backend
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is None:
+            self._precision_plugin: ZeroPrecision | None = None
+            return
+        plugin = sharded_precision(precision_plugin, lambda: self.engine)
+        if isinstance(plugin, ZeroMixedPrecision) and plugin.scaler and self._grad_scaler_kwargs:
+            plugin.scaler = torch.amp.GradScaler(plugin.device, **self._grad_scaler_kwargs)
+        self._precision_plugin = plugin
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, between setup and teardown.
+
+        Raises:
+            RuntimeError: At another time.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "the engine exists only while the Trainer runs: use it in hooks and callbacks between "
+                "setup and teardown."
+            )
+        return self._engine
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that this rank holds, by state and tier, counted from the engine's own buffers."""
+        return self.engine.memory_report()
+
+    # ---------------------------------------------------------------- launch and setup
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if isinstance(self.accelerator, MPSAccelerator):
+            raise ValueError(
+                "ZeroStrategy shards over several devices and there is one MPS device per machine; use "
+                "accelerator='cpu', or strategy='auto' to train on MPS."
+            )
+        self._launcher = make_launcher(self, self.cluster_environment, self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
+            check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._process_group_backend
+        self._process_group_backend = backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device_id,
+        )
+        check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment and Lightning's rank-zero helpers who this rank is."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # Some environments ignore the setters, so the getter is asked again.
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self._has_rallied = None
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._reset_optimizers_and_schedulers()
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self._build_engine()
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Moves buffers; parameters follow bucket by bucket when the engine takes them over."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.root_device)
+
+    def _build_engine(self) -> None:
+        assert self.lightning_module is not None
+        if self._last_engine is not None:
+            self._last_engine.comm.close()
+            self._last_engine = None
+        plugin = self.precision_plugin
+        param_dtype = plugin.param_dtype if isinstance(plugin, ZeroPrecision) else None
+        self._engine = Engine(
+            self.lightning_module,
+            [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)],
+            self.config.replace(param_dtype=param_dtype),
+            device=self.root_device,
+            timeout=self._timeout,
+        )
+        if self._masters_to_load:
+            load_masters(self._engine, self._masters_to_load)
+            self._masters_to_load = {}
+
+    # ---------------------------------------------------------------- steps
+
+    def _step(self, context: AbstractContextManager[Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Runs a step method of the module: it does not pass through `Module.__call__`."""
+        assert self.lightning_module is not None
+        with context, self.engine.forward_context():
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        context = self.precision_plugin.train_step_context()
+        return self._step(context, "training_step", args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        context = self.precision_plugin.val_step_context()
+        return self._step(context, "validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        context = self.precision_plugin.test_step_context()
+        return self._step(context, "test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        context = self.precision_plugin.predict_step_context()
+        return self._step(context, "predict_step", args, kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        # As the base class, but gradients are reduced before `on_after_backward` sees them.
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        plugin = self.precision_plugin
+        closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
+        with self.engine.backward_context():
+            plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.engine.no_sync():
+            yield
+
+    # ---------------------------------------------------------------- small collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not _distributed_is_initialized() or self._has_rallied is False:
+            return
+        on_nccl = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[self.root_device.index] if on_nccl else None)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors on rank 0, nothing elsewhere. Collective."""
+        if self._engine is None:
+            return super().lightning_module_state_dict()
+        if not self._is_together():
+            return {}
+        return full_state_dict(self._engine)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What the optimizer would save without sharding, on rank 0; nothing elsewhere. Collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        engine = self._engine or self._last_engine
+        if engine is None or optimizer not in engine.optimizers:
+            return super().optimizer_state(optimizer)
+        if not self._is_together():
+            return {}
+        return optimizer_state_dict(optimizer, engine.buckets, is_recipient=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if not self._is_together():
+            rank_zero_warn(
+                f"{filepath} was not saved: other ranks did not come together within "
+                f"{_RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
+            )
+            return
+        if self._engine is not None and "optimizer_states" in checkpoint:
+            masters = narrow_masters(self._engine)
+            if masters:
+                checkpoint[_MASTERS_KEY] = masters
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        masters = checkpoint.get(_MASTERS_KEY, {})
+        if self._engine is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            self._masters_to_load = masters
+            return
+        load_full_state_dict(self._engine, checkpoint["state_dict"], strict=strict)
+        load_masters(self._engine, masters)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            if isinstance(optimizer, _MockOptimizer):
+                continue
+            load_optimizer_state_dict(optimizer, self.engine.buckets, state)
+
+    # ---------------------------------------------------------------- failure and the end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._is_together()
+
+    def _is_together(self) -> bool:
+        """Whether collectives are possible. After an exception the ranks first rally, once.
+
+        The failing rank tells the others, which fail at their next agreement; those that come here
+        within the deadline go on with fresh process groups, at rest.
+        """
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        if self._engine is None or trainer is None:
+            return True
+        if trainer.state.status != TrainerStatus.INTERRUPTED:
+            return True
+        if self._has_rallied is None:
+            timeout = self._timeout or _RALLY_DEADLINE
+            self._has_rallied = self._engine.rally(min(timeout, _RALLY_DEADLINE))
+        return self._has_rallied
+
+    @override
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        cpu = torch.device("cpu")
+        if self._engine is not None:
+            if self._is_together():
+                self._engine.close(cpu, keeps_optimizer_shards=True)
+                self._last_engine = self._engine
+            else:
+                self._engine.abandon()
+            self._engine = None
+        self._masters_to_load = {}
+        module = self.lightning_module
+        if module is not None:
+            if self._layer_sync and _was_fitting(module):
+                self.model = self._layer_sync.revert(module)
+            module.cpu()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _was_fitting(module: LightningModule) -> bool:
+    trainer = module._trainer
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING

@@ -1,0 +1,111 @@
+"""How much memory the live tensors of this process hold, found by walking them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["live_storage_bytes", "live_storages"]
+
+
+def live_storage_bytes(device_type: str | None = None) -> int:
+    """Bytes of all storages that live tensors of this process hold, each storage counted once.
+
+    Found: every tensor and storage that Python can reach, in whatever container, optimizer state or
+    tensor subclass (a DTensor's local tensor); views and their bases; gradients that only autograd
+    holds; the parts of sparse tensors. A storage counts whole even where a view shows a part of it.
+    Tensors in reference cycles count until they are collected: call `gc.collect()` first where they
+    should not.
+
+    Not found: tensors that `gc.freeze()` has set aside (a way to walk only what is new, fast), and
+    what only C++ holds. These are tensors that autograd saved for backward, the buckets of
+    DistributedDataParallel with `gradient_as_bucket_view=False`, workspaces of kernels, and copies
+    inside gloo. Meta tensors hold nothing and count nothing.
+
+    Args:
+        device_type: Count storages of this device only, such as "cpu"; None: of all devices.
+    """
+    found = live_storages()
+    wanted = (n for (kind, _), n in found.items() if device_type in (None, kind.partition(":")[0]))
+    return sum(wanted)
+
+
+def live_storages() -> dict[tuple[str, int], int]:
+    """Bytes of every live storage by (device, address).
+
+    Two storages at one address (memory shared with numpy or DLPack) are one entry, the larger.
+    """
+    found: dict[tuple[str, int], int] = {}
+    is_tensor, is_storage = _TypeTest(Tensor), _TypeTest(torch.UntypedStorage)
+    # Without this, reading `.grad` or `._base` of a subclass would run its __torch_function__.
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if is_tensor(thing):
+                for storage in _storages_of(thing):
+                    _add(found, storage)
+            elif is_storage(thing):
+                _add(found, thing)
+    return found
+
+
+class _TypeTest:
+    """`isinstance` by the real type only: asking a dead proxy for its `__class__` raises."""
+
+    def __init__(self, base: type) -> None:
+        self.base = base
+        self.known: dict[type, bool] = {}
+
+    def __call__(self, thing: object) -> bool:
+        kind = type(thing)
+        answer = self.known.get(kind)
+        if answer is None:
+            answer = self.known[kind] = issubclass(kind, self.base)
+        return answer
+
+
+def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Storages of `tensor`, its base and its gradient; of a wrapper subclass, of what it wraps."""
+    waiting = [tensor]
+    while waiting:
+        one = waiting.pop()
+        waiting += _hidden_behind(one)
+        storage = _read(one.untyped_storage)
+        # A wrapper's storage has a size but no memory.
+        if storage is not None and not is_traceable_wrapper_subclass(one):
+            yield storage
+
+
+def _hidden_behind(tensor: Tensor) -> list[Tensor]:
+    """Tensors that are reached from `tensor` and that the garbage collector may not list."""
+    hidden: list[Any] = []
+    if tensor.is_leaf:  # `.grad` of another tensor warns
+        hidden.append(_read(lambda: tensor.grad))
+    hidden.append(_read(lambda: tensor._base))
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        hidden += [getattr(tensor, name, None) for name in names]
+    if tensor.is_sparse:
+        hidden += [_read(tensor._indices), _read(tensor._values)]
+    return [one for one in hidden if isinstance(one, Tensor)]
+
+
+def _read(get: Callable[[], Any]) -> Any:
+    """What `get` returns, or None: a sparse or half-destroyed tensor raises when asked."""
+    try:
+        return get()
+    except (RuntimeError, NotImplementedError, ReferenceError, AttributeError):
+        return None
+
+
+def _add(found: dict[tuple[str, int], int], storage: torch.UntypedStorage) -> None:
+    if storage.device.type == "meta":
+        return
+    address, size = _read(storage.data_ptr), _read(storage.nbytes)
+    if address and size:
+        key = (str(storage.device), address)
+        found[key] = max(found.get(key, 0), size)

@@ -1,0 +1,135 @@
+"""Clipping and gradient norms see the gradients of all ranks, as under DDP."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+
+from tests.distributed.ranks import run_ranks
+from tests.fitting import assert_same, fit_ranks, fit_reference, make_trainer, settings
+from tests.models import FrozenModule, GPTModule, MLPModule, TiedModule
+
+STAGES = [0, 1, 2, 3]
+MODELS = {
+    "two groups": partial(MLPModule, ranks=2, optimizer="sgd"),
+    "frozen": partial(FrozenModule, ranks=2, optimizer="sgd"),
+    "frozen and not given": partial(FrozenModule, ranks=2, optimizer="sgd", is_given_frozen=False),
+    "tied": partial(TiedModule, ranks=2, optimizer="sgd"),
+    "tied gpt": partial(GPTModule, ranks=2, is_tied=True, optimizer="sgd"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", list(MODELS))
+def test_clipping_by_norm_equals_ddp(model, stage):
+    options = {"gradient_clip_val": 0.1}
+    ours = fit_ranks(2, settings(stage), MODELS[model], options)
+    reference = fit_reference(2, MODELS[model], options)
+    assert_same(ours, reference)
+    assert _differs(reference, fit_reference(2, MODELS[model]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(stage):
+    factory = partial(MLPModule, ranks=3, optimizer="sgd")
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    ours = fit_ranks(3, settings(stage), factory, options)
+    assert_same(ours, fit_reference(3, factory, options))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", ["two groups", "tied gpt"])
+def test_clipping_by_value_equals_ddp(model, stage):
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ours = fit_ranks(2, settings(stage), MODELS[model], options)
+    reference = fit_reference(2, MODELS[model], options)
+    assert_same(ours, reference)
+    assert _differs(reference, fit_reference(2, MODELS[model]))
+
+
+class OwnValueModule(MLPModule):
+    """Overrides the hook and asks Lightning for a value of its own."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, 0.05, "norm")
+
+
+class TorchNormModule(MLPModule):
+    """Overrides the hook and calls torch's own clipping."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class TorchValueModule(MLPModule):
+    """Overrides the hook and calls torch's own clipping by value."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class OneGroupModule(MLPModule):
+    """Clips one of its two parameter groups."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[1]["params"], 0.05)
+
+
+class NoClippingModule(MLPModule):
+    """Overrides the hook and does nothing."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        pass
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "module", [OwnValueModule, TorchNormModule, TorchValueModule, OneGroupModule]
+)
+def test_an_overridden_hook_is_honoured_as_under_ddp(module, stage):
+    factory = partial(module, ranks=2, optimizer="sgd")
+    ours = fit_ranks(2, settings(stage), factory)
+    assert_same(ours, fit_reference(2, factory))
+
+
+def test_a_hook_that_does_nothing_keeps_the_trainers_value_from_clipping():
+    factory = partial(NoClippingModule, ranks=2, optimizer="sgd")
+    ours = fit_ranks(2, settings(3), factory, {"gradient_clip_val": 1e-3})
+    assert_same(ours, fit_reference(2, partial(MLPModule, ranks=2, optimizer="sgd")))
+
+
+class NormModule(GPTModule):
+    """Records the norms of its gradients before each step."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(grad_norm(self, 2) | grad_norm(self, "inf"))
+
+    def on_fit_start(self):
+        self.norms = []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_grad_norm_before_the_step_gives_the_values_of_ddp(world_size, stage):
+    ours = run_ranks(world_size, _norms, settings(stage), has_group=False)
+    expected = run_ranks(world_size, _norms, "ddp", has_group=False)[0]
+    assert len(expected) == 2
+    for norms in ours:
+        for step, reference in zip(norms, expected, strict=True):
+            assert list(step) == list(reference)
+            np.testing.assert_allclose(list(step.values()), list(reference.values()), rtol=2e-6)
+
+
+def _norms(rank, world_size, spec):
+    torch.manual_seed(0)
+    module = NormModule(ranks=world_size, is_tied=True)
+    make_trainer(spec, accumulate_grad_batches=2).fit(module)
+    return [{name: float(value) for name, value in step.items()} for step in module.norms]
+
+
+def _differs(one, other):
+    return any(not np.allclose(one[0].state[n], other[0].state[n], 1e-4) for n in one[0].state)

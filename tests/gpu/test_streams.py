@@ -1,0 +1,107 @@
+"""Communication runs beside compute: seen in the events of torch.profiler."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_zero
+from tests.distributed.ranks import run_ranks
+from tests.gpu.training import build, form_group, optimizer_of, train
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LARGE_BYTES = 64 * 1024  # below it are ids, losses and norms
+COMMUNICATION = ("zero::reduce_scatter", "zero::all_gather")  # ranges of every step but stage 0's
+
+
+def _trace(rank: int, world_size: int, backend: str, stage: int) -> list[dict[str, Any]]:
+    """The events of two training steps after two others."""
+    form_group(backend, rank, world_size)
+    model = build()
+    engine = lightning_zero.Engine(
+        model,
+        optimizers=[optimizer_of(model)],
+        config=lightning_zero.ZeroConfig(stage=stage),
+    )
+    list(train(engine, model, rank, 2))
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        list(train(engine, model, rank, 2))
+        torch.cuda.synchronize()
+    path = Path(f"trace{rank}.json")  # in the folder of this test's ranks
+    profiler.export_chrome_trace(str(path))
+    engine.close()
+    return [
+        event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
+
+
+def _on_gpu(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event.get("cat") in ON_GPU]
+
+
+def _compute_stream(events: list[dict[str, Any]]) -> int:
+    """The stream of most matrix multiplications."""
+    streams = collections.Counter(
+        event["args"]["stream"] for event in _on_gpu(events) if "gemm" in event["name"].lower()
+    )
+    assert streams, "no kernel of the trace has gemm in its name"
+    return streams.most_common(1)[0][0]
+
+
+def _launched_in(events: list[dict[str, Any]], prefixes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What runs on the GPU because of a call inside a range with one of these names."""
+    ranges = [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(prefixes)
+    ]
+    calls = {
+        event["args"]["correlation"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        for range_ in ranges
+        if event["tid"] == range_["tid"]
+        and range_["ts"] <= event["ts"] <= range_["ts"] + range_["dur"]
+    }
+    return [event for event in _on_gpu(events) if event["args"].get("correlation") in calls]
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("nccl", 1), ("gloo", 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_collectives_run_beside_compute(stage, backend, world_size):
+    for events in run_ranks(world_size, _trace, backend, stage, timeout_s=180, has_group=False):
+        names = {event["name"].partition(" ")[0] for event in events}
+        assert names.issuperset(COMMUNICATION), sorted(n for n in names if n.startswith("zero::"))
+        compute = _compute_stream(events)
+        communication = _launched_in(events, COMMUNICATION)
+        communication += [event for event in _on_gpu(events) if "nccl" in event["name"].lower()]
+        if backend == "gloo":  # through the host; NCCL has nothing to move at world size 1
+            copies = [
+                event
+                for event in _on_gpu(events)
+                if event["cat"] == "gpu_memcpy"
+                and ("DtoH" in event["name"] or "HtoD" in event["name"])
+                and event["args"].get("bytes", 0) >= LARGE_BYTES
+            ]
+            assert copies
+            communication += copies
+        beside = [event for event in communication if event["args"]["stream"] != compute]
+        assert beside == communication, {
+            event["name"] for event in communication if event not in beside
+        }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranges_carry_the_bucket(stage):
+    (events,) = run_ranks(1, _trace, "nccl", stage, timeout_s=180, has_group=False)
+    ranges = {event["name"] for event in events if event["name"].startswith("zero::")}
+    assert any(len(name.split()) == 2 for name in ranges), sorted(ranges)
