@@ -76,7 +76,7 @@ class StdlibText(pl.LightningDataModule):
     def __init__(
         self,
         *,
-        context: int = 128,
+        context: int = 64,
         batch_size: int = 16,
         num_validation_windows: int = 840,
         seed: int = 0,

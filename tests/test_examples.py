@@ -59,7 +59,6 @@ def check_result(run_dir, printed):
 
 @pytest.mark.parametrize("zero", ["off", "stage1", "stage2", "stage3"])
 def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
-    pytest.importorskip("lightning_zero.strategy", reason="no strategy yet")
     printed = run_main_job(tmp_path, *SMALL, f"zero={zero}")
     check_result(tmp_path, printed)
     assert [line.split()[:2] for line in printed.splitlines() if line.startswith("rank ")] == [

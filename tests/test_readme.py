@@ -1,5 +1,6 @@
 """What README.md tells to type is what is tested."""
 
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,12 @@ RUN_BY_CI = {
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
 LOOP = "torchrun --nproc-per-node 2 loop.py"
 RUN_BY_A_TEST = {OVERRIDDEN, LOOP}
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+}
 
 
 def run(arguments, folder):
@@ -46,7 +53,6 @@ def test_ci_takes_its_commands_from_the_readme(ending):
 
 
 def test_the_command_with_other_groups_trains(tmp_path):
-    pytest.importorskip("lightning_zero.strategy", reason="no strategy yet")
     small = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2"]
     small += ["data.num_validation_windows=16", f"hydra.run.dir={tmp_path}"]
     printed = run([sys.executable, *shlex.split(OVERRIDDEN)[1:], *small], ROOT)
@@ -65,13 +71,16 @@ def test_the_hand_written_loop_trains_under_torchrun(tmp_path):
     assert max(shares) < 0.6
 
 
-def test_the_python_of_the_trainer_runs():
-    pytest.importorskip("lightning_zero.strategy", reason="no strategy yet")
+def test_the_python_of_the_trainer_runs(tmp_path, monkeypatch):
+    (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
+    monkeypatch.chdir(tmp_path)
     names = {}
     for block in PYTHON:
         if "Trainer" in block:
             exec(block.replace("devices=8", 'devices=2, accelerator="cpu"'), names)
     assert names["trainer"].strategy is names["strategy"]
+    assert names["strategy"].config.stage == 2
+    assert names["trainer"].gradient_clip_val == 0.5
 
 
 def test_the_groups_of_conf_are_listed():

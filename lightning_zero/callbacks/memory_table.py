@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_zero.memory import MemoryReport
@@ -46,8 +46,10 @@ class MemoryTable(pl.Callback):
         """Gathers the counts of all ranks and prints the table."""
         report = _reporting(trainer).memory_report()
         own = [[states.get(state, 0) for state in State] for states in report.tiers.values()]
-        counts = torch.tensor(own, device=trainer.strategy.root_device)  # (tier, state), bytes
-        ranks = trainer.strategy.all_gather(counts).reshape(-1, *counts.shape).tolist()
+        ranks = [own]
+        if dist.is_initialized():
+            ranks *= dist.get_world_size()
+            dist.all_gather_object(ranks, own)
         if trainer.is_global_zero:
             whole = [report.data_parallel.get(state, 0) for state in State]
             print("\n" + _table(list(report.tiers), ranks, whole))
