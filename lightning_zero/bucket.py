@@ -279,10 +279,8 @@ class Bucket:
     def enter_step(self) -> None:
         """Points parameters at their masters and `.grad` at their reduced gradients."""
         self.finish_gather()
-        for index, (parameter, part) in enumerate(
-            zip(self.parameters, self.master_parts(), strict=True)
-        ):
-            grad = self.grads.fetch(index)
+        grads = self.grads.fetch_all(self.plan.master_dtype)
+        for parameter, part, grad in zip(self.parameters, self.master_parts(), grads, strict=True):
             parameter.grad = None
             unguard(parameter)
             parameter.data = part

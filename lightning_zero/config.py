@@ -38,7 +38,7 @@ class ZeroConfig:
 
     Attributes:
         stage: 0 (plain data parallel, the control), 1, 2 or 3.
-        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 8 Mi, or 256 Ki
+        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or 256 Ki
             for each rank where that is more. In stage 3 it bounds the buckets that are not a repeated block.
         allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the step.
             Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.

@@ -199,6 +199,14 @@ class Gradients:
             self._take_over(index, grad)
         return self.slices[index]
 
+    def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """`fetch` of every slot, in the dtype of the master: narrower means are widened for the step."""
+        fetched = [self.fetch(index) for index in range(len(self._parameters))]
+        if self.shard is None or self.shard.dtype == dtype:
+            return fetched
+        wide = self._cut(self.shard.to(dtype))
+        return [None if grad is None else part for grad, part in zip(fetched, wide, strict=True)]
+
     def drop(self) -> None:
         """Forgets everything, after an exception or a teardown; every `.grad` is None."""
         self._pending = self._out = self._carry = None

@@ -59,9 +59,10 @@ class GuardedParameter(nn.Parameter):
         if func in _METADATA and isinstance(args[0], GuardedParameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
         if func not in _UNTOUCHED:
-            for guarded in _guarded_in((args, kwargs)):
-                placement = placement_of(guarded)
-                placement.make_whole(placement.name)
+            for parameter in _guarded_in((args, kwargs)):
+                if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
+                    placement = placement_of(parameter)
+                    placement.make_whole(placement.name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -115,8 +116,8 @@ def has_placement(parameter: Tensor) -> bool:
     return _ATTRIBUTE in parameter.__dict__
 
 
-def _guarded_in(values: Any) -> list[GuardedParameter]:
-    found: list[GuardedParameter] = []
+def _guarded_in(values: Any) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
     stack = [values]
     while stack:
         value = stack.pop()

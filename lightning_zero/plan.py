@@ -30,7 +30,7 @@ __all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan"]
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
-_BUCKET_NUMEL = 2**23
+_BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
 
 

@@ -457,7 +457,8 @@ class Schedule:
         for unit in self.units:
             unit.release()
         self.moment = Moment.IDLE
-        self._buffers_are_fresh = False
+        if self._reduces:
+            self._buffers_are_fresh = False
 
     def _reduce_the_rest(self, buckets: Sequence[Bucket]) -> None:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order."""

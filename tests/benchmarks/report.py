@@ -25,7 +25,7 @@ SIZES = {
     "25m": GPTConfig(vocab_size=6144, context=128, width=512, num_layers=6, num_heads=8),
     "85m": GPTConfig(vocab_size=6144, context=128, width=1024, num_layers=6, num_heads=16),
 }
-PHASES = ("forward", "backward", "update", "step")
+PHASES = ("forward", "backward", "update", "cpu", "step")
 BATCH = 4  # sequences per rank
 MIB = 1024**2
 
@@ -67,19 +67,23 @@ def title(run: Run) -> str:
 
 def table(run: Run, results: dict[str, Result]) -> str:
     """Times of all systems, and the head of the table of bytes where that follows."""
-    base = statistics.median(results["ddp"].times["step"]) if "ddp" in results else math.nan
+    base = dict.fromkeys(PHASES, math.nan)
+    if "ddp" in results:
+        base = {phase: statistics.median(results["ddp"].times[phase]) for phase in PHASES}
     lines = [
-        "Milliseconds: medians; quartiles are of the step.",
+        "Milliseconds: medians; quartiles are of the step; cpu is what all threads of a rank used,",
+        "the steadier number on a machine that others share.",
         f"{'system':<18}{'step':>8}{'quartiles':>18}{'/ ddp':>7}{'forward':>9}{'backward':>10}"
-        f"{'update':>8}{'loss':>9}",
+        f"{'update':>8}{'cpu':>8}{'/ ddp':>7}{'loss':>9}",
     ]
     for name, result in results.items():
         median = {phase: statistics.median(result.times[phase]) for phase in PHASES}
         low, high = _quartiles(result.times["step"])
         lines.append(
             f"{name:<18}{median['step']:>8.1f}{f'{low:.1f} - {high:.1f}':>18}"
-            f"{median['step'] / base:>7.2f}{median['forward']:>9.1f}{median['backward']:>10.1f}"
-            f"{median['update']:>8.1f}{result.loss:>9.4f}"
+            f"{median['step'] / base['step']:>7.2f}{median['forward']:>9.1f}"
+            f"{median['backward']:>10.1f}{median['update']:>8.1f}{median['cpu']:>8.1f}"
+            f"{median['cpu'] / base['cpu']:>7.2f}{result.loss:>9.4f}"
         )
     if run.has_memory:
         lines += [

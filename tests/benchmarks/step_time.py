@@ -154,10 +154,11 @@ def _build(name: str, run: Run) -> System:
 
 
 def _turn(system: System, run: Run, index: int) -> tuple[dict[str, float], float]:
-    """One system's turn: ms of each phase and of the step, and the loss."""
+    """One system's turn: ms of each of `PHASES`, and the loss."""
     batches = [_batch(run, index + i) for i in range(run.steps_per_turn)]
     times = dict.fromkeys(PHASES, 0.0)
     dist.barrier()
+    start_cpu = time.process_time()
     start = last = time.perf_counter()
 
     def lap(phase: str) -> None:
@@ -170,6 +171,7 @@ def _turn(system: System, run: Run, index: int) -> tuple[dict[str, float], float
         loss = system.step(ids, targets, lap)
     system.settle()
     lap("update")
+    times["cpu"] = 1e3 * (time.process_time() - start_cpu) / run.steps_per_turn
     times["step"] = 1e3 * (last - start) / run.steps_per_turn
     return times, loss.item()
 
