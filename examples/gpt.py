@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: pre-norm blocks, causal attention, tied or separate output weights."""
+"""A small GPT in plain PyTorch: pre-norm blocks, causal attention, output weights tied or not."""
 
 from __future__ import annotations
 

@@ -1,0 +1,108 @@
+"""A table of the bytes that each rank keeps, beside those of plain data parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_zero.memory import MemoryReport
+from lightning_zero.stage import State
+
+__all__ = ["MemoryTable"]
+
+_MIB = 1024**2
+_MAX_NUM_RANKS = 8
+
+
+@runtime_checkable
+class _Reporting(Protocol):
+    def memory_report(self) -> MemoryReport: ...
+
+
+class MemoryTable(pl.Callback):
+    """Prints on rank 0, when training ends, how many MiB of each state every rank keeps at rest.
+
+    The last row is what plain data parallel keeps on every rank; the last column is the ratio to
+    it. Beyond 8 ranks the rows are the least and the most of each column over the ranks. States
+    that rest on more than one tier have a column for each.
+
+    Collective: every rank, in `on_train_end`.
+
+    Raises:
+        TypeError: The strategy has no `memory_report()`; raised before anything is trained.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses a strategy that counts no bytes."""
+        _reporting(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gathers the counts of all ranks and prints the table."""
+        report = _reporting(trainer).memory_report()
+        own = [[states.get(state, 0) for state in State] for states in report.tiers.values()]
+        ranks = [own]
+        if dist.is_initialized():
+            ranks *= dist.get_world_size()
+            dist.all_gather_object(ranks, own)
+        if trainer.is_global_zero:
+            whole = [report.data_parallel.get(state, 0) for state in State]
+            print("\n" + _table(list(report.tiers), ranks, whole))
+
+
+def _reporting(trainer: pl.Trainer) -> _Reporting:
+    strategy = trainer.strategy
+    if not isinstance(strategy, _Reporting):
+        raise TypeError(
+            f"MemoryTable needs a strategy with memory_report(), got {type(strategy).__name__}; "
+            "use strategy='zero3' or another of lightning_zero, or leave MemoryTable out."
+        )
+    return strategy
+
+
+def _table(
+    tiers: Sequence[str], ranks: Sequence[Sequence[Sequence[int]]], data_parallel: Sequence[int]
+) -> str:
+    """The text to print.
+
+    Args:
+        tiers: Names.
+        ranks: Bytes by rank, tier and state, the states in the order of `State`.
+        data_parallel: Bytes by state.
+    """
+    names = [state.value for state in State]
+    if len(tiers) > 1:
+        names = [f"{name} ({tier})" for tier in tiers for name in names]
+    rows = [[numel for states in rank for numel in states] for rank in ranks]
+    rows = [[*row, sum(row)] for row in rows]
+    labels = [f"rank {rank}" for rank in range(len(rows))]
+    if len(rows) > _MAX_NUM_RANKS:
+        labels = [f"least of {len(rows)} ranks", f"most of {len(rows)} ranks"]
+        rows = [list(map(min, *rows)), list(map(max, *rows))]
+    # Plain data parallel keeps everything on the first tier, the device.
+    away = [0] * (len(names) - len(data_parallel))
+    rows.append([*data_parallel, *away, sum(data_parallel)])
+    labels.append("plain data parallel")
+    header = ["MiB at rest", *names, "total", "ratio"]
+    lines = [
+        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    return _align([header, *lines])
+
+
+def _align(lines: Sequence[Sequence[str]]) -> str:
+    """Columns two spaces apart, the first one to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

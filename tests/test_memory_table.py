@@ -1,0 +1,87 @@
+"""What MemoryTable prints."""
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_zero import MemoryReport
+from lightning_zero.callbacks import MemoryTable
+from lightning_zero.callbacks.memory_table import _table
+from lightning_zero.stage import State
+
+MIB = 1024**2
+
+
+class CountingStrategy(SingleDeviceStrategy):
+    """One process that reports a quarter of what data parallel keeps, in two tiers."""
+
+    def memory_report(self):
+        return MemoryReport(
+            rank=0,
+            world_size=1,
+            tiers={
+                "device": {State.PARAM: 1 * MIB, State.GRAD: 1 * MIB},
+                "cpu": {State.OPTIM: 2 * MIB},
+            },
+            data_parallel={State.PARAM: 4 * MIB, State.GRAD: 4 * MIB, State.OPTIM: 8 * MIB},
+        )
+
+
+def cells(line):
+    return " ".join(line.split())
+
+
+def fit(strategy):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        callbacks=[MemoryTable()],
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+
+
+def test_the_table_is_printed_when_training_ends(capsys):
+    fit(CountingStrategy("cpu"))
+    table = capsys.readouterr().out.strip().splitlines()
+    assert [line.split("  ")[0] for line in table] == [
+        "MiB at rest",
+        "rank 0",
+        "plain data parallel",
+    ]
+    assert "optimizer (cpu)" in table[0]
+    assert cells(table[1]) == "rank 0 1.00 1.00 0.00 0.00 0.00 2.00 4.00 0.250"
+    assert cells(table[2]) == "plain data parallel 4.00 4.00 8.00 0.00 0.00 0.00 16.00 1.000"
+
+
+def test_a_strategy_that_counts_nothing_is_refused_before_training():
+    with pytest.raises(TypeError, match=r"memory_report\(\), got SingleDeviceStrategy; use"):
+        fit(SingleDeviceStrategy("cpu"))
+
+
+def test_one_tier_needs_no_name_and_each_of_eight_ranks_has_a_row():
+    table = _table(["device"], [[[MIB, MIB, 2 * MIB]]] * 8, [8 * MIB, 8 * MIB, 16 * MIB])
+    header, *ranks, whole = table.splitlines()
+    assert cells(header) == "MiB at rest parameters gradients optimizer total ratio"
+    assert [line.split()[:2] for line in ranks] == [["rank", str(rank)] for rank in range(8)]
+    assert {line.split()[-1] for line in ranks} == {"0.125"}
+    assert whole.split()[-1] == "1.000"
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_beyond_eight_ranks_the_least_and_the_most_are_shown():
+    ranks = [[[MIB, MIB, rank * MIB]] for rank in range(100)]
+    header, least, most, _whole = _table(["device"], ranks, [MIB, MIB, 100 * MIB]).splitlines()
+    assert cells(least) == "least of 100 ranks 1.00 1.00 0.00 2.00 0.020"
+    assert cells(most) == "most of 100 ranks 1.00 1.00 99.00 101.00 0.990"
+
+
+def test_a_model_without_state_does_not_divide_by_zero():
+    assert _table(["device"], [[[0, 0, 0]]], [0, 0, 0]).splitlines()[1].split()[-1] == "0.000"

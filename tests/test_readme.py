@@ -1,0 +1,99 @@
+"""What README.md tells to type is what is tested."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
+PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+
+SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
+RUN_BY_CI = {
+    f"{SETUP} . && python examples/train.py": "examples/train.py",
+    f'{SETUP} ".[test,dev]" && pytest -m "not slow"': "pytest",
+}
+OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
+LOOP = "torchrun --nproc-per-node 2 loop.py"
+RUN_BY_A_TEST = {OVERRIDDEN, LOOP}
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+}
+
+
+def run(arguments, folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_command_is_run_by_ci_or_by_a_test():
+    assert set(COMMANDS) == set(RUN_BY_CI) | RUN_BY_A_TEST
+
+
+@pytest.mark.parametrize("ending", RUN_BY_CI.values())
+def test_ci_takes_its_commands_from_the_readme(ending):
+    script = (ROOT / ".ci" / "run").read_text()
+    assert f"readme_command {ending}" in script
+    assert len(re.findall(rf"^python3 -m venv .*{ending}", README, flags=re.MULTILINE)) == 1
+
+
+def test_the_command_with_other_groups_trains(tmp_path):
+    small = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2"]
+    small += ["data.num_validation_windows=16", f"hydra.run.dir={tmp_path}"]
+    printed = run([sys.executable, *shlex.split(OVERRIDDEN)[1:], *small], ROOT)
+    assert "rank 1" in printed
+
+
+def test_the_hand_written_loop_trains_under_torchrun(tmp_path):
+    (loop,) = [block for block in PYTHON if "init_process_group" in block]
+    (tmp_path / "loop.py").write_text(loop)
+    printed = run([sys.executable, "-m", "torch.distributed.run", *shlex.split(LOOP)[1:]], tmp_path)
+    losses = re.findall(r"rank \d: loss (\d+\.\d+), torch\.Size\(\[64, 8\]\)", printed)
+    assert len(losses) == 2
+    assert max(map(float, losses)) < 1.0  # a constant gives 4
+    shares = [int(own) / int(whole) for own, whole in re.findall(r"(\d+) of (\d+) bytes", printed)]
+    assert len(shares) == 2
+    assert max(shares) < 0.6
+
+
+def test_the_python_of_the_trainer_runs(tmp_path, monkeypatch):
+    (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in PYTHON:
+        if "Trainer" in block:
+            exec(block.replace("devices=8", 'devices=2, accelerator="cpu"'), names)
+    assert names["trainer"].strategy is names["strategy"]
+    assert names["strategy"].config.stage == 2
+    assert names["trainer"].gradient_clip_val == 0.5
+
+
+def test_the_groups_of_conf_are_listed():
+    for folder in (path for path in (ROOT / "conf").iterdir() if path.is_dir()):
+        row = re.search(rf"^\| `{folder.name}` \| (.+) \|$", README, flags=re.MULTILINE)
+        assert row, folder.name
+        assert set(re.findall(r"`(\w+)`", row[1])) == {path.stem for path in folder.glob("*.yaml")}
+
+
+def test_every_option_of_the_engine_is_listed():
+    from dataclasses import fields
+
+    from lightning_zero import ZeroConfig
+
+    listed = re.findall(r"^\| `(\w+)` \| (?:all|3|1, 2|) ?\|", README, flags=re.MULTILINE)
+    assert listed == [field.name for field in fields(ZeroConfig)]
