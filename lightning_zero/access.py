@@ -21,14 +21,14 @@ def gathered(
 ) -> Iterator[None]:
     """Shows whole parameters on every rank, n-D, for the time of the context. Collective: every rank.
 
-    Parameters come with their bucket, so the whole bucket is gathered. Parameters that no engine holds
-    are whole anyway.
+    Parameters come with their bucket, so the whole bucket is gathered. Parameters that no engine
+    holds are whole anyway.
 
     Args:
         module_or_parameters: A module (all its parameters), one parameter or several.
         writeback: Keep changes: at the end rank 0's values go to every rank, into masters and
-            parameters. The parameters then show their masters, in full precision. Without it they show
-            what the module computes with, and must not be changed.
+            parameters. The parameters then show their masters, in full precision. Without it they
+            show what the module computes with, and must not be changed.
 
     Raises:
         RuntimeError: In the middle of an optimizer step.
@@ -44,8 +44,8 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     """The whole mean gradient of `parameter`, on every rank. Collective: every rank.
 
     Returns:
-        A new tensor of the parameter's shape in the reduce dtype; None where `parameter.grad` is None,
-        the same on every rank.
+        A new tensor of the parameter's shape in the reduce dtype; None where `parameter.grad` is
+        None, the same on every rank.
     """
     if not has_placement(parameter):
         return None if parameter.grad is None else parameter.grad.clone()

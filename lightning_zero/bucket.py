@@ -72,7 +72,8 @@ class Bucket:
         self._make_whole = make_whole
         self._device = device
         self._whole = FlatBuffer(plan.layout, plan.dtype, device)
-        # 1-D, shard_numel, param dtype: what a gather sends; None where nothing is gathered before use.
+        # 1-D, shard_numel, param dtype: what a gather sends; None where nothing is gathered before
+        # use.
         self._param_shard: Tensor | None = None
         self._take_in()
 

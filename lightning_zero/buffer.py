@@ -16,8 +16,8 @@ class FlatBuffer:
     [Note: Freeing under autograd] Operations save views of a parameter for backward (a linear layer
     saves `weight.t()`), and those hold the storage object, not the parameter. So the storage object
     lives as long as the buffer; `free` empties it and `allocate` fills the same object again, and a
-    view saved in forward sees the values gathered for backward. Version counters do not move, for the
-    values are the same.
+    view saved in forward sees the values gathered for backward. Version counters do not move, for
+    the values are the same.
 
     Attributes:
         layout: The flat space.
@@ -80,8 +80,9 @@ class FlatBuffer:
 class Scratch:
     """Flat tensors for the time of a reduction, kept for the next one until `clear`.
 
-    On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch, about
-    as much as the reduction's own work on it. On a device the caching allocator does all of this.
+    On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch,
+    about as much as the reduction's own work on it. On a device the caching allocator does all of
+    this.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,11 +2,12 @@
 
 Two planes, each on process groups of the engine's own (Lightning broadcasts on WORLD in every batch):
 
-* data: flat buffers, between compute devices. `_PeerToPeer` on gloo, `_Native` elsewhere. Gathers and
-  reductions each have one order on all ranks, but how they interleave may differ by rank, so they share
-  neither message tags nor a process group.
-* control: single integers and small masks between CPUs, over gloo, so that ranks agree on what comes
-  next without making a device wait. An aborting rank says so here, and the others fail at once.
+* data: flat buffers, between compute devices. `_PeerToPeer` on gloo, `_Native` elsewhere. Gathers
+  and reductions each have one order on all ranks, but how they interleave may differ by rank, so
+  they share neither message tags nor a process group.
+* control: single integers and small masks between CPUs, over gloo, so that ranks agree on what
+  comes next without making a device wait. An aborting rank says so here, and the others fail at
+  once.
 """
 
 from __future__ import annotations
@@ -287,11 +288,11 @@ class _PeerToPeer:
 
     Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
     through a staging buffer. Here every rank sends each peer its part and adds what it receives, so
-    that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in the
-    dtype of the result, the same on every run.
+    that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in
+    the dtype of the result, the same on every run.
 
-    Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast on
-    one machine, but N collectives whose roots take turns).
+    Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast
+    on one machine, but N collectives whose roots take turns).
     """
 
     def __init__(self, group: Any, rank: int, size: int, scratch: Scratch) -> None:
@@ -410,9 +411,9 @@ class _Event:
 class _Native:
     """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
 
-    Gathers and reductions have a stream each, so that a reduction that waits for a backward does not
-    hold up the gather of the next bucket. Each side stream first waits for the current stream, on which
-    the buffers were allocated and written.
+    Gathers and reductions have a stream each, so that a reduction that waits for a backward does
+    not hold up the gather of the next bucket. Each side stream first waits for the current stream,
+    on which the buffers were allocated and written.
     """
 
     def __init__(

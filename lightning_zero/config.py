@@ -38,23 +38,27 @@ class ZeroConfig:
 
     Attributes:
         stage: 0 (plain data parallel, the control), 1, 2 or 3.
-        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or 256 Ki
-            for each rank where that is more. In stage 3 it bounds the buckets that are not a repeated block.
-        allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the step.
-            Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.
-        prefetch_bucket_size: Stage 3: elements gathered ahead of their use. None: one unit ahead; 0: none.
-        param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0, because a
-            small parameter travels with its unit and costs no collective of its own.
+        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or
+            256 Ki for each rank where that is more. In stage 3 it bounds the buckets that are not a
+            repeated block.
+        allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the
+            step. Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.
+        prefetch_bucket_size: Stage 3: elements gathered ahead of their use. None: one unit ahead;
+            0: none.
+        param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0,
+            because a small parameter travels with its unit and costs no collective of its own.
         max_live_parameters: Stage 3: no prefetch that would bring more whole elements than this.
-        reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them again
-            for its backward. None: True. False trades memory for a third of the communication.
-        overlap_comm: Communicate while computing. False: wait for every collective where it is issued.
-        reduce_dtype: Dtype in which gradients are summed and kept. None: float32, or the parameters' own
-            dtype where that is wider.
-        param_dtype: Dtype of whole parameters, in which the module computes. None: as the module is. Where
-            it is narrower than float32, float32 masters are kept and stepped.
-        broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the first
-            forward after a step, as DistributedDataParallel does.
+        reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them
+            again for its backward. None: True. False trades memory for a third of the
+            communication.
+        overlap_comm: Communicate while computing. False: wait for every collective where it is
+            issued.
+        reduce_dtype: Dtype in which gradients are summed and kept. None: float32, or the
+            parameters' own dtype where that is wider.
+        param_dtype: Dtype of whole parameters, in which the module computes. None: as the module
+            is. Where it is narrower than float32, float32 masters are kept and stepped.
+        broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
+            first forward after a step, as DistributedDataParallel does.
         assume_elementwise: Skip the check that an optimizer treats every element by itself. For an
             optimizer that draws random numbers, say; a wrong promise trains wrongly.
 

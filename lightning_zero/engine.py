@@ -39,14 +39,16 @@ class Engine:
     """Shards the state of `module` and `optimizers` over all ranks of the default process group.
 
     Every rank must make it with the same module, and call its methods in the same order. Parameters
-    keep their identity: the optimizers are kept as they are, and their `step()` may be called directly.
+    keep their identity: the optimizers are kept as they are, and their `step()` may be called
+    directly.
 
     Args:
         module: On the device where it computes. Rank 0's values are taken.
-        optimizers: Over parameters of `module`; fresh ones or with state. More can be attached later.
+        optimizers: Over parameters of `module`; fresh ones or with state. More can be attached
+            later.
         config: Stage and sizes; None: stage 3 with defaults.
-        device: Where to compute; parameters move there bucket by bucket, so that the device never holds
-            the whole model in stage 3. None: where they are.
+        device: Where to compute; parameters move there bucket by bucket, so that the device never
+            holds the whole model in stage 3. None: where they are.
         timeout: Of collectives; None: the backend's.
 
     Attributes:
@@ -55,8 +57,9 @@ class Engine:
         schedule: Decides on gathers and reductions.
 
     Raises:
-        ValueError: A module without parameters, on the meta device or on several; a module that another
-            engine holds; an optimizer over foreign parameters, or one that cannot be sharded.
+        ValueError: A module without parameters, on the meta device or on several; a module that
+            another engine holds; an optimizer over foreign parameters, or one that cannot be
+            sharded.
     """
 
     def __init__(
@@ -269,7 +272,8 @@ class Engine:
         The other ranks learn of the exception at their next agreement, fail too and come here.
 
         Returns:
-            Whether all of them came before the deadline; if not, no collective is possible any more.
+            Whether all of them came before the deadline; if not, no collective is possible any
+            more.
         """
         if not self.comm.rally(deadline):
             return False

@@ -1,14 +1,14 @@
 """The GRAD state of one bucket: from autograd's tensors to this rank's averaged shard.
 
-[Note: Gradients are views, the first one is copied] `parameter.grad` is None before the first backward
-of a step; autograd then hands over its own tensor, which is copied into the whole flat buffer (one read,
-one write), and `.grad` is pointed at the view of the buffer. Later micro-batches accumulate in place
-into that view. Pointing `.grad` at the buffer beforehand instead would make the first gradient an
-addition into zeros: twice the memory traffic, for the same result.
+[Note: Gradients are views, the first one is copied] `parameter.grad` is None before the first
+backward of a step; autograd then hands over its own tensor, which is copied into the whole flat
+buffer (one read, one write), and `.grad` is pointed at the view of the buffer. Later micro-batches
+accumulate in place into that view. Pointing `.grad` at the buffer beforehand instead would make the
+first gradient an addition into zeros: twice the memory traffic, for the same result.
 
-[Note: Dtypes of gradients] The whole buffer has the parameters' dtype while each backward is reduced by
-itself; the sum over ranks is made and kept in `reduce_dtype`. Where whole gradients outlive a backward
-(micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer has `reduce_dtype` too,
+[Note: Dtypes of gradients] The whole buffer has the parameters' dtype while each backward is
+reduced by itself; the sum over ranks is made and kept in `reduce_dtype`. Where whole gradients
+outlive a backward (micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer has `reduce_dtype` too,
 so that nothing is accumulated in 16 bits.
 """
 
@@ -32,8 +32,8 @@ class Gradients:
     """Gradients of the parameters of one bucket.
 
     Attributes:
-        whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is sharded it
-            exists from the first gradient of a backward to the end of the reduction.
+        whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is
+            sharded it exists from the first gradient of a backward to the end of the reduction.
         shard: The mean over ranks: 1-D, `shard_numel` (`numel` where OPTIM is whole), reduce dtype;
             None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
@@ -70,9 +70,7 @@ class Gradients:
 
     # ---------------------------------------------------------------- backward
 
-    def prepare(
-        self, *, outlives_backward: bool, expected: Sequence[bool] | None = None
-    ) -> None:
+    def prepare(self, *, outlives_backward: bool, expected: Sequence[bool] | None = None) -> None:
         """Before a backward: takes what is reduced out of autograd's sight, forgets what was zeroed.
 
         Args:

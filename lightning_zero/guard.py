@@ -1,12 +1,13 @@
 """A parameter that is not whole at this moment, and knows how to be used all the same.
 
-[Note: Guarded parameters] The parameter object never changes, its class does: while its values are not
-at hand on this rank (they rest as a shard, or their gather is under way) the class is
-`GuardedParameter`, and any torch function applied to it first calls the guard, which makes the values
-whole. While they are whole the class is plain `nn.Parameter`, so the module computes at full speed and
-sees nothing of this. A parameter read outside its module's forward (`self.w @ x`, a penalty over
-`self.parameters()`) thus gives the right value and gradient, or an error that names it, never a part.
-Metadata (shape, dtype, numel) is answered for the whole parameter without touching it.
+[Note: Guarded parameters] The parameter object never changes, its class does: while its values are
+not at hand on this rank (they rest as a shard, or their gather is under way) the class is
+`GuardedParameter`, and any torch function applied to it first calls the guard, which makes the
+values whole. While they are whole the class is plain `nn.Parameter`, so the module computes at full
+speed and sees nothing of this. A parameter read outside its module's forward (`self.w @ x`, a
+penalty over `self.parameters()`) thus gives the right value and gradient, or an error that names
+it, never a part. Metadata (shape, dtype, numel) is answered for the whole parameter without
+touching it.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: lambda placement: placement.shape[0],
 }
 
-# Answered by the object as it is; none of these reads the values. `data` is what rests on this rank.
+# Answered by the object as it is; none of these reads the values. `data` is what rests on this
+# rank.
 _UNTOUCHED = {
     getattr(Tensor, name).__get__
     for name in (

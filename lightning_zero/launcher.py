@@ -25,8 +25,8 @@ def make_launcher(
 ) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
     """The launcher for a start method.
 
-    One is always attached, also where the ranks are started by torchrun or srun: it is what asks the
-    environment whether its layout is the one that the Trainer was told.
+    One is always attached, also where the ranks are started by torchrun or srun: it is what asks
+    the environment whether its layout is the one that the Trainer was told.
     """
     if start_method == "popen":
         return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)

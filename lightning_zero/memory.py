@@ -17,10 +17,10 @@ class MemoryReport:
     Attributes:
         rank: The rank that counted.
         world_size: Number of shards.
-        tiers: Bytes by tier, then by state. The only tier so far is "device". Masters that are tensors
-            of their own count as optimizer state.
-        data_parallel: Bytes by state that the same model, precision and optimizer would need on every
-            rank without sharding; gradients in the parameters' dtype.
+        tiers: Bytes by tier, then by state. The only tier so far is "device". Masters that are
+            tensors of their own count as optimizer state.
+        data_parallel: Bytes by state that the same model, precision and optimizer would need on
+            every rank without sharding; gradients in the parameters' dtype.
     """
 
     rank: int

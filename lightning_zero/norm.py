@@ -1,6 +1,7 @@
 """Norms and clipping of sharded gradients.
 
-Every rank sums over the elements that it owns, one scalar is all-reduced, and each rank scales its own
+Every rank sums over the elements that it owns, one scalar is all-reduced, and each rank scales its
+own
 part: what `torch.nn.utils.clip_grad_norm_` computes on whole gradients, without gathering any.
 """
 

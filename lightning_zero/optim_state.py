@@ -1,7 +1,8 @@
 """Optimizer state between whole tensors and this rank's slices.
 
-A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that the
-optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as they are.
+A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that
+the optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as
+they are.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def optimizer_state_dict(
             packed["state"][ids[parameter]] = entry
     if not is_recipient:
         return {}
-    for number, entry in packed["state"].items():
-        packed["state"][number] = {
-            key: value.cpu() if isinstance(value, Tensor) else value for key, value in entry.items()
-        }
+    state = packed["state"]
+    packed["state"] = {
+        number: {key: v.cpu() if isinstance(v, Tensor) else v for key, v in state[number].items()}
+        for number in sorted(state)
+    }
     return packed
 
 

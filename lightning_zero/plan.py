@@ -4,11 +4,11 @@ A *unit* is what the schedule gathers and releases together: a module whose forw
 of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
 combination of dtype, trainability and optimizer, and more where a size limit cuts it.
 
-Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages that
-shard parameters find units by themselves:
+Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages
+that shard parameters find units by themselves:
 
-1. the members of a `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes: the blocks;
-2. other modules with parameters of their own above a size: embeddings, output layers;
+1. the members of a `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes: the
+blocks; 2. other modules with parameters of their own above a size: embeddings, output layers;
 3. the rest, and what two units share, is the root's.
 """
 
@@ -78,7 +78,8 @@ class Plan:
     Attributes:
         units: The units. Every parameter is in exactly one bucket of one unit.
         world_size: Number of shards.
-        reduce_dtype: Dtype in which gradients are summed and kept; None: each bucket's master dtype.
+        reduce_dtype: Dtype in which gradients are summed and kept; None: each bucket's master
+            dtype.
     """
 
     units: tuple[UnitPlan, ...]
@@ -99,7 +100,8 @@ class Plan:
 class _Kind:
     """What parameters of one bucket have in common."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # whole
+    master_dtype: torch.dtype
     is_trainable: bool
     optimizer: int | None
     is_persistent: bool
@@ -118,8 +120,8 @@ def make_plan(
         module: Its parameters, each counted once however often it is registered.
         config: Stage and sizes.
         world_size: Number of shards.
-        optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do not
-            share a bucket.
+        optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do
+            not share a bucket.
 
     Raises:
         ValueError: The module has no parameters, or some whose dtype is not floating.
@@ -131,13 +133,16 @@ def make_plan(
     for name in named:
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
     blocks = set(_repeated_blocks(module))
+    kept = _parameters_beside_statistics(module)
     optimizer_of = optimizer_of or {}
     limit = _bucket_limit(config, world_size)
     units = []
     for unit, names in members.items():
         kinds: dict[_Kind, list[str]] = {}
         for name in names:
-            kinds.setdefault(_kind(named[name], config, optimizer_of), []).append(name)
+            parameter = named[name]
+            kind = _kind(parameter, config, optimizer_of.get(parameter), parameter in kept)
+            kinds.setdefault(kind, []).append(name)
         buckets = [
             bucket
             for kind, of_kind in kinds.items()
@@ -169,12 +174,28 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
 
 
 def _kind(
-    parameter: nn.Parameter, config: ZeroConfig, optimizer_of: Mapping[nn.Parameter, int]
+    parameter: nn.Parameter, config: ZeroConfig, optimizer: int | None, keeps_dtype: bool
 ) -> _Kind:
     threshold = config.param_persistence_threshold or 0
     is_persistent = config.states.gathers_before_use and parameter.numel() < threshold
-    optimizer = optimizer_of.get(parameter)
-    return _Kind(parameter.dtype, parameter.requires_grad, optimizer, is_persistent)
+    own = parameter.dtype
+    if not own.is_floating_point:
+        return _Kind(own, own, parameter.requires_grad, optimizer, is_persistent)
+    wanted = None if keeps_dtype else config.param_dtype
+    assert not isinstance(wanted, str)
+    dtype = wanted or own
+    master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
+    return _Kind(dtype, master, parameter.requires_grad, optimizer, is_persistent)
+
+
+def _parameters_beside_statistics(module: nn.Module) -> set[nn.Parameter]:
+    """Weights of BatchNorm and its like, whose kernels want the dtype of the running statistics."""
+    return {
+        parameter
+        for child in module.modules()
+        if isinstance(child, nn.modules.batchnorm._NormBase)
+        for parameter in child.parameters(recurse=False)
+    }
 
 
 def _bucket_limit(config: ZeroConfig, world_size: int) -> int:
@@ -203,27 +224,16 @@ def _cut(
             run_numel = 0
         runs[-1].append(name)
         run_numel += numel
-    # Where parameters stay whole in a stage that shards them, the next lower stage tells what rests.
+    # Where parameters stay whole in a stage that shards them, the next lower stage tells what
+    # rests.
     stage = STAGES[2] if kind.is_persistent else config.states
-    dtype, master_dtype = _dtypes(kind.dtype, config)
     for number, run in enumerate(runs):
         layout = Layout.of(((name, tuple(named[name].shape)) for name in run), world_size)
         label = unit or "root"
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""
         label += f"[{number}]" if len(runs) > 1 else ""
-        yield BucketPlan(label, layout, dtype, master_dtype, stage)
-
-
-def _dtypes(own: torch.dtype, config: ZeroConfig) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes of whole parameters and of their masters."""
-    if not own.is_floating_point:
-        return own, own
-    wanted = config.param_dtype
-    assert not isinstance(wanted, str)
-    dtype = wanted or own
-    master = torch.float32 if own.itemsize < 4 else own
-    return dtype, torch.promote_types(dtype, master)
+        yield BucketPlan(label, layout, kind.dtype, kind.master_dtype, stage)
 
 
 def _find_units(module: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:

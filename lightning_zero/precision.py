@@ -1,7 +1,7 @@
 """Precision plugins that know that gradients are shards.
 
-They take the place of Lightning's plugins of the same precision. Clipping sees the whole norm, and the
-loss scaler of float16 skips a step on every rank when any rank has found an infinity.
+They take the place of Lightning's plugins of the same precision. Clipping sees the whole norm, and
+the loss scaler of float16 skips a step on every rank when any rank has found an infinity.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         for flag in found.values():
             self._engine().comm.max_(flag)
 
-    # The scaler's state stands where Lightning's own plugin keeps it, so that checkpoints are exchanged.
+    # The scaler's state stands where Lightning's own plugin keeps it, so that checkpoints are
+    # exchanged.
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,28 +1,30 @@
 """Time: which bucket is gathered, released and reduced when.
 
 [Note: Who waits for whom]
-* A gather is issued on the side stream after everything queued on the compute stream, which allocated
-  the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer is written only
-  after its former user, and read only after its gather.
-* A reduction is issued likewise once the last gradient of a bucket is queued. Before the next reduction
-  is issued, the one before it is finished: at most two whole gradient buffers exist at a time.
+* A gather is issued on the side stream after everything queued on the compute stream, which
+  allocated the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer
+  is written only after its former user, and read only after its gather.
+* A reduction is issued likewise once the last gradient of a bucket is queued. Before the next
+  reduction is issued, the one before it is finished: at most two whole gradient buffers exist at a
+  time.
 * Buffers are freed on the compute stream, after it has waited for the collective that used them. A
   pending collective keeps its tensors alive.
-* The forward after a step waits for the gather of a bucket when one of its parameters is first used.
+* The forward after a step waits for the gather of a bucket when one of its parameters is first
+  used.
 
 [Note: Same order on every rank] No collective is decided on by this rank's data alone.
-* Gathers before use go in rounds of `Communicator.agree`. A rank asks for a unit; the lowest request of
-  all ranks goes first; every rank takes part in its gather, and a rank that wanted another asks again.
-  A rank that has finished its backward asks for nothing but goes on taking part until all have. Ranks
-  whose branches differ gather more than they need, and none hangs.
+* Gathers before use go in rounds of `Communicator.agree`. A rank asks for a unit; the lowest
+  request of all ranks goes first; every rank takes part in its gather, and a rank that wanted
+  another asks again. A rank that has finished its backward asks for nothing but goes on taking part
+  until all have. Ranks whose branches differ gather more than they need, and none hangs.
 * Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
-  latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody touched,
-  and reduce what is left in the same order.
-* A rank waits for a reduction in the middle of a backward only when a round has told that all ranks have
-  issued it; until then it goes on taking part in gathers. So no rank can wait for one that waits for it.
-  Where nothing is gathered before use, a rank needs no other to reach the end of its backward, and may
-  simply wait.
+  latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
+  touched, and reduce what is left in the same order.
+* A rank waits for a reduction in the middle of a backward only when a round has told that all ranks
+  have issued it; until then it goes on taking part in gathers. So no rank can wait for one that
+  waits for it. Where nothing is gathered before use, a rank needs no other to reach the end of its
+  backward, and may simply wait.
 """
 
 from __future__ import annotations
@@ -500,7 +502,8 @@ class Schedule:
         for bucket in self._eager[self._num_eager :]:
             self._reduce(bucket)
         self._num_eager = len(self._eager)
-        self._meet()
+        if self._reduces or self._gathers:
+            self._meet()
         self._is_tail = True
         if self._reduces:
             self._reduce_the_rest()
@@ -609,7 +612,6 @@ class Schedule:
                 parts = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.detach().copy_(part.view_as(buffer))
-
 
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

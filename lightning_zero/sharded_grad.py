@@ -1,9 +1,9 @@
 """What `parameter.grad` is between backward and step where gradients are sharded.
 
-It holds this rank's slice, 1-D, and answers reductions for the whole gradient: `p.grad.norm()`, and so
-Lightning's `grad_norm` and torch's `clip_grad_norm_`, give what data parallel gives. Elementwise
-operations act on the slice. Anything else would see a part and be silently wrong, so it is refused with
-the way to the whole gradient.
+It holds this rank's slice, 1-D, and answers reductions for the whole gradient: `p.grad.norm()`, and
+so Lightning's `grad_norm` and torch's `clip_grad_norm_`, give what data parallel gives. Elementwise
+operations act on the slice. Anything else would see a part and be silently wrong, so it is refused
+with the way to the whole gradient.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _plain(grad: Tensor) -> Tensor:
 
 def _norm(grad: ShardedGrad, ord: Any = 2, *args: Any, **kwargs: Any) -> Tensor:
     order = kwargs.pop("p", ord)
-    if args or any(value is not None for key, value in kwargs.items() if key != "dtype"):
+    if any(args) or any(kwargs.get(key) for key in ("dim", "keepdim", "out")):
         raise TypeError("a sharded gradient has a norm over all elements only; leave dim out.")
     return global_norms([grad], 2.0 if order in ("fro", None) else float(order))[0]
 

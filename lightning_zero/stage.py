@@ -1,8 +1,8 @@
 """A ZeRO stage as data: which states of a bucket rest as shards.
 
 The stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models" (2020), section 5. Every other file asks a `Stage` which states rest as shards; none compares
-stage numbers.
+Models" (2020), section 5. Every other file asks a `Stage` which states rest as shards; none
+compares stage numbers.
 """
 
 from __future__ import annotations

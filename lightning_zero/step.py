@@ -1,12 +1,13 @@
 """The optimizer step: the user's own optimizer, on this rank's slices, bucket by bucket.
 
 [Note: One step of the user's optimizer] The optimizer object is kept as it is; a pre-hook and a
-post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a GradScaler, a
-hand-written loop. The pre-hook runs a closure first (parameters must be whole in it), then steps bucket
-after bucket by calling the optimizer's own step function on the bucket's parameters alone: the gather of
-a stepped bucket travels while the next one is stepped. The body that follows finds no gradients and does
-nothing. An optimizer that counts calls in its groups cannot be called once for each bucket; it runs its
-body once over all of them instead. `probe` finds out which kind an optimizer is.
+post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a
+GradScaler, a hand-written loop. The pre-hook runs a closure first (parameters must be whole in it),
+then steps bucket after bucket by calling the optimizer's own step function on the bucket's
+parameters alone: the gather of a stepped bucket travels while the next one is stepped. The body
+that follows finds no gradients and does nothing. An optimizer that counts calls in its groups
+cannot be called once for each bucket; it runs its body once over all of them instead. `probe` finds
+out which kind an optimizer is.
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ _STEPS = 3
 def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> StepKind:
     """Finds out, on toy parameters, whether slices may be stepped and how.
 
-    A clone of the optimizer, with its settings but none of its state, steps two whole tensors; then the
-    same tensors cut into slices, in one call and in one call for each slice. Equal results prove that
-    it treats every element by itself.
+    A clone of the optimizer, with its settings but none of its state, steps two whole tensors; then
+    the same tensors cut into slices, in one call and in one call for each slice. Equal results
+    prove that it treats every element by itself.
 
     Raises:
         ValueError: It does not, so that sharding it would change the training.

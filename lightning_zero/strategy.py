@@ -1,8 +1,8 @@
 """`Trainer(strategy="zero3")`: the engine under Lightning.
 
-Lightning owns the loop, the optimizers and the precision; the strategy opens and closes the engine's
-steps around `training_step` and backward, answers for whole state dicts, and keeps ranks from waiting
-for one that has failed.
+Lightning owns the loop, the optimizers and the precision; the strategy opens and closes the
+engine's steps around `training_step` and backward, answers for whole state dicts, and keeps ranks
+from waiting for one that has failed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
@@ -49,6 +50,7 @@ from lightning_zero.checkpoint import (
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import translate
 from lightning_zero.engine import Engine
+from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
 from lightning_zero.memory import MemoryReport
 from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
@@ -73,6 +75,9 @@ class ZeroStrategy(ParallelStrategy):
         reshard_after_forward: Stage 3.
         overlap_comm: Communicate while computing.
         reduce_dtype: Dtype in which gradients are summed and kept, such as "float32".
+        param_dtype: Dtype of whole parameters. None: that of the Trainer's precision. "float32"
+            under "bf16-mixed" leaves the casts to autocast, as DDP does, for twice the parameter
+            bytes.
         broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
         assume_elementwise: Skip the check that an optimizer can be sharded.
         accelerator: As in every Lightning strategy, for this and the following.
@@ -103,6 +108,7 @@ class ZeroStrategy(ParallelStrategy):
         reshard_after_forward: bool | None = None,
         overlap_comm: bool = True,
         reduce_dtype: str | None = None,
+        param_dtype: str | None = None,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
         accelerator: Accelerator | None = None,
@@ -124,6 +130,7 @@ class ZeroStrategy(ParallelStrategy):
             reshard_after_forward=reshard_after_forward,
             overlap_comm=overlap_comm,
             reduce_dtype=reduce_dtype,
+            param_dtype=param_dtype,
             broadcast_buffers=broadcast_buffers,
             assume_elementwise=assume_elementwise,
         )
@@ -159,7 +166,8 @@ class ZeroStrategy(ParallelStrategy):
         """The strategy for a DeepSpeed configuration: a JSON file or the same as a dict.
 
         What the Trainer owns comes back in `strategy.trainer_kwargs`:
-        `Trainer(strategy=strategy, **strategy.trainer_kwargs)`. Settings without effect are named once.
+        `Trainer(strategy=strategy, **strategy.trainer_kwargs)`. Settings without effect are named
+        once.
 
         Args:
             source: Path or mapping.
@@ -167,16 +175,13 @@ class ZeroStrategy(ParallelStrategy):
             **kwargs: Further arguments of this class; they win over the file.
 
         Raises:
-            ValueError: Unknown keys, or settings that would change the training and do not exist here.
+            ValueError: Unknown keys, or settings that would change the training and do not exist
+                here.
         """
         translation = translate(source, world_size=world_size)
         if message := translation.message():
             rank_zero_warn(message)
-        settings = {
-            name: getattr(translation.config, name)
-            for name in vars(translation.config)
-            if name != "param_dtype"
-        }
+        settings = vars(translation.config)
         strategy = cls(**{**settings, **kwargs})
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
@@ -270,16 +275,37 @@ class ZeroStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if isinstance(self.accelerator, MPSAccelerator):
+        self._refuse_mps()
+        self._launcher = make_launcher(self, self.cluster_environment, self._start_method)
+
+    def _refuse_mps(self) -> None:
+        devices = self.parallel_devices or []
+        if isinstance(self.accelerator, MPSAccelerator) or any(d.type == "mps" for d in devices):
             raise ValueError(
-                "ZeroStrategy shards over several devices and there is one MPS device per machine; use "
+                "ZeroStrategy shards over several devices, and a machine has one MPS device; use "
                 "accelerator='cpu', or strategy='auto' to train on MPS."
             )
-        self._launcher = make_launcher(self, self.cluster_environment, self._start_method)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        for name, parameter in model.named_parameters():
+            if has_placement(parameter) and self._engine is None:
+                raise ValueError(
+                    f"parameter {name} is already held by another engine; one module trains under one "
+                    "strategy at a time: let the other fit end first."
+                )
+        builds_later = any(is_overridden(hook, model) for hook in ("setup", "configure_model"))
+        if not builds_later and not any(True for _ in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} has no parameters, so there is nothing to shard; build its "
+                "layers in __init__, setup() or configure_model()."
+            )
+        super().connect(model)
 
     @override
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
+        self._refuse_mps()
         if self.cluster_environment.creates_processes_externally:
             check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
         super().setup_environment()
@@ -339,11 +365,13 @@ class ZeroStrategy(ParallelStrategy):
             self._last_engine.comm.close()
             self._last_engine = None
         plugin = self.precision_plugin
-        param_dtype = plugin.param_dtype if isinstance(plugin, ZeroPrecision) else None
+        config = self.config
+        if config.param_dtype is None and isinstance(plugin, ZeroPrecision):
+            config = config.replace(param_dtype=plugin.param_dtype)
         self._engine = Engine(
             self.lightning_module,
             [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)],
-            self.config.replace(param_dtype=param_dtype),
+            config,
             device=self.root_device,
             timeout=self._timeout,
         )

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_zero.memory import MemoryReport
 from lightning_zero.stage import State
+from lightning_zero.strategy import ZeroStrategy
 
 __all__ = ["MemoryTable"]
 
 _MIB = 1024**2
 _MAX_NUM_RANKS = 8
-
-
-@runtime_checkable
-class _Reporting(Protocol):
-    def memory_report(self) -> MemoryReport: ...
 
 
 class MemoryTable(pl.Callback):
@@ -33,34 +26,32 @@ class MemoryTable(pl.Callback):
     Collective: every rank, in `on_train_end`.
 
     Raises:
-        TypeError: The strategy has no `memory_report()`; raised before anything is trained.
+        TypeError: The strategy is not a `ZeroStrategy`; raised before anything is trained.
     """
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuses a strategy that counts no bytes."""
-        _reporting(trainer)
+        _zero_strategy(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gathers the counts of all ranks and prints the table."""
-        report = _reporting(trainer).memory_report()
+        strategy = _zero_strategy(trainer)
+        report = strategy.memory_report()
         own = [[states.get(state, 0) for state in State] for states in report.tiers.values()]
-        ranks = [own]
-        if dist.is_initialized():
-            ranks *= dist.get_world_size()
-            dist.all_gather_object(ranks, own)
+        ranks = strategy.engine.comm.gather_objects(own)
         if trainer.is_global_zero:
             whole = [report.data_parallel.get(state, 0) for state in State]
             print("\n" + _table(list(report.tiers), ranks, whole))
 
 
-def _reporting(trainer: pl.Trainer) -> _Reporting:
+def _zero_strategy(trainer: pl.Trainer) -> ZeroStrategy:
     strategy = trainer.strategy
-    if not isinstance(strategy, _Reporting):
+    if not isinstance(strategy, ZeroStrategy):
         raise TypeError(
-            f"MemoryTable needs a strategy with memory_report(), got {type(strategy).__name__}; "
-            "use strategy='zero3' or another of lightning_zero, or leave MemoryTable out."
+            f"MemoryTable needs a ZeroStrategy, got {type(strategy).__name__}; use strategy='zero3' or "
+            "another of lightning_zero, or leave MemoryTable out."
         )
     return strategy
 
