@@ -550,7 +550,7 @@ class ZeroStrategy(ParallelStrategy):
             self._engine = None
         self._masters_to_load = {}
         module = self.lightning_module
-        if module is not None:
+        if module is not None and not any(has_placement(p) for p in module.parameters()):
             if self._layer_sync and _was_fitting(module):
                 self.model = self._layer_sync.revert(module)
             module.cpu()

@@ -1,31 +1,18 @@
 """What MemoryTable prints."""
 
+import contextlib
+import io
+
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_zero import MemoryReport
 from lightning_zero.callbacks import MemoryTable
 from lightning_zero.callbacks.memory_table import _table
-from lightning_zero.stage import State
+from tests.distributed.ranks import run_ranks
 
 MIB = 1024**2
-
-
-class CountingStrategy(SingleDeviceStrategy):
-    """One process that reports a quarter of what data parallel keeps, in two tiers."""
-
-    def memory_report(self):
-        return MemoryReport(
-            rank=0,
-            world_size=1,
-            tiers={
-                "device": {State.PARAM: 1 * MIB, State.GRAD: 1 * MIB},
-                "cpu": {State.OPTIM: 2 * MIB},
-            },
-            data_parallel={State.PARAM: 4 * MIB, State.GRAD: 4 * MIB, State.OPTIM: 8 * MIB},
-        )
 
 
 def cells(line):
@@ -49,20 +36,29 @@ def fit(strategy):
 
 
 def test_the_table_is_printed_when_training_ends(capsys):
-    fit(CountingStrategy("cpu"))
-    table = capsys.readouterr().out.strip().splitlines()
-    assert [line.split("  ")[0] for line in table] == [
-        "MiB at rest",
-        "rank 0",
-        "plain data parallel",
-    ]
+    (report,) = run_ranks(1, _fit_and_read, has_group=False)
+    header, rank, whole = report.strip().splitlines()[-3:]
+    assert cells(header) == "MiB at rest parameters gradients optimizer total ratio"
+    assert rank.startswith("rank 0")
+    assert whole.startswith("plain data parallel")
+
+
+def _fit_and_read(rank, world_size):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        fit("zero3")
+    return printed.getvalue()
+
+
+def test_every_tier_has_columns_of_its_own():
+    quarter = [[MIB, MIB, 0], [0, 0, 2 * MIB]]
+    table = _table(["device", "cpu"], [quarter], [4 * MIB, 4 * MIB, 8 * MIB]).splitlines()
     assert "optimizer (cpu)" in table[0]
     assert cells(table[1]) == "rank 0 1.00 1.00 0.00 0.00 0.00 2.00 4.00 0.250"
     assert cells(table[2]) == "plain data parallel 4.00 4.00 8.00 0.00 0.00 0.00 16.00 1.000"
 
 
-def test_a_strategy_that_counts_nothing_is_refused_before_training():
-    with pytest.raises(TypeError, match=r"memory_report\(\), got SingleDeviceStrategy; use"):
+def test_another_strategy_is_refused_before_training():
+    with pytest.raises(TypeError, match="needs a ZeroStrategy, got SingleDeviceStrategy; use"):
         fit(SingleDeviceStrategy("cpu"))
 
 

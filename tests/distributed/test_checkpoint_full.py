@@ -29,7 +29,11 @@ def assert_same_tree(ours, reference, path="checkpoint"):
     """Keys in the same order, equal types, shapes and dtypes; values to 1e-6."""
     if isinstance(reference, dict):
         assert isinstance(ours, dict), path
-        assert list(ours) == list(reference), path
+        # Which parameter an optimizer met first, and so the order of its states, has no meaning.
+        is_ordered = not path.endswith("['state']")
+        assert (list(ours) if is_ordered else set(ours)) == (
+            list(reference) if is_ordered else set(reference)
+        ), path
         for key, value in reference.items():
             assert_same_tree(ours[key], value, f"{path}[{key!r}]")
     elif isinstance(reference, (list, tuple)):

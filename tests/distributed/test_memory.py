@@ -30,6 +30,7 @@ with torch.device("meta"):
     SHAPES = GPT(MODEL)
 NUMEL = sum(p.numel() for p in SHAPES.parameters())
 UNIT_NUMEL = sum(p.numel() for p in SHAPES.blocks[0].parameters())
+ROOT_NUMEL = NUMEL - MODEL.num_layers * UNIT_NUMEL
 TOLERANCE = 0.03
 # Backend and size of the group. "fake" is one process that believes to be rank 0 of the group.
 GROUPS = [("gloo", 2), ("gloo", 4), ("fake", 8)]
@@ -89,15 +90,22 @@ class Sampler:
 
 
 @cache
-def _measure(stage: int, precision: str, backend: str, size: int) -> list[Measured]:
+def _measure(
+    stage: int, precision: str, backend: str, size: int, overlap_comm: bool = True
+) -> list[Measured]:
     processes = 1 if backend == "fake" else size
-    return run_ranks(
-        processes, _train, stage, precision, backend, size, timeout_s=120, has_group=False
-    )
+    settings = (stage, precision, backend, size, overlap_comm)
+    return run_ranks(processes, _train, *settings, timeout_s=120, has_group=False)
 
 
 def _train(
-    rank: int, world_size: int, stage: int, precision: str, backend: str, size: int
+    rank: int,
+    world_size: int,
+    stage: int,
+    precision: str,
+    backend: str,
+    size: int,
+    overlap_comm: bool,
 ) -> Measured:
     _form_group(backend, rank, size)
     ids = _ids(rank)
@@ -110,7 +118,10 @@ def _train(
     model = GPT(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     config = lightning_zero.ZeroConfig(
-        stage=stage, reduce_bucket_size=UNIT_NUMEL, **DTYPES[precision]
+        stage=stage,
+        reduce_bucket_size=UNIT_NUMEL,
+        overlap_comm=overlap_comm,
+        **DTYPES[precision],
     )
     engine = lightning_zero.Engine(model, optimizers=[optimizer], config=config)
     gc.collect()
@@ -168,9 +179,29 @@ class TestModelStates:
         for measured in _measure(stage, precision, backend, size):
             assert measured.data_parallel == pytest.approx(16 * NUMEL, rel=TOLERANCE)
 
-    def test_peak_at_two_units_and_a_bucket_above_rest(self, stage, precision, backend, size):
-        param_bytes = 2 if DTYPES[precision] else 4
-        # Two units of parameters, and a bucket of gradients in float32, in which they are reduced.
-        extra = UNIT_NUMEL * (2 * param_bytes + 4)
+    def test_peak_at_two_units_and_two_buckets_above_rest(self, stage, precision, backend, size):
+        grad_bytes = _bytes_of_a_gradient(precision)
+        # The unit in use and the next; gradients that come and those that travel, with their
+        # receive buffers; the root, whole from the first to the last moment of a step.
+        extra = UNIT_NUMEL * (2 * _param_bytes(precision) + 3 * grad_bytes)
+        extra += ROOT_NUMEL * (_param_bytes(precision) + grad_bytes)
         for measured in _measure(stage, precision, backend, size):
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
+
+    def test_peak_without_overlap_at_a_unit_and_a_bucket_above_rest(
+        self, stage, precision, backend, size
+    ):
+        # One unit, one bucket and the buffer in which it is received; and the root.
+        extra = (UNIT_NUMEL + ROOT_NUMEL) * _param_bytes(precision)
+        extra += 2 * UNIT_NUMEL * _bytes_of_a_gradient(precision)
+        for measured in _measure(stage, precision, backend, size, overlap_comm=False):
+            assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
+
+
+def _param_bytes(precision: str) -> int:
+    return 2 if DTYPES[precision] else 4
+
+
+def _bytes_of_a_gradient(precision: str) -> int:
+    """As it is summed: narrow gradients are widened on the way, where the mean is wide."""
+    return 2 if "reduce_dtype" in DTYPES[precision] else 4
