@@ -151,9 +151,14 @@ class Engine:
                         f"{tuple(parameter.shape)} that is not one of {type(self.module).__name__}; "
                         "build the optimizer from the parameters of the module that is trained."
                     )
-        if not self.config.states.has_shard(State.OPTIM) or self.config.assume_elementwise:
+        if self.config.assume_elementwise:
             return StepKind.AT_ONCE
-        return probe(optimizer, self.device, torch.float32)
+        try:
+            return probe(optimizer, self.device, torch.float32)
+        except ValueError:
+            if self.config.states.has_shard(State.OPTIM):
+                raise
+            return StepKind.AT_ONCE  # whole tensors are stepped as ever
 
     # ---------------------------------------------------------------- the loop
 

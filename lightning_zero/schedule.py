@@ -342,8 +342,7 @@ class Schedule:
             self._gather_next(unit)
         self._unclaimed.discard(unit)
         unit.finish_gather()
-        if self._config.overlap_comm:
-            self._prefetch()
+        self._prefetch()
 
     def _gather_next(self, wanted: Unit) -> None:
         """One round in which this rank asks for `wanted`."""
@@ -375,6 +374,8 @@ class Schedule:
 
     def _prefetch(self) -> None:
         budget = self._config.prefetch_bucket_size
+        if not self._config.overlap_comm or (budget is None and self._num_whole() > 1):
+            return
         ahead = 0
         for unit in self._trace.upcoming():
             if budget is not None and ahead + unit.numel > budget:
@@ -395,6 +396,10 @@ class Schedule:
             if unit not in upcoming[:1]:
                 self._unclaimed.discard(unit)
                 unit.release()
+
+    def _num_whole(self) -> int:
+        """Units that are whole for their own use, not for the whole step."""
+        return sum(unit.is_whole and not unit.is_held and bool(unit.buckets) for unit in self.units)
 
     def _live_numel(self) -> int:
         return sum(unit.numel for unit in self.units if unit.is_whole)
@@ -459,6 +464,7 @@ class Schedule:
         """The gradients of all inputs of `unit` are there: its parameters have done their work."""
         if self.moment is Moment.BACKWARD and not unit.is_held:
             unit.release()
+            self._prefetch()
 
     def _on_complete(self, bucket: Bucket) -> None:
         """The last gradient of `bucket` has come."""
