@@ -1,0 +1,110 @@
+"""How a module is cut into units and buckets; on the meta device, so nothing is allocated."""
+
+import pytest
+import torch
+from torch import nn
+
+from examples.gpt import GPT, GPTConfig
+from lightning_zero.config import ZeroConfig
+from lightning_zero.plan import make_plan
+
+
+@pytest.fixture(autouse=True)
+def _on_meta():
+    with torch.device("meta"):
+        yield
+
+
+def plan(module, world_size=4, **settings):
+    return make_plan(module, ZeroConfig(**settings), world_size=world_size)
+
+
+def names(module, **settings):
+    return {
+        unit.name: [slot.name for bucket in unit.buckets for slot in bucket.layout.slots]
+        for unit in plan(module, **settings).units
+    }
+
+
+def gpt(**kwargs):
+    return GPT(GPTConfig(vocab_size=512, context=16, width=64, num_layers=3, num_heads=2, **kwargs))
+
+
+def test_repeated_blocks_are_units_and_small_rest_is_the_roots():
+    units = names(gpt())
+    assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert "tokens.weight" in units[""]
+    assert all(name.startswith("blocks.1.") for name in units["blocks.1"])
+
+
+def test_large_modules_of_their_own_are_units():
+    module = nn.ModuleDict({"embedding": nn.Embedding(8192, 64), "head": nn.Linear(64, 10)})
+    assert set(names(module)) == {"", "embedding"}
+
+
+def test_parameters_shared_by_two_units_are_the_roots():
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    module[1].weight = module[0].weight
+    units = names(module)
+    assert units[""] == ["0.weight"]
+    assert units["0"] == ["0.bias"]
+    assert units["1"] == ["1.bias"]
+
+
+def test_only_the_outermost_container_is_cut():
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    assert list(names(nn.Sequential(*blocks))) == ["", "0", "1"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_parameter_is_in_exactly_one_bucket(stage):
+    module = gpt(is_tied=True)
+    held = [slot for bucket in plan(module, stage=stage).buckets for slot in bucket.layout.slots]
+    assert sorted(slot.name for slot in held) == sorted(n for n, _ in module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_with_whole_parameters_cut_by_size(stage):
+    buckets = plan(gpt(), stage=stage, reduce_bucket_size=40_000).buckets
+    assert len(buckets) > 2
+    assert all(len(b.layout.slots) == 1 or b.layout.parameter_numel <= 40_000 for b in buckets)
+
+
+def test_the_smaller_of_both_bucket_sizes_holds():
+    small = plan(gpt(), stage=1, reduce_bucket_size=10**9, allgather_bucket_size=40_000)
+    assert len(small.buckets) == len(plan(gpt(), stage=1, reduce_bucket_size=40_000).buckets)
+
+
+def test_a_repeated_block_is_never_cut():
+    (bucket,) = plan(gpt(), stage=3, reduce_bucket_size=1).units[1].buckets
+    assert len(bucket.layout.slots) == 12
+
+
+def test_small_parameters_below_the_threshold_stay_whole():
+    units = plan(gpt(), stage=3, param_persistence_threshold=1000).units
+    whole = [b for b in units[1].buckets if not b.stage.gathers_before_use]
+    assert [slot.name for bucket in whole for slot in bucket.layout.slots if slot.numel >= 1000] == []
+    assert any(bucket.stage.gathers_before_use for bucket in units[1].buckets)
+
+
+def test_frozen_parameters_and_other_dtypes_have_buckets_of_their_own():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    module[0].bias.requires_grad_(False)
+    kinds = [(b.name, b.dtype, b.master_dtype) for b in plan(module, stage=1).buckets]
+    assert kinds == [
+        ("root", torch.float32, torch.float32),
+        ("root/frozen", torch.float32, torch.float32),
+        ("root", torch.bfloat16, torch.float32),
+    ]
+
+
+def test_batch_norm_keeps_the_dtype_of_its_statistics():
+    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    dtypes = {b.layout.slots[0].name: b.dtype for b in plan(module, param_dtype="bf16").buckets}
+    assert dtypes == {"0.weight": torch.bfloat16, "1.weight": torch.float32}
+
+
+def test_a_bucket_grows_with_the_number_of_ranks():
+    module = nn.ParameterList(nn.Parameter(torch.empty(2**20)) for _ in range(64))
+    assert len(plan(module, world_size=8, stage=1).buckets) == 16
+    assert len(plan(module, world_size=64, stage=1).buckets) == 4
