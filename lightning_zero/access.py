@@ -19,7 +19,7 @@ def gathered(
     module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
     writeback: bool = False,
 ) -> Iterator[None]:
-    """Shows whole parameters on every rank, n-D, for the time of the context. Collective: every rank.
+    """Shows whole parameters on every rank, n-D, while the context lasts. Collective: every rank.
 
     Parameters come with their bucket, so the whole bucket is gathered. Parameters that no engine
     holds are whole anyway.

@@ -121,7 +121,10 @@ class Bucket:
         return exact
 
     def give_back(self, device: torch.device) -> None:
-        """Makes every parameter a whole tensor of its own on `device`, in its own dtype. Collective."""
+        """Makes every parameter a whole tensor of its own on `device`. Collective.
+
+        Each is in its own dtype.
+        """
         self.finish_gather()
         self.grads.drop()
         views = self.exact_views()
@@ -191,7 +194,7 @@ class Bucket:
         self.phase = Phase.SHARD
 
     def cancel_gather(self) -> None:
-        """Forgets a gather whose group is gone. Parameters that no gather can complete stay guarded."""
+        """Forgets a gather whose group is gone. Parameters no gather can complete stay guarded."""
         if self.phase is not Phase.GATHERING:
             return
         self._pending = None
@@ -236,7 +239,7 @@ class Bucket:
 
     @property
     def master(self) -> Tensor:
-        """This rank's part of the master: 1-D; made from the parameters where there was none yet."""
+        """This rank's part of the master: 1-D; made from the parameters where there is none yet."""
         if self._master is None:
             whole = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
             part = whole if self._param_shard is None else self._param_shard
@@ -244,7 +247,7 @@ class Bucket:
         return self._master
 
     def master_parts(self) -> list[Tensor]:
-        """By slot, the part of the master that this rank steps: 1-D slices, n-D views in stage 0."""
+        """By slot, the part of the master this rank steps: 1-D slices, n-D views in stage 0."""
         if not self._steps_whole:
             return slice_shard(self.plan.layout, self.master, self._comm.rank)
         return [self.master[s.start : s.stop].view(s.shape) for s in self.plan.layout.slots]
@@ -265,7 +268,9 @@ class Bucket:
         return part.to(self._device, self.plan.master_dtype, copy=True)
 
     def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
-        """By slot, whole n-D optimizer states from every rank's slices. Collective; inverse of slicing.
+        """By slot, whole n-D optimizer states from every rank's slices. Collective.
+
+        The inverse of slicing.
 
         Args:
             slices: By slot, 1-D as `slice_state` made them; None counts as zeros.
@@ -345,7 +350,7 @@ class Bucket:
         return self.gather_parts(part)
 
     def gather_parts(self, part: Tensor) -> FlatBuffer:
-        """A new buffer from every rank's `part`, which is 1-D and laid out as the master. Collective."""
+        """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""
         with torch.no_grad():
             exact = FlatBuffer(self.plan.layout, part.dtype, self._device)
             if self._steps_whole:
@@ -374,7 +379,7 @@ class Bucket:
                 guard(parameter)
 
     def accept(self, exact: FlatBuffer) -> None:
-        """Takes rank 0's values of `exact` into masters and parameters of every rank. Collective."""
+        """Takes rank 0's values of `exact` into every rank's masters and parameters. Collective."""
         rank = self._comm.rank
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
@@ -401,7 +406,7 @@ class Bucket:
         return {State.PARAM: params, State.GRAD: self.grads.allocated_bytes, State.OPTIM: optim}
 
     def data_parallel_bytes(self) -> dict[State, int]:
-        """Bytes that these parameters need whole on every rank; optimizer state without its moments."""
+        """Bytes these parameters need whole on every rank; optimizer state without its moments."""
         numel = self.plan.layout.parameter_numel
         is_trained = any(parameter.requires_grad for parameter in self.parameters)
         params = numel * self.plan.dtype.itemsize

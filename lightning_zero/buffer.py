@@ -33,7 +33,7 @@ class FlatBuffer:
         *,
         memory: Tensor | None = None,
     ) -> None:
-        """Makes a buffer of zeros, or lays one over `memory`, of which only the padding is zeroed."""
+        """Makes a buffer of zeros, or lays one over `memory`, of which only padding is zeroed."""
         self.layout = layout
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=dtype, device=device)
@@ -99,7 +99,7 @@ class Scratch:
         chosen = min(fitting, key=lambda t: t.untyped_storage().nbytes())
         self._spare = [t for t in self._spare if t is not chosen]
         memory = torch.empty(0, dtype=dtype, device=self._device)
-        return memory.set_(chosen.untyped_storage(), 0, (numel,))
+        return memory.set_(chosen.untyped_storage(), 0, (numel,), (1,))
 
     def give(self, tensor: Tensor) -> None:
         """Returns a tensor that `take` gave."""
@@ -112,7 +112,7 @@ class Scratch:
 
 
 def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
-    """For each slot the 1-D view of `shard` that holds this rank's elements of it; possibly empty."""
+    """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
     first = layout.shard(rank).start
     slices = []
     for slot in layout.slots:

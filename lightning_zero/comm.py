@@ -1,6 +1,7 @@
 """The only file that calls collectives.
 
-Two planes, each on process groups of the engine's own (Lightning broadcasts on WORLD in every batch):
+Two planes, each on process groups of the engine's own (Lightning broadcasts on WORLD in every
+batch):
 
 * data: flat buffers, between compute devices. `_PeerToPeer` on gloo, `_Native` elsewhere. Gathers
   and reductions each have one order on all ranks, but how they interleave may differ by rank, so
@@ -78,8 +79,8 @@ class Communicator:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not is_distributed and launched > 1:
             raise RuntimeError(
-                f"{launched} ranks were launched, but there is no process group, so that each would "
-                "train alone; call torch.distributed.init_process_group() before Engine(...)."
+                f"{launched} ranks were launched, but there is no process group, so that each "
+                "would train alone; call torch.distributed.init_process_group() before Engine(...)."
             )
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
@@ -177,8 +178,8 @@ class Communicator:
         lowest, fewest = agreed.tolist()
         if lowest == _ABORT:
             raise PeerAbortedError(
-                f"rank {self.rank} stops because another rank raised an exception; its traceback, in "
-                "that rank's output, tells the cause."
+                f"rank {self.rank} stops because another rank raised an exception; its traceback, "
+                "in that rank's output, tells the cause."
             )
         return lowest, fewest
 
@@ -231,11 +232,11 @@ class Communicator:
         return True
 
     def forget(self, pending: Pending) -> None:
-        """Drops a collective without waiting; its tensors live on, for its data may still arrive."""
+        """Drops a collective without waiting; its tensors live on, as its data may still arrive."""
         self._forgotten.append(pending)
 
     def close(self) -> None:
-        """Destroys the engine's groups. Not a collective: ranks may come here at different times."""
+        """Destroys the engine's groups. Not collective: ranks may come here at different times."""
         self._close_data()
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group(self._control)
@@ -397,7 +398,7 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
 
 @dataclass
 class _Event:
-    """A collective on a side stream: (tensors, event), alive until the current stream waits for it."""
+    """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
 
     event: torch.cuda.Event | None
     tensors: tuple[Tensor, ...] = field(default=())

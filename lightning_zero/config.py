@@ -111,8 +111,8 @@ class ZeroConfig:
         ):
             if getattr(self, name) is not None and not states.gathers_before_use:
                 raise ValueError(
-                    f"{name} needs stage 3, got stage {self.stage}, in which parameters rest whole; "
-                    f"use stage=3 or leave {name} out."
+                    f"{name} needs stage 3, got stage {self.stage}, in which parameters rest "
+                    f"whole; use stage=3 or leave {name} out."
                 )
         if self.allgather_bucket_size is not None and not states.gathers_after_step:
             where = "gathers per unit" if states.has_shard(State.PARAM) else "gathers nothing"

@@ -148,8 +148,9 @@ class Engine:
                 if parameter not in own:
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not one of {type(self.module).__name__}; "
-                        "build the optimizer from the parameters of the module that is trained."
+                        f"{tuple(parameter.shape)} that is not one of "
+                        f"{type(self.module).__name__}; build the optimizer from the parameters of "
+                        "the module that is trained."
                     )
         if self.config.assume_elementwise:
             return StepKind.AT_ONCE
@@ -212,7 +213,7 @@ class Engine:
         *,
         parameters: Iterable[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Clips the mean gradients to a total norm, as `torch.nn.utils.clip_grad_norm_`. Collective.
+        """Clips mean gradients to a total norm, as `torch.nn.utils.clip_grad_norm_`. Collective.
 
         Args:
             max_norm: Largest norm that is left as it is.
@@ -344,14 +345,14 @@ def _check_devices(module: nn.Module, device: torch.device | None) -> torch.devi
     for name, parameter in module.named_parameters():
         if has_placement(parameter):
             raise ValueError(
-                f"parameter {name} is held by another engine; one module trains under one strategy at "
-                "a time: call close() on the other engine, or let its fit end, first."
+                f"parameter {name} is held by another engine; one module trains under one strategy "
+                "at a time: call close() on the other engine, or let its fit end, first."
             )
         devices.setdefault(parameter.device, name)
     if not devices:
         raise ValueError(
-            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its layers "
-            "in __init__, setup() or configure_model()."
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
+            "layers in __init__, setup() or configure_model()."
         )
     meta = torch.device("meta")
     if meta in devices:

@@ -8,8 +8,8 @@ first gradient an addition into zeros: twice the memory traffic, for the same re
 
 [Note: Dtypes of gradients] The whole buffer has the parameters' dtype while each backward is
 reduced by itself; the sum over ranks is made and kept in `reduce_dtype`. Where whole gradients
-outlive a backward (micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer has `reduce_dtype` too,
-so that nothing is accumulated in 16 bits.
+outlive a backward (micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer
+has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gradients:
     # ---------------------------------------------------------------- backward
 
     def prepare(self, *, outlives_backward: bool, expected: Sequence[bool] | None = None) -> None:
-        """Before a backward: takes what is reduced out of autograd's sight, forgets what was zeroed.
+        """Before a backward: takes what is reduced out of autograd's sight, forgets what is zeroed.
 
         Args:
             outlives_backward: This backward will not be reduced by itself.
@@ -207,7 +207,7 @@ class Gradients:
         return self.slices[index]
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """`fetch` of every slot, in the dtype of the master: narrower means are widened for the step."""
+        """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
         fetched = [self.fetch(index) for index in range(len(self._parameters))]
         if self.shard is None or self.shard.dtype == dtype:
             return fetched
@@ -336,7 +336,7 @@ class Gradients:
             target.copy_(local.reshape(-1)[owned.start : owned.stop])
         else:
             raise ValueError(
-                f"the gradient set on {slot.name} has shape {tuple(local.shape)}; expected the whole "
-                f"shape {slot.shape} or this rank's {target.numel()} elements."
+                f"the gradient set on {slot.name} has shape {tuple(local.shape)}; expected the "
+                f"whole shape {slot.shape} or this rank's {target.numel()} elements."
             )
         self.is_reduced[index] = self._holds_mean = True

@@ -73,7 +73,8 @@ class GuardedParameter(nn.Parameter):
         copy: nn.Parameter = self.__deepcopy__(memo)  # the class is plain by now
         return copy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placement = placement_of(self)
         return f"Parameter {placement.name} of shape {tuple(placement.shape)}, not gathered"
 
@@ -97,8 +98,8 @@ def placement_of(parameter: Tensor) -> Placement:
     placement = parameter.__dict__.get(_ATTRIBUTE)
     if placement is None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} is not held by an engine at this moment; "
-            "call this between setup and teardown, with a parameter of the trained module."
+            f"a parameter of shape {tuple(parameter.shape)} is not held by an engine at this "
+            "moment; call this between setup and teardown, with a parameter of the trained module."
         )
     assert isinstance(placement, Placement)
     return placement
@@ -184,7 +185,7 @@ _UNTOUCHED |= {
     )
 }
 _UNTOUCHED |= {
-    Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    Tensor.grad.__delete__,  # type: ignore[union-attr]  # a descriptor, typed as its value
     Tensor.__hash__,
     Tensor.get_device,
     Tensor.element_size,

@@ -62,7 +62,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> Layout:
-        """Lays named shapes out one after another and pads the end for `world_size` equal shards."""
+        """Lays named shapes out one after another and pads the end to `world_size` equal shards."""
         slots = []
         stop = 0
         for name, shape in shapes:

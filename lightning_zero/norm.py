@@ -96,7 +96,7 @@ def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
 def _owned_parts(
     bucket: Bucket, rank: int, parameters: set[nn.Parameter] | None
 ) -> Iterator[Tensor]:
-    """1-D tensors that hold the elements this rank owns; one for the whole bucket where possible."""
+    """1-D tensors with the elements this rank owns; one for the whole bucket where possible."""
     slots = _fetched(bucket, parameters)
     if not slots:
         return
@@ -104,8 +104,8 @@ def _owned_parts(
     assert grads.shard is not None
     is_whole = not bucket.plan.stage.has_shard(State.OPTIM)
     if len(slots) == len(bucket.parameters):
-        part = layout.shard(rank)
-        yield grads.shard[part.start : part.stop] if is_whole else grads.shard
+        owned = layout.shard(rank)
+        yield grads.shard[owned.start : owned.stop] if is_whole else grads.shard
         return
     for index in slots:
         owned = layout.owned(layout.slots[index], rank)

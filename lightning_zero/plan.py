@@ -159,13 +159,14 @@ def make_plan(
 def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     if not named:
         raise ValueError(
-            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its layers "
-            "in __init__, setup() or configure_model()."
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
+            "layers in __init__, setup() or configure_model()."
         )
     for name, parameter in named.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(
-                f"Parameter {name} is lazy and has no shape yet; run one batch through the module first."
+                f"Parameter {name} is lazy and has no shape yet; run one batch through "
+                "the module first."
             )
         if parameter.is_complex():
             raise ValueError(

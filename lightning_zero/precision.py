@@ -7,7 +7,7 @@ the loss scaler of float16 skips a step on every rank when any rank has found an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.utilities.types import Optimizable
@@ -77,11 +77,12 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     """Whole parameters in 16 bits under autocast ("bf16-mixed", "16-mixed"); masters in float32."""
 
     def __init__(self, plugin: MixedPrecision) -> None:
-        super().__init__(plugin.precision, plugin.device, plugin.scaler)
+        precision = cast(Literal["16-mixed", "bf16-mixed"], plugin.precision)  # its only values
+        super().__init__(precision, plugin.device, plugin.scaler)
         self.param_dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
 
     @override
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins narrow it
         self,
         optimizer: Optimizable,
         model: LightningModule,
@@ -155,9 +156,10 @@ def sharded_precision(plugin: Precision, engine: EngineGetter) -> ZeroPrecision:
         ours = ZeroPrecision()
     else:
         raise TypeError(
-            f"ZeroStrategy cannot use the precision plugin {type(plugin).__name__}: it clips and steps "
-            "gradients that it takes to be whole. Use precision='32-true', '64-true', 'bf16-mixed', "
-            "'16-mixed', 'bf16-true' or '16-true', or one of Lightning's own plugins for these."
+            f"ZeroStrategy cannot use the precision plugin {type(plugin).__name__}: it clips and "
+            "steps gradients that it takes to be whole. Use precision='32-true', '64-true', "
+            "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true', or one of Lightning's own "
+            "plugins for these."
         )
     ours._engine = engine
     return ours

@@ -258,7 +258,7 @@ class Schedule:
     # ---------------------------------------------------------------- forward
 
     def open(self) -> None:
-        """Begins a step, or a part of one: the root's parameters are whole, buffers are rank 0's."""
+        """Begins a step or a part of one: the root's parameters are whole, buffers are rank 0's."""
         self._depth += 1
         if self._depth > 1 or self.moment is Moment.BACKWARD:
             return
@@ -270,7 +270,7 @@ class Schedule:
                 self._unshard(unit)
 
     def close(self) -> None:
-        """Ends what `open` began. Without gradients nothing is left whole; else backward follows."""
+        """Ends what `open` began. Without gradients nothing stays whole; else backward follows."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or self.moment is not Moment.FORWARD:
             return

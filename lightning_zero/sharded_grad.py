@@ -21,13 +21,16 @@ __all__ = ["ShardedGrad"]
 
 
 class ShardedGrad(Tensor):
-    """This rank's slice of a reduced gradient. Reductions are collective: every rank must call them."""
+    """This rank's slice of a reduced gradient.
+
+    Reductions are collective: every rank must call them.
+    """
 
     _comm: Communicator
 
     @staticmethod
     def wrap(local: Tensor, comm: Communicator) -> ShardedGrad:
-        """`local` (1-D, possibly empty) seen as this rank's part of one gradient; memory is shared."""
+        """`local` (1-D, possibly empty) as this rank's part of one gradient; memory is shared."""
         grad: ShardedGrad = local.as_subclass(ShardedGrad)
         grad._comm = comm
         return grad
@@ -51,8 +54,8 @@ class ShardedGrad(Tensor):
             return _REDUCTIONS[name](*args, **kwargs)
         if name not in _ELEMENTWISE:
             raise TypeError(
-                f"torch function {name!r} on a gradient that rests as a shard would see only this rank's "
-                "slice; use lightning_zero.full_grad(parameter) for the whole gradient."
+                f"torch function {name!r} on a gradient that rests as a shard would see only this "
+                "rank's slice; use lightning_zero.full_grad(parameter) for the whole gradient."
             )
         comm = next((a._comm for a in args if isinstance(a, ShardedGrad)), None)
         with torch._C.DisableTorchFunctionSubclass():
@@ -62,7 +65,8 @@ class ShardedGrad(Tensor):
         )
         return ShardedGrad.wrap(result, comm) if is_new and comm is not None else result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         local = self.local
         return f"ShardedGrad(local={local.numel()} elements, dtype={local.dtype})"
 
@@ -96,10 +100,10 @@ def global_norms(grads: list[ShardedGrad], order: float) -> Tensor:
 
 
 def _power_sum(local: Tensor, order: float) -> Tensor:
-    """What is added over ranks (order p: the p-th power of the norm) or compared (infinite orders)."""
+    """What ranks add (order p: the p-th power of the norm) or compare (infinite orders)."""
     if local.numel() == 0:
         return local.new_full((), math.inf if order == -math.inf else 0.0)
-    norm = torch.linalg.vector_norm(local, order)
+    norm: Tensor = torch.linalg.vector_norm(local, order)
     return norm if math.isinf(order) or order == 0 else norm**order
 
 
@@ -144,10 +148,32 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "all": _all,
 }
 
-_POINTWISE = (
-    "abs add addcdiv addcmul clamp clamp_max clamp_min div float_power lerp mul nan_to_num neg "
-    "pow rsub sign sqrt square sub true_divide where zero fill copy"
-).split()
+_POINTWISE = [
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "div",
+    "float_power",
+    "lerp",
+    "mul",
+    "nan_to_num",
+    "neg",
+    "pow",
+    "rsub",
+    "sign",
+    "sqrt",
+    "square",
+    "sub",
+    "true_divide",
+    "where",
+    "zero",
+    "fill",
+    "copy",
+]
 _ELEMENTWISE = {
     *_POINTWISE,
     *(f"{name}_" for name in _POINTWISE),

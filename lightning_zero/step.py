@@ -159,9 +159,9 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Ste
         whole = _run_probe(optimizer, device, dtype, is_cut=False, is_by_slice=False)
     except Exception as error:
         raise ValueError(
-            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step failed "
-            f"on a probe with {type(error).__name__}: {error}. Use an optimizer whose step() needs no "
-            "closure and takes dense gradients, such as AdamW."
+            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
+            f"failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose "
+            "step() needs no closure and takes dense gradients, such as AdamW."
         ) from error
     try:
         cut = _run_probe(optimizer, device, dtype, is_cut=True, is_by_slice=False)
@@ -172,8 +172,9 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Ste
         reason = f"it refuses a 1-D slice of a tensor ({type(error).__name__}: {error})"
     if not is_elementwise:
         raise ValueError(
-            f"optimizer {name} is not elementwise: {reason}. Sharding it would change the training; "
-            "use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, Adagrad or RMSprop."
+            f"optimizer {name} is not elementwise: {reason}. Sharding it would change the "
+            "training; use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, "
+            "Adagrad or RMSprop."
         )
     try:
         by_slice = _run_probe(optimizer, device, dtype, is_cut=True, is_by_slice=True)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -34,10 +33,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -261,8 +260,8 @@ class ZeroStrategy(ParallelStrategy):
         """
         if self._engine is None:
             raise RuntimeError(
-                "the engine exists only while the Trainer runs: use it in hooks and callbacks between "
-                "setup and teardown."
+                "the engine exists only while the Trainer runs: use it in hooks and callbacks "
+                "between setup and teardown."
             )
         return self._engine
 
@@ -291,14 +290,14 @@ class ZeroStrategy(ParallelStrategy):
         for name, parameter in model.named_parameters():
             if has_placement(parameter) and self._engine is None:
                 raise ValueError(
-                    f"parameter {name} is already held by another engine; one module trains under one "
-                    "strategy at a time: let the other fit end first."
+                    f"parameter {name} is already held by another engine; one module trains under "
+                    "one strategy at a time: let the other fit end first."
                 )
         builds_later = any(is_overridden(hook, model) for hook in ("setup", "configure_model"))
         if not builds_later and not any(True for _ in model.parameters()):
             raise ValueError(
-                f"{type(model).__name__} has no parameters, so there is nothing to shard; build its "
-                "layers in __init__, setup() or configure_model()."
+                f"{type(model).__name__} has no parameters, so there is nothing to shard; build "
+                "its layers in __init__, setup() or configure_model()."
             )
         super().connect(model)
 
@@ -331,7 +330,8 @@ class ZeroStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         # Some environments ignore the setters, so the getter is asked again.
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        # Lightning's `rank_zero_only` is this one, and keeps its rank on the function.
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -381,11 +381,14 @@ class ZeroStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- steps
 
-    def _step(self, context: AbstractContextManager[Any], name: str, args: Any, kwargs: Any) -> Any:
+    def _step(
+        self, context: AbstractContextManager[Any], name: str, args: Any, kwargs: Any
+    ) -> STEP_OUTPUT:
         """Runs a step method of the module: it does not pass through `Module.__call__`."""
         assert self.lightning_module is not None
         with context, self.engine.forward_context():
-            return getattr(self.lightning_module, name)(*args, **kwargs)
+            output: STEP_OUTPUT = getattr(self.lightning_module, name)(*args, **kwargs)
+            return output
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -464,7 +467,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the optimizer would save without sharding, on rank 0; nothing elsewhere. Collective."""
+        """What the optimizer would save unsharded, on rank 0; nothing elsewhere. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         engine = self._engine or self._last_engine

@@ -50,8 +50,8 @@ def _zero_strategy(trainer: pl.Trainer) -> ZeroStrategy:
     strategy = trainer.strategy
     if not isinstance(strategy, ZeroStrategy):
         raise TypeError(
-            f"MemoryTable needs a ZeroStrategy, got {type(strategy).__name__}; use strategy='zero3' or "
-            "another of lightning_zero, or leave MemoryTable out."
+            f"MemoryTable needs a ZeroStrategy, got {type(strategy).__name__}; use "
+            "strategy='zero3' or another of lightning_zero, or leave MemoryTable out."
         )
     return strategy
 

@@ -69,7 +69,10 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
 def load_full_state_dict(
     engine: Engine, state_dict: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Loads whole tensors into a sharded module; masters follow. Collective: the same on every rank."""
+    """Loads whole tensors into a sharded module; masters follow.
+
+    Collective: the same on every rank.
+    """
     with gathered(engine.module, writeback=True), torch.no_grad():
         engine.module.load_state_dict(state_dict, strict=strict)
 
