@@ -287,9 +287,25 @@ class Bucket:
                 target.copy_(part.reshape(-1))
         return self.gather_parts(joined).views
 
+    def absorb_changes(self) -> None:
+        """Takes parameters that somebody has written to into the master, where it is another tensor.
+
+        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole parameters,
+        which are the rounded master in every element that nobody has touched.
+        """
+        if self.is_gathered_before_use or not self._has_master_of_its_own or self._master is None:
+            return
+        own = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
+        with torch.no_grad():
+            is_changed = own != self._master.to(own.dtype)
+            # On a device this look would wait for it, which costs more than writing in any case.
+            if own.device.type != "cpu" or is_changed.any():
+                torch.where(is_changed, own.to(self._master.dtype), self._master, out=self._master)
+
     def enter_step(self) -> None:
         """Points parameters at their masters and `.grad` at their reduced gradients."""
         self.finish_gather()
+        self.absorb_changes()
         grads = self.grads.fetch_all(self.plan.master_dtype)
         for parameter, part, grad in zip(self.parameters, self.master_parts(), grads, strict=True):
             parameter.grad = None
@@ -336,6 +352,7 @@ class Bucket:
     def exact_views(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         self.finish_gather()
+        self.absorb_changes()
         is_exact = self._master is None or not self._has_master_of_its_own
         if is_exact and self.phase is Phase.WHOLE:
             return self._whole.views
@@ -344,6 +361,7 @@ class Bucket:
     def gather_master(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
         self.finish_gather()
+        self.absorb_changes()
         part = self._master if self._master is not None else self._param_shard
         if part is None:
             part = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)

@@ -66,6 +66,7 @@ class Unit:
 
     Attributes:
         index: Position in the layout; the root is 0.
+        module: Whose forward uses the parameters; None for the root.
         buckets: The buckets whose parameters rest as shards.
         is_held: Stays whole until the end of the step: the root, and what is used out of turn.
         awaits_inputs: Its last forward had inputs whose gradients tell when its backward is done.
@@ -78,6 +79,7 @@ class Unit:
         self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
         self.is_held = index == 0
         self.awaits_inputs = False
+        self.module: nn.Module | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -184,12 +186,12 @@ class Schedule:
 
     def _register(self, module: nn.Module) -> None:
         add = self._handles.append
-        add(module.register_forward_pre_hook(lambda *_: self.open(), prepend=True))
+        add(module.register_forward_pre_hook(self._before_root, prepend=True))
         add(module.register_forward_hook(self._after_root, always_call=True))
         for unit in self.units[1:]:
             if not unit.buckets:
                 continue
-            owner = module.get_submodule(unit.name)
+            owner = unit.module = module.get_submodule(unit.name)
             before = self._before_forward(unit)
             after = self._after_forward(unit)
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -211,6 +213,8 @@ class Schedule:
 
     def _before_forward(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not unit.module:
+                return  # a copy of the module took our hooks along
             self._unshard(unit)
             if torch.is_grad_enabled() and not unit.is_held:
                 inputs = [t for t in tree_leaves((args, kwargs)) if _wants_grad(t)]
@@ -222,6 +226,8 @@ class Schedule:
 
     def _after_forward(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not unit.module:
+                return
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, output)
             if not self._stays_after_forward(unit):
@@ -289,7 +295,13 @@ class Schedule:
             raise
         self.close()
 
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if module is self._module:
+            self.open()
+
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is not self._module:
+            return
         # torch calls this after an exception too, with no output, while it is being handled.
         has_failed = output is None and sys.exc_info()[0] is not None
         if has_failed and self._depth == 1 and self.moment is Moment.FORWARD:
@@ -311,7 +323,8 @@ class Schedule:
         if self.moment is Moment.IDLE:
             raise RuntimeError(
                 f"parameter {name} rests as a shard of 1/{self._comm.size} outside forward and "
-                "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole."
+                "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole, and "
+                "trainer.save_checkpoint() or strategy.lightning_module_state_dict() for state dicts."
             )
         unit = self._unit_of[bucket]
         unit.is_held = True  # from now on it opens with the root: views of it may outlive this call

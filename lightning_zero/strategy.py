@@ -35,7 +35,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -47,7 +47,7 @@ from lightning_zero.checkpoint import (
     narrow_masters,
 )
 from lightning_zero.config import ZeroConfig
-from lightning_zero.deepspeed import translate
+from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
@@ -58,6 +58,7 @@ from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_
 __all__ = ["ZeroStrategy"]
 
 _MASTERS_KEY = "lightning_zero_masters"
+_SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
 
 
@@ -136,10 +137,12 @@ class ZeroStrategy(ParallelStrategy):
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
+        self.translation: Translation | None = None  # all that the DeepSpeed file says
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._engine: Engine | None = None
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
+        self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
         self._masters_to_load: Mapping[str, Tensor] = {}
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._num_nodes = 1
@@ -171,7 +174,8 @@ class ZeroStrategy(ParallelStrategy):
         Args:
             source: Path or mapping.
             world_size: Number of ranks, where the file gives a global batch size only.
-            **kwargs: Further arguments of this class; they win over the file.
+            **kwargs: Further arguments of this class; they win over the file. With another `stage`,
+                the file's stage-specific sizes are left out.
 
         Raises:
             ValueError: Unknown keys, or settings that would change the training and do not exist
@@ -181,7 +185,11 @@ class ZeroStrategy(ParallelStrategy):
         if message := translation.message():
             rank_zero_warn(message)
         settings = vars(translation.config)
+        if kwargs.get("stage", settings["stage"]) != settings["stage"]:
+            # Sizes of the file's own stage may have no meaning in the other one.
+            settings = {name: settings[name] for name in _SETTINGS_OF_EVERY_STAGE}
         strategy = cls(**{**settings, **kwargs})
+        strategy.translation = translation
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
@@ -202,8 +210,8 @@ class ZeroStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """The Trainer shards data and synchronises logged values."""
-        return True
+        """The Trainer shards data and synchronises logged values, where there are several ranks."""
+        return self.num_nodes * self.num_processes > 1
 
     @property
     @override
@@ -352,18 +360,21 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Moves buffers; parameters follow bucket by bucket when the engine takes them over."""
+        """Moves all but parameters, which follow bucket by bucket when the engine takes them over."""
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.root_device)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
+
+        # Metrics keep their state in plain attributes and move them in an `_apply` of their own.
+        self.lightning_module._apply(move)
 
     def _build_engine(self) -> None:
         assert self.lightning_module is not None
         if self._last_engine is not None:
             self._last_engine.comm.close()
             self._last_engine = None
+        self._last_masters = {}
         plugin = self.precision_plugin
         config = self.config
         if config.param_dtype is None and isinstance(plugin, ZeroPrecision):
@@ -487,8 +498,9 @@ class ZeroStrategy(ParallelStrategy):
                 f"{_RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
             )
             return
-        if self._engine is not None and "optimizer_states" in checkpoint:
-            masters = narrow_masters(self._engine)
+        if "optimizer_states" in checkpoint:
+            engine = self._engine
+            masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[_MASTERS_KEY] = masters
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -546,6 +558,7 @@ class ZeroStrategy(ParallelStrategy):
         cpu = torch.device("cpu")
         if self._engine is not None:
             if self._is_together():
+                self._last_masters = narrow_masters(self._engine)
                 self._engine.close(cpu, keeps_optimizer_shards=True)
                 self._last_engine = self._engine
             else:

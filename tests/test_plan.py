@@ -83,7 +83,9 @@ def test_a_repeated_block_is_never_cut():
 def test_small_parameters_below_the_threshold_stay_whole():
     units = plan(gpt(), stage=3, param_persistence_threshold=1000).units
     whole = [b for b in units[1].buckets if not b.stage.gathers_before_use]
-    assert [slot.name for bucket in whole for slot in bucket.layout.slots if slot.numel >= 1000] == []
+    assert [
+        slot.name for bucket in whole for slot in bucket.layout.slots if slot.numel >= 1000
+    ] == []
     assert any(bucket.stage.gathers_before_use for bucket in units[1].buckets)
 
 

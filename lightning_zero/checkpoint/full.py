@@ -25,7 +25,8 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     Parameters that share memory (tied weights) share it in the result.
 
     Returns:
-        The state dict on rank 0, an empty dict elsewhere.
+        The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device: hooks that
+        rename or delete entries work on every rank.
     """
     is_recipient = engine.comm.rank == 0
     # With keep_vars the module hands out the parameter objects, of which nothing is read here.
@@ -40,11 +41,12 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     for bucket in buckets:
         views = bucket.exact_views()
         for index, parameter in enumerate(bucket.parameters):
-            if is_recipient and parameter in wanted:
-                whole = views[index].to("cpu", bucket.own_dtypes[index], copy=True)
+            if parameter in wanted:
+                target = "cpu" if is_recipient else "meta"
+                whole = views[index].to(target, bucket.own_dtypes[index], copy=True)
                 for key in wanted[parameter]:
                     state[key] = whole
-    return state if is_recipient else {}
+    return state
 
 
 def narrow_masters(engine: Engine) -> dict[str, Tensor]:

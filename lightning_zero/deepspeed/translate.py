@@ -84,9 +84,10 @@ class Translation:
     def message(self) -> str:
         """Warnings and ignored settings as one text, to be logged once; empty if there are none."""
         lines = list(self.warnings)
-        if self.ignored:
+        unsaid = [k for k in self.ignored if not any(w.startswith(k) for w in self.warnings)]
+        if unsaid:
             lines.append("these settings have no effect here:")
-            lines += [f"  {setting}: {why}" for setting, why in self.ignored.items()]
+            lines += [f"  {setting}: {self.ignored[setting]}" for setting in unsaid]
         return "\n".join(("DeepSpeed configuration:", *lines)) if lines else ""
 
 
@@ -126,7 +127,7 @@ def translate(
     if optimizer or scheduler:
         notes.warnings.append(
             "the optimizer and scheduler sections are used only if configure_optimizers returns "
-            "translation.configure_optimizers(self.parameters())."
+            "strategy.translation.configure_optimizers(self.parameters())."
         )
     trainer_kwargs = {
         "precision": _PRECISIONS.get(dtype),
