@@ -193,6 +193,11 @@ class Bucket:
         self._whole.free()
         self.phase = Phase.SHARD
 
+    def settle(self) -> None:
+        """Waits for a gather after the step, so that what rests whole is whole. Local."""
+        if not self.is_gathered_before_use:
+            self.finish_gather()
+
     def cancel_gather(self) -> None:
         """Forgets a gather whose group is gone. Parameters no gather can complete stay guarded."""
         if self.phase is not Phase.GATHERING:
@@ -288,10 +293,10 @@ class Bucket:
         return self.gather_parts(joined).views
 
     def absorb_changes(self) -> None:
-        """Takes parameters that somebody has written to into the master, where it is another tensor.
+        """Takes elements that somebody has written to into the master, where it is another tensor.
 
-        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole parameters,
-        which are the rounded master in every element that nobody has touched.
+        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
+        parameters, which are the rounded master in every element that nobody has touched.
         """
         if self.is_gathered_before_use or not self._has_master_of_its_own or self._master is None:
             return

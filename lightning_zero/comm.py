@@ -178,10 +178,10 @@ class Communicator:
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank} waited in vain for the other ranks to come to the same point. Every "
-                "rank must run forward and backward together (in stage 3 also a forward for a sample or "
-                "an image, which `if rank == 0` would run on one rank alone), with equally many "
-                "batches; or another rank has died."
+                f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
+                "Every rank must run forward and backward together, with equally many batches (in "
+                "stage 3 also a forward for a sample or an image, which `if rank == 0` would run "
+                "on one rank alone); or another rank has died."
             ) from error
         lowest, fewest = agreed.tolist()
         if lowest == _ABORT:

@@ -59,7 +59,9 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _METADATA and isinstance(args[0], GuardedParameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
-        if func not in _UNTOUCHED:
+        if func in _DATA and isinstance(args[0], GuardedParameter):
+            placement_of(args[0]).bucket.settle()
+        elif func not in _UNTOUCHED:
             for parameter in _guarded_in((args, kwargs)):
                 if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
                     placement = placement_of(parameter)
@@ -149,12 +151,13 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.__len__: lambda placement: placement.shape[0],
 }
 
-# Answered by the object as it is; none of these reads the values. `data` is what rests on this
-# rank.
+# `data` is what rests on this rank; where that is the whole, its gather must be over.
+_DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+
+# Answered by the object as it is; none of these reads the values.
 _UNTOUCHED = {
     getattr(Tensor, name).__get__
     for name in (
-        "data",
         "device",
         "grad",
         "grad_fn",
@@ -176,7 +179,6 @@ _UNTOUCHED = {
 _UNTOUCHED |= {
     getattr(Tensor, name).__set__
     for name in (
-        "data",
         "grad",
         "grad_dtype",
         "requires_grad",

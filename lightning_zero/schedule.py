@@ -323,8 +323,9 @@ class Schedule:
         if self.moment is Moment.IDLE:
             raise RuntimeError(
                 f"parameter {name} rests as a shard of 1/{self._comm.size} outside forward and "
-                "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole, and "
-                "trainer.save_checkpoint() or strategy.lightning_module_state_dict() for state dicts."
+                "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole, "
+                "and trainer.save_checkpoint() or strategy.lightning_module_state_dict() for state "
+                "dicts."
             )
         unit = self._unit_of[bucket]
         unit.is_held = True  # from now on it opens with the root: views of it may outlive this call

@@ -360,7 +360,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Moves all but parameters, which follow bucket by bucket when the engine takes them over."""
+        """Moves all but parameters: they follow by bucket when the engine takes them over."""
         assert self.lightning_module is not None
 
         def move(tensor: Tensor) -> Tensor:

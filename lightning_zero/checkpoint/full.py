@@ -25,8 +25,8 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     Parameters that share memory (tied weights) share it in the result.
 
     Returns:
-        The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device: hooks that
-        rename or delete entries work on every rank.
+        The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device: hooks
+        that rename or delete entries work on every rank.
     """
     is_recipient = engine.comm.rank == 0
     # With keep_vars the module hands out the parameter objects, of which nothing is read here.
