@@ -85,6 +85,9 @@ def _buckets_of(
 
 @contextmanager
 def _readable(bucket: Bucket) -> Iterator[None]:
+    if bucket.is_shown:
+        yield  # an outer context shows it, to be written to
+        return
     was_whole = bucket.is_whole
     if bucket.is_gathered_before_use:
         bucket.gather()

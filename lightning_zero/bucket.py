@@ -47,6 +47,7 @@ class Bucket:
         grads: Their gradients.
         phase: Where the parameters are.
         own_dtypes: Dtype of each parameter before this bucket took it over.
+        is_shown: The parameters point at another buffer, to be written to.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
     """
 
@@ -65,6 +66,7 @@ class Bucket:
         self._comm = comm
         self.phase = Phase.WHOLE
         self.pins = 0
+        self.is_shown = False
         self.own_dtypes = [p.dtype for p in parameters]
         self.grads = Gradients(plan, parameters, comm, grad_dtype)
         self._pending: Pending | None = None
@@ -87,15 +89,16 @@ class Bucket:
         if exact is not self._whole:
             self._whole.tensor.copy_(exact.tensor)
         if not self._has_master_of_its_own:
-            self._master = self._whole.tensor if self._steps_whole else self._whole.shard(rank)
+            self._master = self._whole.tensor if self.steps_whole else self._whole.shard(rank)
         elif self._needs_master:
-            part = exact.tensor if self._steps_whole else exact.shard(rank)
+            part = exact.tensor if self.steps_whole else exact.shard(rank)
             self._master = part.to(plan.master_dtype, copy=True)
         for index, (slot, parameter) in enumerate(
             zip(plan.layout.slots, self.parameters, strict=True)
         ):
             shape = torch.Size(slot.shape)
-            placement = Placement(slot.name, shape, plan.dtype, self, index, self._use)
+            own_class = type(parameter)
+            placement = Placement(slot.name, shape, plan.dtype, own_class, self, index, self._use)
             set_placement(parameter, placement)
             parameter.data = self._whole.views[index]
             if plan.dtype.is_floating_point:
@@ -216,10 +219,10 @@ class Bucket:
 
     def _use(self, name: str) -> None:
         """The guard's call: somebody applies a torch function to parameter `name`."""
-        if self._pending is not None:
-            self.finish_gather()
-        else:
+        if self.is_gathered_before_use:
             self._make_whole(self, name)
+        else:
+            self.finish_gather()
 
     def _resting_parts(self) -> list[Tensor]:
         resting = self._master if self._master is not None else self._param_shard
@@ -229,7 +232,8 @@ class Bucket:
     # ---------------------------------------------------------------- OPTIM
 
     @property
-    def _steps_whole(self) -> bool:
+    def steps_whole(self) -> bool:
+        """OPTIM rests whole: every rank steps all elements."""
         return not self.plan.stage.has_shard(State.OPTIM)
 
     @property
@@ -246,27 +250,29 @@ class Bucket:
     def master(self) -> Tensor:
         """This rank's part of the master: 1-D; made from the parameters where there is none yet."""
         if self._master is None:
-            whole = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
-            part = whole if self._param_shard is None else self._param_shard
+            part = self._param_shard
+            if part is None:
+                whole = self._whole
+                part = whole.tensor if self.steps_whole else whole.shard(self._comm.rank)
             self._master = part.to(self.plan.master_dtype, copy=True)
         return self._master
 
     def master_parts(self) -> list[Tensor]:
         """By slot, the part of the master this rank steps: 1-D slices, n-D views in stage 0."""
-        if not self._steps_whole:
+        if not self.steps_whole:
             return slice_shard(self.plan.layout, self.master, self._comm.rank)
         return [self.master[s.start : s.stop].view(s.shape) for s in self.plan.layout.slots]
 
     def owned(self, index: int) -> range:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
         slot = self.plan.layout.slots[index]
-        if self._steps_whole:
+        if self.steps_whole:
             return range(slot.numel)
         return self.plan.layout.owned(slot, self._comm.rank)
 
     def slice_state(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
-        if self._steps_whole:
+        if self.steps_whole:
             return whole.to(self._device, self.plan.master_dtype, copy=True)
         owned = self.owned(index)
         part = whole.reshape(-1)[owned.start : owned.stop]
@@ -281,9 +287,9 @@ class Bucket:
             slices: By slot, 1-D as `slice_state` made them; None counts as zeros.
         """
         dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
-        numel = self.plan.layout.numel if self._steps_whole else self.plan.layout.shard_numel
+        numel = self.plan.layout.numel if self.steps_whole else self.plan.layout.shard_numel
         joined = torch.zeros(numel, dtype=dtype, device=self._device)
-        if self._steps_whole:
+        if self.steps_whole:
             targets = [joined[slot.start : slot.stop] for slot in self.plan.layout.slots]
         else:
             targets = slice_shard(self.plan.layout, joined, self._comm.rank)
@@ -300,18 +306,20 @@ class Bucket:
         """
         if self.is_gathered_before_use or not self._has_master_of_its_own or self._master is None:
             return
-        own = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
+        own = self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
         with torch.no_grad():
             is_changed = own != self._master.to(own.dtype)
             # On a device this look would wait for it, which costs more than writing in any case.
             if own.device.type != "cpu" or is_changed.any():
                 torch.where(is_changed, own.to(self._master.dtype), self._master, out=self._master)
 
-    def enter_step(self) -> None:
-        """Points parameters at their masters and `.grad` at their reduced gradients."""
+    def enter_step(self, *, has_grads: bool = True) -> None:
+        """Points parameters at their masters and `.grad` at their reduced gradients, if wanted."""
         self.finish_gather()
         self.absorb_changes()
-        grads = self.grads.fetch_all(self.plan.master_dtype)
+        grads: list[Tensor | None] = [None] * len(self.parameters)
+        if has_grads:
+            grads = self.grads.fetch_all(self.plan.master_dtype)
         for parameter, part, grad in zip(self.parameters, self.master_parts(), grads, strict=True):
             parameter.grad = None
             unguard(parameter)
@@ -339,7 +347,21 @@ class Bucket:
             parameter.data = target
             if is_shard:
                 guard(parameter)
+        if is_shard:
+            self._whole.free()  # a forward after the backward may have left it whole
         self.phase = Phase.SHARD if is_shard else Phase.WHOLE
+
+    def undo_step(self) -> None:
+        """Back to rest after an optimizer that failed in its step."""
+        if self.phase is Phase.STEP:
+            self.leave_step(is_changed=True)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """`tensor` is a view of the whole buffer."""
+        if tensor.layout is not torch.strided:
+            return False
+        storage = self._whole.tensor.untyped_storage()
+        return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
     def cast_master(self) -> None:
         """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
@@ -348,7 +370,7 @@ class Bucket:
         target = self._param_shard
         if target is None:
             own = self._whole.shard(self._comm.rank)
-            target = self._whole.tensor if self._steps_whole else own
+            target = self._whole.tensor if self.steps_whole else own
         with record_function(f"zero::cast {self.plan.name}"):
             target.copy_(self._master)
 
@@ -369,14 +391,14 @@ class Bucket:
         self.absorb_changes()
         part = self._master if self._master is not None else self._param_shard
         if part is None:
-            part = self._whole.tensor if self._steps_whole else self._whole.shard(self._comm.rank)
+            part = self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
         return self.gather_parts(part)
 
     def gather_parts(self, part: Tensor) -> FlatBuffer:
         """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""
         with torch.no_grad():
             exact = FlatBuffer(self.plan.layout, part.dtype, self._device)
-            if self._steps_whole:
+            if self.steps_whole:
                 exact.tensor.copy_(part)
             else:
                 exact.shard(self._comm.rank).copy_(part)
@@ -387,6 +409,7 @@ class Bucket:
         """Points the parameters at `exact`, plain, until `hide`."""
         self.finish_gather()
         self.pins += 1
+        self.is_shown = True
         for parameter, view in zip(self.parameters, exact.views, strict=True):
             unguard(parameter)
             parameter.data = view
@@ -394,6 +417,7 @@ class Bucket:
     def hide(self) -> None:
         """Points the parameters back to where they were before `show`."""
         self.pins -= 1
+        self.is_shown = False
         is_shard = self.phase is Phase.SHARD
         targets = self._resting_parts() if is_shard else self._whole.views
         for parameter, target in zip(self.parameters, targets, strict=True):
@@ -407,7 +431,7 @@ class Bucket:
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
             if self._master is not None:
-                self._master.copy_(exact.tensor if self._steps_whole else exact.shard(rank))
+                self._master.copy_(exact.tensor if self.steps_whole else exact.shard(rank))
             if self._param_shard is not None:
                 self._param_shard.copy_(exact.shard(rank))
             if self._whole.is_allocated:

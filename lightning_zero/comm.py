@@ -94,11 +94,17 @@ class Communicator:
         self._forgotten: list[Pending] = []
         self._exchange: _Exchange = self._open()
 
+    def free_scratch(self) -> None:
+        """Frees what was kept for the next reduction."""
+        self.scratch.clear()
+        if isinstance(self._exchange, _PeerToPeer):
+            self._exchange.scratch.clear()
+
     def _open(self) -> _Exchange:
         """Makes the groups. Collective."""
         is_gloo = True
         if dist.is_available() and dist.is_initialized():
-            backend = dist.get_backend()
+            backend = _backend_for(self.device)
             is_gloo = backend == "gloo"
             self._group = dist.new_group(timeout=self._timeout)
             if not is_gloo:
@@ -107,7 +113,7 @@ class Communicator:
             control = backend if backend == "fake" else "gloo"
             self._control = dist.new_group(timeout=self._timeout, backend=control)
         if is_gloo:
-            return _PeerToPeer(self._group, self.rank, self.size, self.scratch)
+            return _PeerToPeer(self._group, self.rank, self.size)
         return _Native(self._gather_group, self._group, self.rank, self.size, self.device)
 
     def all_gather(self, whole: Tensor, name: str = "") -> Pending:
@@ -218,8 +224,10 @@ class Communicator:
         Returns:
             Whether all came in time. If not, no collective is possible any more.
         """
-        if self._control is None or self.size == 1:
+        if self.size == 1:
             return True
+        if self._control is None:
+            return False  # closed
         name = self._control.group_name
         self.abort()
         try:
@@ -253,7 +261,12 @@ class Communicator:
     def _close_data(self) -> None:
         self._exchange = _Closed()
         for group in (self._group, self._gather_group):
-            if group is not None and dist.is_initialized():
+            if group is None or not dist.is_initialized():
+                continue
+            if self._is_aborted and self.device.type == "cuda":
+                # Destroying it would wait for kernels that wait for a rank that has failed.
+                dist.distributed_c10d._abort_process_group(group)
+            else:
                 dist.destroy_process_group(group)
         self._group = self._gather_group = None
 
@@ -261,6 +274,14 @@ class Communicator:
         if self._group is not None and self.size > 1:
             dist.all_reduce(tensor, op=op, group=self._group)
         return tensor
+
+
+def _backend_for(device: torch.device) -> str:
+    """The default group's backend for tensors of `device`; a group may have one for each kind."""
+    backend = str(dist.get_backend())
+    if backend != "undefined":
+        return backend
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 class _Closed:
@@ -304,11 +325,11 @@ class _PeerToPeer:
     on one machine, but N collectives whose roots take turns).
     """
 
-    def __init__(self, group: Any, rank: int, size: int, scratch: Scratch) -> None:
+    def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group = group
         self._rank = rank
         self._size = size
-        self._scratch = scratch
+        self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
         # Tags pair messages: gathers count in even numbers, reductions in odd ones.
         self._gather_tag = 0
         self._reduce_tag = 1
@@ -318,6 +339,8 @@ class _PeerToPeer:
         return self._gather(whole, self._gather_tag)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+        if self._size == 1:
+            return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
         if whole.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._staged(
@@ -325,7 +348,7 @@ class _PeerToPeer:
             )
         parts = list(whole.chunk(self._size))
         received = [
-            part if peer == self._rank else self._scratch.take(part.numel(), part.dtype)
+            part if peer == self._rank else self.scratch.take(part.numel(), part.dtype)
             for peer, part in enumerate(parts)
         ]
         self._reduce_tag += 2
@@ -335,7 +358,7 @@ class _PeerToPeer:
             _mean_in_rank_order(received, out)
             for peer, part in enumerate(received):
                 if peer != self._rank:
-                    self._scratch.give(part)
+                    self.scratch.give(part)
 
         return _Works(works, (whole, out), finish)
 
@@ -353,6 +376,8 @@ class _PeerToPeer:
         return _Works([], (whole,), gather)
 
     def _gather(self, whole: Tensor, tag: int) -> Pending:
+        if self._size == 1:
+            return _Works([])
         if whole.device.type != "cpu":
             return self._staged(whole, lambda cpu: self._gather(cpu, tag), whole.copy_)
         parts = list(whole.chunk(self._size))
@@ -413,7 +438,7 @@ class _Event:
 
     def wait(self) -> None:
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
         self.event, self.tensors = None, ()
 
 
@@ -436,7 +461,7 @@ class _Native:
         self._gather_stream = torch.cuda.Stream(device) if has_streams else None
         self._reduce_stream = torch.cuda.Stream(device) if has_streams else None
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
-        self._has_mean = dist.get_backend(group) == "nccl"
+        self._has_mean = _backend_for(device) == "nccl"
 
     def all_gather(self, whole: Tensor) -> Pending:
         own = whole.chunk(self._size)[self._rank]
@@ -464,7 +489,7 @@ class _Native:
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
         if stream is None:
             return nullcontext()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         return torch.cuda.stream(stream)
 
     @staticmethod

@@ -30,7 +30,7 @@ from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.plan import Plan, make_plan
 from lightning_zero.schedule import Schedule, Unit
 from lightning_zero.stage import State
-from lightning_zero.step import OptimizerStep, StepKind, probe
+from lightning_zero.step import NotElementwiseError, OptimizerStep, StepKind, probe
 
 __all__ = ["Engine"]
 
@@ -156,7 +156,7 @@ class Engine:
             return StepKind.AT_ONCE
         try:
             return probe(optimizer, self.device, torch.float32)
-        except ValueError:
+        except NotElementwiseError:
             if self.config.states.has_shard(State.OPTIM):
                 raise
             return StepKind.AT_ONCE  # whole tensors are stepped as ever

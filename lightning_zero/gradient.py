@@ -177,6 +177,12 @@ class Gradients:
         self.is_touched = [False] * len(self._parameters)
         self.show()
 
+    @property
+    def has_all(self) -> bool:
+        """Every trainable parameter has had a gradient in this backward."""
+        pairs = zip(self._parameters, self.is_touched, strict=True)
+        return all(is_touched or not p.requires_grad for p, is_touched in pairs)
+
     def show(self) -> None:
         """Points `.grad` at the reduced gradients; it stays None where there is none.
 
@@ -202,6 +208,12 @@ class Gradients:
         if grad is None:
             self.is_reduced[index] = False
             return None
+        if self.is_local[index]:
+            name = self._plan.layout.slots[index].name
+            raise RuntimeError(
+                f"the gradient of {name} is this rank's own so far: micro-batches under no_sync are "
+                "reduced by the next backward or by engine.finish_reductions(); call that first."
+            )
         if not self._is_own(index, grad):
             self._take_over(index, grad)
         return self.slices[index]

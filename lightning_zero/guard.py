@@ -32,6 +32,7 @@ class Placement:
         name: Qualified name.
         shape: Shape of the whole parameter.
         dtype: Dtype of the whole parameter.
+        own_class: Its class while it is not guarded.
         bucket: The `Bucket` that holds it.
         index: Its slot there.
         make_whole: Called with the name before the values are used.
@@ -40,6 +41,7 @@ class Placement:
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    own_class: type[nn.Parameter]
     bucket: Any
     index: int
     make_whole: Callable[[str], None]
@@ -88,7 +90,8 @@ def guard(parameter: nn.Parameter) -> None:
 
 def unguard(parameter: nn.Parameter) -> None:
     """`parameter` is an ordinary parameter again."""
-    parameter.__class__ = nn.Parameter
+    placement = parameter.__dict__.get(_ATTRIBUTE)
+    parameter.__class__ = nn.Parameter if placement is None else placement.own_class
 
 
 def placement_of(parameter: Tensor) -> Placement:

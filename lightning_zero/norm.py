@@ -36,6 +36,7 @@ def total_norm(
         order: p of the p-norm; `math.inf` for the largest magnitude.
     """
     parts = [part for bucket in buckets for part in _owned_parts(bucket, comm.rank, parameters)]
+    parts = [part for part in parts if part.numel()]
     if not parts:
         total = torch.zeros((), device=comm.device)
     else:

@@ -31,7 +31,7 @@ def shard_initial_state(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         placement = placement_of(parameter)
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == placement.shape:
+            if _is_shaped_like(placement.shape, key, value):
                 state[key] = placement.bucket.slice_state(placement.index, value)
 
 
@@ -79,12 +79,13 @@ def load_optimizer_state_dict(
         placement = placement_of(by_id[number])
         state[number] = {
             key: placement.bucket.slice_state(placement.index, value)
-            if isinstance(value, Tensor) and value.shape == placement.shape and value.dim() > 0
+            if _is_shaped_like(placement.shape, key, value)
             else value
             for key, value in entry.items()
         }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
-    with _as_stepped(buckets):
+    mine = set(by_id.values())
+    with _as_stepped([b for b in buckets if any(p in mine for p in b.parameters)]):
         optimizer.load_state_dict({**state_dict, "state": state})
 
 
@@ -110,7 +111,7 @@ def _joined(
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
-                state.get(key) if _is_elementwise(bucket, index, state.get(key)) else None
+                state.get(key) if _is_elementwise(bucket, index, key, state.get(key)) else None
                 for index, state in enumerate(states)
             ]
             if all(part is None for part in slices):
@@ -121,8 +122,18 @@ def _joined(
                     yield bucket.parameters[index], key, views[index]
 
 
-def _is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
-    if not isinstance(value, Tensor) or value.dim() == 0:
+# One number for a parameter in torch's optimizers, also where the parameter is one number itself.
+_SCALARS = {"step", "mu_product", "eta", "mu"}
+
+
+def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and key not in _SCALARS
+
+
+def _is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+    if not isinstance(value, Tensor) or key in _SCALARS:
+        return False
+    if value.dim() == 0 and not bucket.steps_whole:
         return False
     return value.numel() == len(bucket.owned(index))
 
@@ -139,7 +150,7 @@ def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
 @contextmanager
 def _as_stepped(buckets: Sequence[Bucket]) -> Iterator[None]:
     for bucket in buckets:
-        bucket.enter_step()
+        bucket.enter_step(has_grads=False)
     try:
         yield
     finally:

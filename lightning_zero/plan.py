@@ -261,8 +261,12 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
     for name, container in module.named_modules():
         if not isinstance(container, _CONTAINERS) or any(_is_inside(name, b) for b in blocks):
             continue
+        # A list has no forward of its own: its members are looked at by themselves.
         members = [
-            (n, m) for n, m in container.named_children() if any(True for _ in m.parameters())
+            (n, m)
+            for n, m in container.named_children()
+            if not isinstance(m, (nn.ModuleList, nn.ModuleDict))
+            and any(True for _ in m.parameters())
         ]
         classes = Counter(type(m) for _, m in members)
         if classes and classes.most_common(1)[0][1] > 1:

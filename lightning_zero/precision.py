@@ -19,7 +19,6 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -99,22 +98,13 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
         if result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)  # training_step returned None: nothing to unscale
             return result
-        self._unscale(optimizer)
+        self._engine().finish_reductions()
+        self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
         self._after_closure(model, optimizer)
         # The scaler leaves the step out where an infinity was found, on all ranks alike.
         output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
         return output
-
-    def _unscale(self, optimizer: Optimizable) -> None:
-        assert self.scaler is not None
-        self._engine().finish_reductions()
-        self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
-        found: dict[torch.device, Tensor] = self.scaler._per_optimizer_states[id(optimizer)][
-            "found_inf_per_device"
-        ]
-        for flag in found.values():
-            self._engine().comm.max_(flag)
 
     # The scaler's state stands where Lightning's own plugin keeps it, so that checkpoints are
     # exchanged.

@@ -30,6 +30,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -69,7 +70,7 @@ class Unit:
         module: Whose forward uses the parameters; None for the root.
         buckets: The buckets whose parameters rest as shards.
         is_held: Stays whole until the end of the step: the root, and what is used out of turn.
-        awaits_inputs: Its last forward had inputs whose gradients tell when its backward is done.
+        num_awaited: Forwards whose inputs, when their gradients come, tell that backward is done.
     """
 
     def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
@@ -78,7 +79,7 @@ class Unit:
         self.buckets = [bucket for bucket in buckets if bucket.is_gathered_before_use]
         self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
         self.is_held = index == 0
-        self.awaits_inputs = False
+        self.num_awaited = 0
         self.module: nn.Module | None = None
 
     @property
@@ -87,9 +88,16 @@ class Unit:
         return all(bucket.is_whole for bucket in self.buckets)
 
     @property
-    def is_complete(self) -> bool:
-        """Every gradient that this backward can bring to its parameters has come."""
-        return all(bucket.grads.is_complete for bucket in self.buckets)
+    def has_all_grads(self) -> bool:
+        """Every parameter is trainable and has its gradient: nothing in backward needs the unit."""
+        return all(
+            bucket.grads.has_all and all(p.requires_grad for p in bucket.parameters)
+            for bucket in self.buckets
+        )
+
+    def owns(self, tensor: Tensor) -> bool:
+        """`tensor` is a view of whole parameters, which are freed on release."""
+        return any(bucket.owns(tensor) for bucket in self.buckets)
 
     def gather(self) -> None:
         """Issues the gathers."""
@@ -160,6 +168,7 @@ class Schedule:
         self._comm = comm
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._awaits_backward = False  # a forward came after the last backward
         self._gathers = any(unit.buckets for unit in units)
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._forward_trace, self._backward_trace = _Trace(), _Trace()
@@ -216,10 +225,13 @@ class Schedule:
             if module is not unit.module:
                 return  # a copy of the module took our hooks along
             self._unshard(unit)
+            self._awaits_backward = True
             if torch.is_grad_enabled() and not unit.is_held:
-                inputs = [t for t in tree_leaves((args, kwargs)) if _wants_grad(t)]
-                unit.awaits_inputs = bool(inputs)
+                # A leaf has its gradient before the unit's last nodes have run: it tells nothing.
+                leaves = tree_leaves((args, kwargs))
+                inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
                 if inputs:
+                    unit.num_awaited += 1
                     register_multi_grad_hook(inputs, lambda _: self._after_backward_of(unit))
 
         return hook
@@ -228,22 +240,34 @@ class Schedule:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return
+            leaves = tree_leaves(output)
+            if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
+                self._hold(unit, f"module {unit.name} returns a view of its parameters")
             if torch.is_grad_enabled():
-                self._watch_outputs(unit, output)
+                self._watch_outputs(unit, leaves)
             if not self._stays_after_forward(unit):
                 unit.release()
 
         return hook
 
-    def _watch_outputs(self, unit: Unit, output: Any) -> None:
+    def _watch_outputs(self, unit: Unit, leaves: Sequence[Any]) -> None:
         """Gathers `unit` again when backward reaches one of its outputs."""
-        leaves = tree_leaves(output)
-        wanting = [leaf for leaf in leaves if _wants_grad(leaf)]
+        wanting = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
         for tensor in wanting:
             tensor.register_hook(lambda _: self._before_backward_of(unit))
-        hides_tensors = any(not isinstance(x, _PLAIN) for x in leaves)
-        if hides_tensors:
-            unit.is_held = True  # backward may enter it through what we cannot see
+        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
+        if hidden is not None:
+            # Backward may enter it through what we cannot see.
+            self._hold(unit, f"module {unit.name} returns a {hidden}, which may hide tensors")
+
+    def _hold(self, unit: Unit, reason: str) -> None:
+        """Keeps `unit` whole from the beginning to the end of every step, from now on."""
+        if not unit.is_held and self._comm.rank == 0:
+            warnings.warn(
+                f"{reason}; its {unit.numel} elements stay whole throughout each step.",
+                stacklevel=2,
+            )
+        unit.is_held = True
 
     def _on_gradient(self, bucket: Bucket, index: int) -> Any:
         def hook(parameter: nn.Parameter) -> None:
@@ -266,6 +290,7 @@ class Schedule:
     def open(self) -> None:
         """Begins a step or a part of one: the root's parameters are whole, buffers are rank 0's."""
         self._depth += 1
+        self._awaits_backward = True
         if self._depth > 1 or self.moment is Moment.BACKWARD:
             return
         self.moment = Moment.FORWARD
@@ -282,6 +307,10 @@ class Schedule:
             return
         if not torch.is_grad_enabled():
             self._release_all()
+            self.moment = Moment.IDLE
+        elif not self._awaits_backward:
+            for unit in self.units:
+                unit.release()
             self.moment = Moment.IDLE
 
     @contextmanager
@@ -328,7 +357,8 @@ class Schedule:
                 "dicts."
             )
         unit = self._unit_of[bucket]
-        unit.is_held = True  # from now on it opens with the root: views of it may outlive this call
+        self._awaits_backward = True
+        self._hold(unit, f"parameter {name} is used outside its module's forward")
         self._unshard(unit)
 
     def _stays_after_forward(self, unit: Unit) -> bool:
@@ -440,13 +470,13 @@ class Schedule:
         Args:
             reduces: Reduce now, or leave gradients local where the stage can keep them whole.
         """
-        self._begin_backward(reduces)
         try:
+            self._begin_backward(reduces)
             yield
+            self._end_backward()
         except BaseException:
             self.reset()
             raise
-        self._end_backward()
 
     def _begin_backward(self, reduces: bool) -> None:
         self.moment = Moment.BACKWARD
@@ -476,7 +506,8 @@ class Schedule:
 
     def _after_backward_of(self, unit: Unit) -> None:
         """The gradients of all inputs of `unit` are there: its parameters have done their work."""
-        if self.moment is Moment.BACKWARD and not unit.is_held:
+        unit.num_awaited -= 1
+        if self.moment is Moment.BACKWARD and not unit.is_held and unit.num_awaited <= 0:
             unit.release()
             self._prefetch()
 
@@ -484,7 +515,7 @@ class Schedule:
         """The last gradient of `bucket` has come."""
         self._arrived.append(bucket)
         unit = self._unit_of.get(bucket)
-        if unit is not None and not unit.awaits_inputs and not unit.is_held and unit.is_complete:
+        if unit is not None and not unit.num_awaited and not unit.is_held and unit.has_all_grads:
             unit.release()
         self._reduce_eagerly()
 
@@ -527,13 +558,18 @@ class Schedule:
         self._is_tail = True
         if self._reduces:
             self._reduce_the_rest()
+        else:
+            for bucket in self._buckets:
+                bucket.grads.show()  # means of earlier backwards, which this one has not touched
         self._has_local = not self._reduces
-        self._comm.scratch.clear()
+        self._comm.free_scratch()
         self._unclaimed.clear()
         for unit in self.units:
+            unit.num_awaited = 0
             unit.release()
         self._num_issued = 0
-        self.moment = Moment.IDLE
+        self._awaits_backward = False
+        self.moment = Moment.FORWARD if self._depth else Moment.IDLE
         if self._ends_step:
             self._buffers_are_fresh = False
 
@@ -573,9 +609,12 @@ class Schedule:
     def reduce_local(self) -> None:
         """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""
         if self._has_local:
+            self._meet()
+            for bucket in self._buckets:
+                bucket.grads.prepare(outlives_backward=False)  # what was zeroed is not reduced
             self._eager, self._num_eager = [], 0
             self._reduce_the_rest()
-            self._comm.scratch.clear()
+            self._comm.free_scratch()
             self._has_local = False
 
     # ---------------------------------------------------------------- the rest
@@ -592,12 +631,15 @@ class Schedule:
     def reset(self) -> None:
         """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""
         for bucket in self._buckets:
+            bucket.undo_step()
             bucket.grads.drop()
-        self._comm.scratch.clear()
+        self._comm.free_scratch()
         self._reducing = None
-        self._has_local = False
+        self._num_issued = 0
+        self._has_local = self._awaits_backward = False
         self._unclaimed.clear()
         for unit in self.units:
+            unit.num_awaited = 0
             unit.release()
         self._depth = 0
         self.moment = Moment.IDLE

@@ -57,9 +57,12 @@ class ShardedGrad(Tensor):
                 f"torch function {name!r} on a gradient that rests as a shard would see only this "
                 "rank's slice; use lightning_zero.full_grad(parameter) for the whole gradient."
             )
-        comm = next((a._comm for a in args if isinstance(a, ShardedGrad)), None)
+        grads = [g for a in args for g in (a if isinstance(a, (list, tuple)) else [a])]
+        comm = next((g._comm for g in grads if isinstance(g, ShardedGrad)), None)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+        if name == _UNSCALE and comm is not None:
+            comm.max_(args[1])  # an infinity in anybody's slice makes every rank leave out the step
         is_new = type(result) is Tensor or (
             type(result) is ShardedGrad and "_comm" not in vars(result)
         )
@@ -148,6 +151,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "all": _all,
 }
 
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
 _POINTWISE = [
     "abs",
     "add",
@@ -183,7 +187,7 @@ _ELEMENTWISE = {
         for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "pow", "neg")
     ),
     *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")),
-    "_amp_foreach_non_finite_check_and_unscale_",
+    _UNSCALE,
     # Metadata, and copies that stay slices.
     "__get__",
     "__set__",

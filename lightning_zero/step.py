@@ -25,8 +25,13 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_zero.bucket import Bucket
+from lightning_zero.guard import has_placement
 
-__all__ = ["OptimizerStep", "StepKind", "probe"]
+__all__ = ["NotElementwiseError", "OptimizerStep", "StepKind", "probe"]
+
+
+class NotElementwiseError(ValueError):
+    """An optimizer that must see whole tensors, or all of them."""
 
 
 class StepKind(Enum):
@@ -57,6 +62,8 @@ class OptimizerStep:
         self._before = before  # waits for what the step must not overtake
         self._order = order  # all buckets, in the order in which the next forward needs them
         self._stepping: list[Bucket] = []
+        # A subclass's step may call its parent's, which calls hooks too.
+        self._is_inside = self._is_inside_bucket = False
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_hook),
             optimizer.register_step_post_hook(self._post_hook),
@@ -69,28 +76,43 @@ class OptimizerStep:
 
     def _pre_hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._is_inside:
+            return None
         # torch counts the optimizer itself among the arguments.
         _, *rest = args
-        closure = rest.pop(0) if rest else kwargs.get("closure")
-        if closure is not None:
+        closure = rest[0] if rest else kwargs.get("closure")
+        if callable(closure):
             with torch.enable_grad():
                 loss = closure()
-            closure = lambda: loss  # noqa: E731
+            args = (optimizer, lambda: loss, *rest[1:]) if rest else args
+            kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
         self._before()
-        self._stepping = [b for b in self._order() if self._has_grad(b)]
+        members = self._members()
+        self._stepping = [
+            bucket
+            for bucket in self._order()
+            if any(p in members and p.grad is not None for p in bucket.parameters)
+        ]
+        self._is_inside = True
         if self.kind is StepKind.BY_BUCKET:
-            for bucket in self._stepping:
-                self._step_bucket(bucket)
+            try:
+                for bucket in self._stepping:
+                    self._step_bucket(bucket)
+            except BaseException:
+                self._is_inside = False
+                raise
             for bucket in self._stepping:
                 _hide_grads(bucket)
         else:
             for bucket in self._stepping:
                 bucket.enter_step()
-        others = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (optimizer, closure, *rest), others
+        return args, kwargs
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_inside_bucket:
+            return
+        self._is_inside = False
         for bucket in self._stepping:
             if self.kind is StepKind.AT_ONCE:
                 bucket.leave_step(is_changed=True)
@@ -101,14 +123,28 @@ class OptimizerStep:
     def _step_bucket(self, bucket: Bucket) -> None:
         with record_function(f"zero::step {bucket.plan.name}"), self._only(bucket):
             bucket.enter_step()
+            self._is_inside_bucket = True
             try:
                 _raw_step(self.optimizer)
             finally:
+                self._is_inside_bucket = False
                 bucket.leave_step(is_changed=True)
 
-    def _has_grad(self, bucket: Bucket) -> bool:
-        mine = {p for group in self.optimizer.param_groups for p in group["params"]}
-        return any(p in mine and p.grad is not None for p in bucket.parameters)
+    def _members(self) -> set[nn.Parameter]:
+        """The optimizer's parameters.
+
+        Raises:
+            ValueError: One was added that no engine holds.
+        """
+        members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter in members:
+            if not has_placement(parameter):
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
+                    "averaged. Add parameters to the module before the engine is built."
+                )
+        return members
 
     @contextmanager
     def _only(self, bucket: Bucket) -> Iterator[None]:
@@ -148,70 +184,108 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Ste
     """Finds out, on toy parameters, whether slices may be stepped and how.
 
     A clone of the optimizer, with its settings but none of its state, steps two whole tensors; then
-    the same tensors cut into slices, in one call and in one call for each slice. Equal results
-    prove that it treats every element by itself.
+    the same tensors cut into slices: by a clone of its own for each slice, as ranks do, in one
+    call, and in one call for each slice. Equal results prove that it treats every element by
+    itself.
 
     Raises:
-        ValueError: It does not, so that sharding it would change the training.
+        NotElementwiseError: It does not, so that sharding it would change the training.
+        ValueError: Its step needs a closure, or cannot be tried.
     """
     name = type(optimizer).__name__
     try:
-        whole = _run_probe(optimizer, device, dtype, is_cut=False, is_by_slice=False)
+        start = _run_probe(optimizer, device, dtype, _Cut.WHOLE, num_steps=0)
+        whole = _run_probe(optimizer, device, dtype, _Cut.WHOLE)
     except Exception as error:
         raise ValueError(
-            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
-            f"failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose "
-            "step() needs no closure and takes dense gradients, such as AdamW."
+            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step failed "
+            f"on a probe with {type(error).__name__}: {error}. Use an optimizer whose step() needs no "
+            "closure and takes dense gradients, such as AdamW."
         ) from error
+    reason = "stepping the slices of a tensor gives other values than stepping the tensor"
     try:
-        cut = _run_probe(optimizer, device, dtype, is_cut=True, is_by_slice=False)
-        is_elementwise = torch.allclose(whole, cut, rtol=1e-4, atol=1e-6)
-        reason = "stepping the slices of a tensor gives other values than stepping the tensor"
+        by_rank = _run_probe(optimizer, device, dtype, _Cut.BY_RANK)
+        cut = _run_probe(optimizer, device, dtype, _Cut.AT_ONCE)
+        is_elementwise = all(torch.allclose(whole, x, rtol=1e-4, atol=1e-6) for x in (by_rank, cut))
     except Exception as error:
         is_elementwise = False
         reason = f"it refuses a 1-D slice of a tensor ({type(error).__name__}: {error})"
+    if torch.equal(start, whole):
+        is_elementwise, reason = False, "a clone of it does not move the parameters in its groups"
     if not is_elementwise:
-        raise ValueError(
-            f"optimizer {name} is not elementwise: {reason}. Sharding it would change the "
-            "training; use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, "
-            "Adagrad or RMSprop."
+        raise NotElementwiseError(
+            f"optimizer {name} is not elementwise: {reason}. Sharding it would change the training; "
+            "use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, Adagrad or RMSprop; "
+            "or promise by assume_elementwise=True that it is one."
         )
     try:
-        by_slice = _run_probe(optimizer, device, dtype, is_cut=True, is_by_slice=True)
+        by_slice = _run_probe(optimizer, device, dtype, _Cut.BY_SLICE)
     except Exception:
         return StepKind.AT_ONCE
     return StepKind.BY_BUCKET if torch.equal(cut, by_slice) else StepKind.AT_ONCE
+
+
+class _Cut(Enum):
+    """How the toy tensors of a probe are stepped."""
+
+    WHOLE = "whole"
+    BY_RANK = "slices, a clone for each"
+    AT_ONCE = "slices, in one call"
+    BY_SLICE = "slices, in one call for each"
 
 
 def _run_probe(
     optimizer: Optimizer,
     device: torch.device,
     dtype: torch.dtype,
+    cut: _Cut,
     *,
-    is_cut: bool,
-    is_by_slice: bool,
+    num_steps: int = _STEPS,
 ) -> Tensor:
     """Values of the toy parameters after some steps, flattened."""
+    if cut is _Cut.BY_RANK:
+        runs = [_run_toys(optimizer, device, dtype, cut, num_steps, only=i) for i in range(2)]
+        groups = range(len(optimizer.param_groups))
+        return torch.cat([runs[i][group] for group in groups for i in range(2)])
+    return torch.cat(_run_toys(optimizer, device, dtype, cut, num_steps))
+
+
+def _run_toys(
+    optimizer: Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    cut: _Cut,
+    num_steps: int,
+    only: int | None = None,
+) -> list[Tensor]:
+    """By group, the toys after `num_steps`, flattened; only one of the slices where asked."""
+
+    def parts_of(whole: Tensor) -> list[Tensor]:
+        if cut is _Cut.WHOLE:
+            return [whole]
+        flat = whole.reshape(-1)
+        parts = [flat[:_CUT].clone(), flat[_CUT:].clone()]
+        return parts if only is None else [parts[only]]
+
+    def draw() -> Tensor:
+        return torch.randn(_SHAPE, generator=generator).to(device, dtype)
+
     with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         clone = _clone_without_state(optimizer)
-        toys: list[nn.Parameter] = []
         for group, source in zip(clone.param_groups, optimizer.param_groups, strict=True):
-            whole = torch.randn(_SHAPE, generator=generator).to(device, dtype)
-            flat = whole.reshape(-1)
-            parts = [flat[:_CUT].clone(), flat[_CUT:].clone()] if is_cut else [whole]
-            group["params"] = [nn.Parameter(part) for part in parts]
-            toys += group["params"]
+            group["params"] = [nn.Parameter(part) for part in parts_of(draw())]
             _copy_initial_state(optimizer, source, clone, group["params"])
-        for _ in range(_STEPS):
+        toys = [toy for group in clone.param_groups for toy in group["params"]]
+        for _ in range(num_steps):
             for group in clone.param_groups:
-                grad = torch.randn(_SHAPE, generator=generator).to(device, dtype)
-                flat = grad.reshape(-1)
-                parts = [flat[:_CUT].clone(), flat[_CUT:].clone()] if is_cut else [grad]
-                for toy, part in zip(group["params"], parts, strict=True):
+                for toy, part in zip(group["params"], parts_of(draw()), strict=True):
                     toy.grad = part
-            _step_toys(clone, toys, is_by_slice)
-        return torch.cat([toy.detach().reshape(-1) for toy in toys])
+            _step_toys(clone, toys, cut is _Cut.BY_SLICE)
+        return [
+            torch.cat([toy.detach().reshape(-1) for toy in group["params"]])
+            for group in clone.param_groups
+        ]
 
 
 def _step_toys(clone: Optimizer, toys: list[nn.Parameter], is_by_slice: bool) -> None:
@@ -256,7 +330,7 @@ def _copy_initial_state(
         return
     for toy in toys:
         for key, value in optimizer.state[like].items():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
+            if isinstance(value, Tensor) and value.shape == like.shape and key != "step":
                 clone.state[toy][key] = value.reshape(-1)[0].expand(toy.shape).clone()
             else:
                 clone.state[toy][key] = copy.deepcopy(value)
