@@ -211,8 +211,8 @@ class Gradients:
         if self.is_local[index]:
             name = self._plan.layout.slots[index].name
             raise RuntimeError(
-                f"the gradient of {name} is this rank's own so far: micro-batches under no_sync are "
-                "reduced by the next backward or by engine.finish_reductions(); call that first."
+                f"the gradient of {name} is this rank's own so far: micro-batches under no_sync "
+                "are reduced by the next backward, or by engine.finish_reductions(); call it first."
             )
         if not self._is_own(index, grad):
             self._take_over(index, grad)

@@ -1,0 +1,307 @@
+"""Uses of the engine that once went wrong: each is a few lines that a user may write."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero import Engine, ZeroConfig, full_grad, gathered
+from tests.distributed.ranks import run_ranks
+
+STAGES = [0, 1, 2, 3]
+
+
+def start(module, stage, optimizer=None, **settings):
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
+    return Engine(module, [optimizer], ZeroConfig(stage=stage, **settings)), optimizer
+
+
+def run(case, *args):
+    return run_ranks(2, case, *args)
+
+
+class Pair(nn.Module):
+    """Two layers that can be used by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, name):
+        return getattr(self, name)(x).sum()
+
+
+def _keep_mean(rank, world_size, stage):
+    torch.manual_seed(0)
+    module = Pair()
+    engine, _ = start(module, stage)
+    x = torch.ones(2, 4)
+    engine.backward(module(x, "b"))
+    expected = full_grad(module.b.weight)
+    with engine.no_sync():
+        engine.backward(module(x, "a"))
+    engine.backward(module(x, "a"))
+    torch.testing.assert_close(full_grad(module.b.weight), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_mean_survives_backwards_that_do_not_touch_it(stage):
+    run(_keep_mean, stage)
+
+
+def _zero_local(rank, world_size, stage):
+    module = nn.Linear(4, 3)
+    engine, _ = start(module, stage)
+    before = copy.deepcopy(module.state_dict()) if stage < 3 else None
+    with engine.no_sync():
+        engine.backward(module(torch.ones(2, 4)).sum())
+    engine.zero_grad()
+    engine.step()
+    if before is not None:
+        torch.testing.assert_close(module.weight.data, before["weight"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zeroed_local_gradients_are_not_stepped(stage):
+    run(_zero_local, stage)
+
+
+class Table(nn.Module):
+    """A module of its own unit whose output is a view of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(1024, 512))
+
+    def forward(self, count):
+        return self.table[:count]
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = Table(), nn.Linear(512, 2)
+
+    def forward(self, x):
+        return self.head(x + self.table(len(x)))
+
+
+def _view(rank, world_size):
+    module = WithTable()
+    engine, _ = start(module, 3)
+    for _ in range(2):
+        engine.backward(module(torch.zeros(8, 512)).sum())
+        engine.step()
+        engine.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:module table returns")
+def test_a_unit_may_return_a_view_of_its_parameter():
+    run(_view)
+
+
+class SideChain(nn.Module):
+    """A chain of layers that its input does not feed, computed before the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("table", torch.ones(2, 8))
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(self.table)))
+
+
+def _reentrant(rank, world_size, block):
+    torch.manual_seed(0)
+    module = nn.ModuleList(block() for _ in range(2))
+    reference = copy.deepcopy(module)
+    engine, _ = start(module, 3)
+
+    def loss(layers):
+        x = torch.ones(2, 8, requires_grad=True)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.square().sum()
+
+    with engine.forward_context():
+        value = loss(module)
+    engine.backward(value)
+    loss(reference).backward()
+    for ours, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full_grad(ours), expected.grad)
+
+
+@pytest.mark.parametrize("block", [SideChain, partial(nn.Linear, 8, 8)], ids=["chain", "linear"])
+def test_reentrant_checkpoints_with_any_block(block):
+    run(_reentrant, block)
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Clips by the norm of all its gradients, which a rank does not see."""
+
+    def step(self, closure=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else 1
+        for grad in grads:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+class CallsParent(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class NoClosure(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(group["lr"] * parameter.grad)
+
+
+def _step_with(rank, world_size, optimizer, stage):
+    torch.manual_seed(0)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # hooks are on the class by now
+    module = nn.Linear(4, 3)
+    reference = copy.deepcopy(module)
+    engine, _ = start(module, stage, optimizer(module.parameters()))
+    engine.backward(module(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.close()
+    expected = optimizer(reference.parameters())
+    reference(torch.ones(2, 4)).sum().backward()
+    expected.step()
+    torch.testing.assert_close(module.weight, reference.weight)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optimizer", [CallsParent, NoClosure])
+def test_optimizers_of_any_make_step_as_alone(optimizer, stage):
+    run(_step_with, optimizer, stage)
+
+
+def _refuse(rank, world_size, optimizer, stage):
+    module = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=optimizer.__name__):
+        start(module, stage, optimizer(module.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_needs_a_global_norm_is_refused(stage):
+    run(_refuse, GlobalNorm, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_lbfgs_is_refused_in_every_stage(stage):
+    run(_refuse, torch.optim.LBFGS, stage)
+
+
+def _scale(rank, world_size, stage):
+    module = nn.Linear(4, 3)
+    engine, optimizer = start(module, stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for bad in (False, True):
+        loss = module(torch.ones(2, 4)).sum()
+        engine.backward(scaler.scale(loss))
+        if bad and rank == 0:
+            part = getattr(module.weight.grad, "local", module.weight.grad)
+            part.view(-1)[:1].fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        engine.zero_grad()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_scaler_in_a_hand_written_loop_skips_on_all_ranks(stage):
+    assert run(_scale, stage) == [2.0, 2.0]
+
+
+def _nest(rank, world_size, stage):
+    module = nn.Linear(4, 3)
+    engine, _ = start(module, stage)
+    with gathered(module, writeback=True):
+        with gathered(module.weight):
+            assert module.weight.shape == (3, 4)
+        module.weight.data.fill_(7)
+    with gathered(module):
+        assert (module.weight == 7).all()
+    engine.close()
+    assert (module.weight == 7).all()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_may_be_nested(stage):
+    run(_nest, stage)
+
+
+def _infinite_norm(rank, world_size, stage):
+    module = Pair()
+    engine, _ = start(module, stage)
+    engine.backward(module(torch.ones(2, 4), "a"))
+    assert engine.clip_grad_norm_(1.0, norm_type=torch.inf).item() == 2.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_infinity_norm_skips_what_a_rank_does_not_own(stage):
+    run(_infinite_norm, stage)
+
+
+def _foreign_group(rank, world_size, stage):
+    module = nn.Linear(4, 3)
+    engine, optimizer = start(module, stage)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+    engine.backward(module(torch.ones(2, 4)).sum())
+    with pytest.raises(ValueError, match=r"\(5,\)"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_foreign_parameter_added_later_is_refused_at_the_step(stage):
+    run(_foreign_group, stage)
+
+
+class Scalar(nn.Module):
+    """A parameter that is one number, as CLIP's temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).sum()
+
+
+def _scalar(rank, world_size, stage, optimizer):
+    from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
+
+    module = Scalar()
+    engine, _ = start(module, stage, optimizer(module.parameters(), lr=0.1))
+    states = []
+    for _ in range(2):
+        engine.backward(module(torch.ones(2, 4)))
+        engine.step()
+        engine.zero_grad()
+        (own,) = engine.optimizers
+        states.append(optimizer_state_dict(own, engine.buckets, is_recipient=True))
+        load_optimizer_state_dict(own, engine.buckets, states[-1])
+    key = "sum" if optimizer is torch.optim.Adagrad else "exp_avg"
+    assert states[-1]["state"][0][key].shape == ()
+    assert states[-1]["state"][0]["step"].item() == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_parameter_of_one_number_keeps_its_state(optimizer, stage):
+    run(_scalar, stage, optimizer)
