@@ -198,9 +198,9 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Ste
         whole = _run_probe(optimizer, device, dtype, _Cut.WHOLE)
     except Exception as error:
         raise ValueError(
-            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its "
-            f"step failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose step() "
-            "needs no closure and takes dense gradients, such as AdamW."
+            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
+            f"failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose "
+            "step() needs no closure and takes dense gradients, such as AdamW."
         ) from error
     reason = "stepping the slices of a tensor gives other values than stepping the tensor"
     try:
@@ -215,8 +215,8 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Ste
     if not is_elementwise:
         raise NotElementwiseError(
             f"optimizer {name} is not elementwise: {reason}. Sharding it would change the "
-            "training; use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, Adagrad or "
-            "RMSprop; or promise by assume_elementwise=True that it is one."
+            "training; use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, Adagrad "
+            "or RMSprop; or promise by assume_elementwise=True that it is one."
         )
     try:
         by_slice = _run_probe(optimizer, device, dtype, _Cut.BY_SLICE)

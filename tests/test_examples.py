@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,18 @@ def test_the_bigram_table_gives_the_bits_counted_by_hand(small_text):
         for seen, byte in itertools.pairwise(window.tolist())
     ]
     assert bigram_bits_per_byte(small_text.train_text, windows) == pytest.approx(np.mean(bits))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_main_job_learns_more_than_byte_pairs_in_five_minutes(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "train.py"), f"hydra.run.dir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model, bigram = map(float, re.search(r"model ([\d.]+), .* ([\d.]+)", done.stdout).groups())
+    assert model < bigram - 0.5
+    assert time.monotonic() - start < 300
