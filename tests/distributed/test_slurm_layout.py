@@ -39,7 +39,7 @@ def test_ranks_started_by_srun_train_together():
 
 
 def _fit_with_wrong_layout(rank, world_size):
-    with pytest.raises(ValueError, match="ntasks-per-node|expects 4 ranks"):
+    with pytest.raises(ValueError, match=r"ntasks-per-node|expects 4 ranks"):
         _as_srun(rank, world_size, devices=4, num_tasks=2).fit(MLPModule(ranks=4))
 
 
