@@ -28,9 +28,11 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.plan import Plan, make_plan
-from lightning_zero.schedule import Schedule, Unit
+from lightning_zero.probe import NotElementwiseError, StepKind, probe
+from lightning_zero.schedule import Schedule
 from lightning_zero.stage import State
-from lightning_zero.step import NotElementwiseError, OptimizerStep, StepKind, probe
+from lightning_zero.step import OptimizerStep
+from lightning_zero.unit import Unit
 
 __all__ = ["Engine"]
 

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
     0: {"stage", "config", "layout", "plan", "memory", "deepspeed"},
-    1: {"buffer", "comm"},
+    1: {"buffer", "comm", "exchange"},
     2: {
         "access",
         "bucket",
@@ -17,9 +17,11 @@ LAYERS = {
         "guard",
         "norm",
         "optim_state",
+        "probe",
         "schedule",
         "sharded_grad",
         "step",
+        "unit",
     },
     3: {"checkpoint"},
     4: {"callbacks", "launcher", "precision", "strategy"},
@@ -67,7 +69,7 @@ def test_the_lowest_layer_knows_no_process_group(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_communicator_calls_collectives_of_the_engine(path):
-    if room_of(path) != "comm" and LAYER_OF[room_of(path)] < 4:
+    if room_of(path) not in {"comm", "exchange"} and LAYER_OF[room_of(path)] < 4:
         assert not any(m.startswith("torch.distributed") for m in imported_modules(path))
 
 

@@ -1,0 +1,276 @@
+"""How flat tensors move between ranks: point to point on gloo, else by the backend's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.buffer import Scratch
+
+__all__ = ["Closed", "Exchange", "Native", "PeerToPeer", "Pending", "backend_for"]
+
+# New names of torch 2.13; 2.11 has only the old ones.
+_all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+class Pending(Protocol):
+    """A collective under way. It keeps its tensors alive until `wait`."""
+
+    def wait(self) -> None:
+        """Makes the result safe to use on the current stream. Waiting twice is harmless."""
+
+
+class Exchange(Protocol):
+    """How the data plane moves flat tensors. See `Communicator` for the arguments."""
+
+    def all_gather(self, whole: Tensor) -> Pending:
+        """Fills `whole` in place from every rank's own part of it."""
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+        """Leaves this rank's part of the mean in `out`."""
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """Averages `whole` in place."""
+
+
+def backend_for(device: torch.device) -> str:
+    """The default group's backend for tensors of `device`; a group may have one for each kind."""
+    backend = str(dist.get_backend())
+    if backend != "undefined":
+        return backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class Closed:
+    """Takes the place of an exchange whose group is gone."""
+
+    def all_gather(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        raise RuntimeError("the engine is closed; no collective is possible any more.")
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+        """See `Exchange`."""
+        return self.all_gather(whole)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        return self.all_gather(whole)
+
+
+@dataclass
+class _Works:
+    """Gloo's work handles, and what remains to be done once they have arrived."""
+
+    works: list[Any]
+    tensors: tuple[Tensor, ...] = ()
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        for work in self.works:
+            work.wait()
+        if self.finish is not None:
+            self.finish()
+        self.works, self.tensors, self.finish = [], (), None
+
+
+class PeerToPeer:
+    """Direct sends between every pair of ranks, for gloo.
+
+    Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
+    through a staging buffer. Here every rank sends each peer its part and adds what it receives, so
+    that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in
+    the dtype of the result, the same on every run.
+
+    Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast
+    on one machine, but N collectives whose roots take turns).
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
+        # Tags pair messages: gathers count in even numbers, reductions in odd ones.
+        self._gather_tag = 0
+        self._reduce_tag = 1
+
+    def all_gather(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        self._gather_tag += 2
+        return self._gather(whole, self._gather_tag)
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+        """See `Exchange`."""
+        if self._size == 1:
+            return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
+        if whole.device.type != "cpu":
+            total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            return self._staged(
+                whole, lambda cpu: self.reduce_scatter(cpu, total), lambda _: out.copy_(total)
+            )
+        parts = list(whole.chunk(self._size))
+        received = [
+            part if peer == self._rank else self.scratch.take(part.numel(), part.dtype)
+            for peer, part in enumerate(parts)
+        ]
+        self._reduce_tag += 2
+        works = self._trade(parts, received, self._reduce_tag)
+
+        def finish() -> None:
+            _mean_in_rank_order(received, out)
+            for peer, part in enumerate(received):
+                if peer != self._rank:
+                    self.scratch.give(part)
+
+        return _Works(works, (whole, out), finish)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        own = whole.chunk(self._size)[self._rank]
+        reduced = self.reduce_scatter(whole, own)
+        # Taken now: by the time of `wait`, ranks may have issued different numbers of reductions.
+        self._reduce_tag += 2
+        tag = self._reduce_tag
+
+        def gather() -> None:
+            reduced.wait()
+            self._gather(whole, tag).wait()
+
+        return _Works([], (whole,), gather)
+
+    def _gather(self, whole: Tensor, tag: int) -> Pending:
+        if self._size == 1:
+            return _Works([])
+        if whole.device.type != "cpu":
+            return self._staged(whole, lambda cpu: self._gather(cpu, tag), whole.copy_)
+        parts = list(whole.chunk(self._size))
+        return _Works(self._trade([parts[self._rank]] * self._size, parts, tag), (whole,))
+
+    def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
+        """Posts `sends[peer]` to and `receives[peer]` from each peer, the next neighbour first."""
+        works = []
+        for step in range(1, self._size):
+            source = (self._rank - step) % self._size
+            works.append(self._group.recv([receives[source]], source, tag))
+        for step in range(1, self._size):
+            target = (self._rank + step) % self._size
+            works.append(self._group.send([sends[target]], target, tag))
+        return works
+
+    def _staged(
+        self, whole: Tensor, run: Callable[[Tensor], Pending], finish: Callable[[Tensor], object]
+    ) -> Pending:
+        """Runs on a CPU copy: gloo sends and receives CPU memory only."""
+        staged = whole.to("cpu")
+        pending = run(staged)
+
+        def copy_back() -> None:
+            pending.wait()
+            finish(staged)
+
+        return _Works([], (whole, staged), copy_back)
+
+
+def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
+    """Writes the mean of `terms` to `out`, added from rank 0 up; `out` may be one of the terms.
+
+    The terms are receive buffers and this rank's own part, whose contents are no longer needed.
+    """
+    if len(terms) == 1:
+        if out.data_ptr() != terms[0].data_ptr():
+            out.copy_(terms[0])
+        return
+    if out.dtype == terms[0].dtype:
+        total = terms[0]
+        for term in terms[1:-1]:
+            total.add_(term)
+        torch.add(total, terms[-1], out=out)
+    else:
+        out.copy_(terms[0])
+        for term in terms[1:]:
+            out.add_(term)
+    out.mul_(1 / len(terms))
+
+
+@dataclass
+class _Event:
+    """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
+
+    event: torch.cuda.Event | None
+    tensors: tuple[Tensor, ...] = field(default=())
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
+        self.event, self.tensors = None, ()
+
+
+class Native:
+    """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
+
+    Gathers and reductions have a stream each, so that a reduction that waits for a backward does
+    not hold up the gather of the next bucket. Each side stream first waits for the current stream,
+    on which the buffers were allocated and written.
+    """
+
+    def __init__(
+        self, gather_group: Any, group: Any, rank: int, size: int, device: torch.device
+    ) -> None:
+        self._gather_group = gather_group
+        self._group = group
+        self._rank = rank
+        self._size = size
+        has_streams = device.type == "cuda"
+        self._gather_stream = torch.cuda.Stream(device) if has_streams else None
+        self._reduce_stream = torch.cuda.Stream(device) if has_streams else None
+        # NCCL scales before it adds, so that a sum of float16 does not overflow.
+        self._has_mean = backend_for(device) == "nccl"
+
+    def all_gather(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        own = whole.chunk(self._size)[self._rank]
+        with self._on(self._gather_stream):
+            _all_gather_single(whole, own, group=self._gather_group)
+            return self._event(self._gather_stream, whole)
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+        """See `Exchange`."""
+        with self._on(self._reduce_stream):
+            source = whole.to(out.dtype)
+            op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
+            _reduce_scatter_single(out, source, op=op, group=self._group)
+            if not self._has_mean:
+                out.mul_(1 / self._size)
+            return self._event(self._reduce_stream, whole, out)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        with self._on(self._reduce_stream):
+            op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
+            dist.all_reduce(whole, op=op, group=self._group)
+            if not self._has_mean:
+                whole.mul_(1 / self._size)
+            return self._event(self._reduce_stream, whole)
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return torch.cuda.stream(stream)
+
+    @staticmethod
+    def _event(stream: torch.cuda.Stream | None, *tensors: Tensor) -> _Event:
+        return _Event(stream.record_event() if stream is not None else None, tensors)
