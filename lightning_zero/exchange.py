@@ -1,4 +1,4 @@
-"""How flat tensors move between ranks: point to point on gloo, else by the backend's collectives."""
+"""How flat tensors move between ranks: peer to peer on gloo, else by collectives of the backend."""
 
 from __future__ import annotations
 
