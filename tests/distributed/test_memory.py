@@ -30,7 +30,6 @@ with torch.device("meta"):
     SHAPES = GPT(MODEL)
 NUMEL = sum(p.numel() for p in SHAPES.parameters())
 UNIT_NUMEL = sum(p.numel() for p in SHAPES.blocks[0].parameters())
-ROOT_NUMEL = NUMEL - MODEL.num_layers * UNIT_NUMEL
 TOLERANCE = 0.03
 # Backend and size of the group. "fake" is one process that believes to be rank 0 of the group.
 GROUPS = [("gloo", 2), pytest.param("gloo", 4, marks=pytest.mark.slow), ("fake", 8)]
@@ -181,30 +180,32 @@ class TestModelStates:
 
     def test_peak_at_two_units_and_two_buckets_above_rest(self, stage, precision, backend, size):
         # The gradients that come, and those that travel.
-        extra = _two_units_and(2, precision, backend, size)
+        extra = two_units_and(2, SHAPES, precision, backend, size)
         for measured in _measure(stage, precision, backend, size):
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
 
     def test_peak_without_overlap_at_two_units_and_a_bucket_above_rest(
         self, stage, precision, backend, size
     ):
-        extra = _two_units_and(1, precision, backend, size)
+        extra = two_units_and(1, SHAPES, precision, backend, size)
         for measured in _measure(stage, precision, backend, size, overlap_comm=False):
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
 
 
-def _two_units_and(num_buckets: int, precision: str, backend: str, size: int) -> float:
+def two_units_and(num_buckets: int, shapes: GPT, precision: str, backend: str, size: int) -> float:
     """Bytes of two whole units, of gradient buckets, and of what no schedule can avoid.
 
     That is the root, whole throughout a step, the gradient that autograd has just made, and on gloo
     the buffers in which the other ranks' parts of a bucket arrive.
     """
+    unit_numel = sum(p.numel() for p in shapes.blocks[0].parameters())
+    root_numel = sum(p.numel() for p in shapes.parameters()) - len(shapes.blocks) * unit_numel
     param_bytes, grad_bytes = _param_bytes(precision), _bytes_of_a_gradient(precision)
     received = (size - 1) / size if backend == "gloo" else 0
-    buckets = UNIT_NUMEL * grad_bytes * (num_buckets + received)
-    largest = max(p.numel() for p in SHAPES.parameters())
-    root = ROOT_NUMEL * (param_bytes + grad_bytes)
-    return 2 * UNIT_NUMEL * param_bytes + buckets + root + largest * grad_bytes
+    buckets = unit_numel * grad_bytes * (num_buckets + received)
+    largest = max(p.numel() for p in shapes.parameters())
+    root = root_numel * (param_bytes + grad_bytes)
+    return 2 * unit_numel * param_bytes + buckets + root + largest * grad_bytes
 
 
 def _param_bytes(precision: str) -> int:

@@ -12,7 +12,12 @@ import torch
 import lightning_zero
 from examples.gpt import GPT, GPTConfig
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_memory import BYTES_PER_PARAMETER, DTYPES, TOLERANCE
+from tests.distributed.test_memory import (
+    BYTES_PER_PARAMETER,
+    DTYPES,
+    TOLERANCE,
+    two_units_and,
+)
 from tests.gpu.training import batch, build, form_group, loss_of, optimizer_of
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +52,12 @@ def _measure(stage: int, precision: str, backend: str, size: int, processes: int
 
 def _train(rank, world_size, stage, precision, backend, size):
     form_group(backend, rank, size)
-    _step_plainly(DTYPES[precision])
+    _step_plainly(DTYPES[precision].get("param_dtype"))
     before = _allocated()
     model = build(MODEL)
     optimizer = optimizer_of(model)
     config = lightning_zero.ZeroConfig(
-        stage=stage, param_dtype=DTYPES[precision], reduce_bucket_size=UNIT_NUMEL
+        stage=stage, reduce_bucket_size=UNIT_NUMEL, **DTYPES[precision]
     )
     engine = lightning_zero.Engine(model, optimizers=[optimizer], config=config)
     for index in range(3):
@@ -94,11 +99,10 @@ class TestModelStates:
             assert measured.rest == pytest.approx(expected, rel=TOLERANCE)
             assert measured.report == pytest.approx(expected, rel=TOLERANCE)
 
-    def test_peak_at_two_units_and_a_bucket_above_rest(
+    def test_peak_at_two_units_and_two_buckets_above_rest(
         self, stage, precision, backend, size, processes
     ):
-        param_bytes = 4 if DTYPES[precision] is None else 2
-        extra = UNIT_NUMEL * (2 * param_bytes + 4)
+        extra = two_units_and(2, SHAPES, precision, backend, size)
         activations = UNIT_NUMEL  # bytes: generous for 8 tokens
         for measured in _measure(stage, precision, backend, size, processes):
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra + activations
