@@ -112,5 +112,8 @@ def test_stage_3_with_persistent_parameters_gathers_them_after_the_step():
     ]
 
 
-def test_prefetch_gathers_a_unit_before_the_one_in_use_is_done():
-    assert sorted(events(3)) == sorted(events(3, prefetch_bucket_size=0))
+def test_prefetch_gathers_the_next_unit_before_the_one_in_use_is_reduced():
+    ahead, without = events(3), events(3, prefetch_bucket_size=0)
+    assert sorted(ahead) == sorted(without)
+    backward = ahead[ahead.index(BACKWARD) :]
+    assert backward.index("all_gather 1") < backward.index("reduce_scatter 2")
