@@ -289,11 +289,7 @@ class Bucket:
         dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
         numel = self.plan.layout.numel if self.steps_whole else self.plan.layout.shard_numel
         joined = torch.zeros(numel, dtype=dtype, device=self._device)
-        if self.steps_whole:
-            targets = [joined[slot.start : slot.stop] for slot in self.plan.layout.slots]
-        else:
-            targets = slice_shard(self.plan.layout, joined, self._comm.rank)
-        for target, part in zip(targets, slices, strict=True):
+        for target, part in zip(self._cut(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
         return self.gather_parts(joined).views
@@ -387,12 +383,48 @@ class Bucket:
 
     def gather_master(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
+        return self.gather_parts(self._exact())
+
+    def _exact(self) -> Tensor:
+        """The elements that this rank steps, in the fullest precision there is: 1-D, a view."""
         self.finish_gather()
         self.absorb_changes()
         part = self._master if self._master is not None else self._param_shard
         if part is None:
             part = self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
-        return self.gather_parts(part)
+        return part
+
+    def exact_parts(self) -> list[Tensor]:
+        """By slot, the elements `owned(index)` in full precision: 1-D, views, to be read at once.
+
+        Local, but for a gather under way, which is waited for.
+        """
+        return self._cut(self._exact())
+
+    def _cut(self, part: Tensor) -> list[Tensor]:
+        """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
+        if not self.steps_whole:
+            return slice_shard(self.plan.layout, part, self._comm.rank)
+        return [part[slot.start : slot.stop] for slot in self.plan.layout.slots]
+
+    def load(self, read: Callable[[int, range], Tensor | None]) -> None:
+        """Takes new values for masters and parameters, each rank its own elements. Collective.
+
+        Args:
+            read: Given a slot and the elements `owned` of it, returns those, in any floating dtype,
+                or None to leave the slot as it is. The same slots on every rank.
+        """
+        exact = self._exact()
+        with torch.no_grad():
+            for index, part in enumerate(self._cut(exact)):
+                values = read(index, self.owned(index))
+                if values is not None:
+                    part.copy_(values.reshape(-1))
+            self.cast_master()
+            if self.phase is Phase.WHOLE and not self.steps_whole:
+                if self._param_shard is not None:
+                    self._whole.shard(self._comm.rank).copy_(self._param_shard)
+                self._comm.all_gather(self._whole.tensor, self.plan.name).wait()
 
     def gather_parts(self, part: Tensor) -> FlatBuffer:
         """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""

@@ -1,0 +1,91 @@
+"""A tensor whose values rest elsewhere, in a file say, and are read when they are used.
+
+[Note: Stored tensors] Optimizer states on a disk and the entries of an opened checkpoint are
+`StoredTensor`s: they have a shape and a dtype, answer every torch function with the values that are
+read at that moment, and hold no memory themselves. Those who want less than all of it call
+`read_flat` and get a flat range: a rank that loads a checkpoint reads its own shard only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["StoredTensor", "read_flat"]
+
+_Read = Callable[[int, int], Tensor]
+
+
+class StoredTensor(Tensor):
+    """A read-only tensor on the CPU without memory. See [Note: Stored tensors]."""
+
+    _read: _Read
+
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype, read: _Read) -> StoredTensor:
+        """A tensor of `shape` whose row-major elements [start, stop) are `read(start, stop)`.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Of the tensor, and of what `read` returns.
+            read: Returns a new 1-D CPU tensor of `stop - start` elements.
+        """
+        stored = Tensor._make_wrapper_subclass(StoredTensor, torch.Size(shape), dtype=dtype)
+        assert isinstance(stored, StoredTensor)
+        stored._read = read
+        return stored
+
+    def read(self) -> Tensor:
+        """All values, a new plain tensor of this shape."""
+        return self._read(0, self.numel()).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = dict(
+            zip((argument.name for argument in func._schema.arguments), args, strict=False)
+        )
+        given.update(kwargs)
+        written = [
+            given.get(argument.name)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if any(isinstance(value, StoredTensor) for value in tree_leaves(written)):
+            raise RuntimeError(
+                f"{func.__name__} would write to a tensor whose values rest in a file; work on a "
+                "copy: tensor.clone()."
+            )
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.read(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Row-major elements [start, stop) of `tensor`: 1-D; a view where it is a plain one."""
+    if isinstance(tensor, StoredTensor):
+        return tensor._read(start, stop)
+    return tensor.reshape(-1)[start:stop]
+
+
+def _plain(value: Any) -> Any:
+    return value.read() if isinstance(value, StoredTensor) else value
