@@ -10,6 +10,7 @@ from lightning_zero.access import full_grad, gathered
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.memory import MemoryReport
+from lightning_zero.offload import OffloadConfig
 from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Engine",
     "MemoryReport",
+    "OffloadConfig",
     "ZeroConfig",
     "ZeroStrategy",
     "__version__",
