@@ -70,7 +70,10 @@ def test_the_lowest_layer_knows_no_process_group(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_communicator_calls_collectives_of_the_engine(path):
     if room_of(path) not in {"comm", "exchange"} and LAYER_OF[room_of(path)] < 4:
-        assert not any(m.startswith("torch.distributed") for m in imported_modules(path))
+        known = {m for m in imported_modules(path) if m.startswith("torch.distributed")}
+        if room_of(path) == "checkpoint":  # torch's format, which needs no process group
+            known = {m for m in known if not m.startswith("torch.distributed.checkpoint")}
+        assert not known
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
