@@ -81,7 +81,8 @@ class Channel:
             Every rank's result, on rank 0; None elsewhere.
 
         Raises:
-            BaseException: This rank's own exception, or that of the first rank that has one.
+            BaseException: That of the first rank that has one, the same on every rank; but an
+                interruption of this rank always.
         """
         failure: BaseException | None = None
         result: Any = None
@@ -91,11 +92,14 @@ class Channel:
             failure = error
         outcomes = self.gather((result, _portable(failure, self.rank)))
         failures = [error for _, error in outcomes or [] if error is not None]
-        first = self.broadcast(failures[0] if failures else None)
-        if failure is not None:
+        first: Exception | None = self.broadcast(failures[0] if failures else None)
+        if failure is not None and not isinstance(failure, Exception):
+            self.close()  # this rank goes away
             raise failure
         if first is not None:
-            raise first
+            if type(failure) is type(first) and str(failure) == str(first):
+                first = failure
+            raise first from (None if first is failure else failure)
         return None if outcomes is None else [result for result, _ in outcomes]
 
     @contextmanager

@@ -19,6 +19,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.guard import placement_of
 
 __all__ = [
+    "is_elementwise",
     "join_optimizer_state",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
@@ -111,7 +112,7 @@ def _joined(
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
-                state.get(key) if _is_elementwise(bucket, index, key, state.get(key)) else None
+                state.get(key) if is_elementwise(bucket, index, key, state.get(key)) else None
                 for index, state in enumerate(states)
             ]
             if all(part is None for part in slices):
@@ -130,7 +131,8 @@ def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == shape and key not in _SCALARS
 
 
-def _is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+    """Whether a state of slot `index` has one number for each element that this rank steps."""
     if not isinstance(value, Tensor) or key in _SCALARS:
         return False
     if value.dim() == 0 and not bucket.steps_whole:

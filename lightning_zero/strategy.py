@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ from lightning_zero.checkpoint import (
     load_masters,
     narrow_masters,
 )
+from lightning_zero.checkpoint.dcp import open_sharded
+from lightning_zero.checkpoint.directory import recover
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
@@ -54,10 +57,16 @@ from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size
 from lightning_zero.memory import MemoryReport
 from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+from lightning_zero.saving import (
+    MASTERS_KEY,
+    CheckpointForm,
+    Saving,
+    find_damage_together,
+    is_own_io,
+)
 
 __all__ = ["ZeroStrategy"]
 
-_MASTERS_KEY = "lightning_zero_masters"
 _SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
 
@@ -80,10 +89,14 @@ class ZeroStrategy(ParallelStrategy):
             bytes.
         broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
         assume_elementwise: Skip the check that an optimizer can be sharded.
+        checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
+            writes its own part. "auto": full below 2^31 parameter elements.
+        async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
+            shards in CPU memory.
         accelerator: As in every Lightning strategy, for this and the following.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer where it is not given.
-        checkpoint_io: Writes and reads the file.
+        checkpoint_io: Writes and reads the file; with one of your own the form is full.
         precision_plugin: One of Lightning's own; replaced by ours of the same precision.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: Of every collective.
@@ -111,6 +124,8 @@ class ZeroStrategy(ParallelStrategy):
         param_dtype: str | None = None,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
+        checkpoint: CheckpointForm = "auto",
+        async_save: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -136,6 +151,8 @@ class ZeroStrategy(ParallelStrategy):
         )
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
+        self._saving = Saving(checkpoint, is_async=async_save)
+        self._saving.check(checkpoint_io)
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
         self.translation: Translation | None = None  # all that the DeepSpeed file says
         self._grad_scaler_kwargs: dict[str, Any] = {}
@@ -295,6 +312,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
+        self._saving.check(self._checkpoint_io)
         for name, parameter in model.named_parameters():
             if has_placement(parameter) and self._engine is None:
                 raise ValueError(
@@ -469,16 +487,21 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0, nothing elsewhere. Collective."""
-        if self._engine is None:
-            return super().lightning_module_state_dict()
+        """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
         if not self._is_together():
             return {}
+        engine = self._engine or self._last_engine
+        if engine is not None and self._is_sharded:
+            assert self.lightning_module is not None
+            is_closed = self._engine is None
+            return self._saving.state_dict(engine, self.lightning_module, is_closed=is_closed)
+        if self._engine is None:
+            return super().lightning_module_state_dict()
         return full_state_dict(self._engine)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the optimizer would save unsharded, on rank 0; nothing elsewhere. Collective."""
+        """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         engine = self._engine or self._last_engine
@@ -486,6 +509,8 @@ class ZeroStrategy(ParallelStrategy):
             return super().optimizer_state(optimizer)
         if not self._is_together():
             return {}
+        if self._is_sharded:
+            return self._saving.optimizer_state(optimizer, engine)
         return optimizer_state_dict(optimizer, engine.buckets, is_recipient=self.is_global_zero)
 
     @override
@@ -498,22 +523,48 @@ class ZeroStrategy(ParallelStrategy):
                 f"{_RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
             )
             return
+        engine = self._engine
+        if (owner := engine or self._last_engine) is not None and self._is_sharded:
+            last_masters = self._last_masters if engine is None else None
+            self._saving.save(checkpoint, filepath, owner, last_masters=last_masters)
+            return
         if "optimizer_states" in checkpoint:
-            engine = self._engine
             masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
-                checkpoint[_MASTERS_KEY] = masters
+                checkpoint[MASTERS_KEY] = masters
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _is_sharded(self) -> bool:
+        assert self.lightning_module is not None
+        return self._saving.is_sharded(self.lightning_module, self._checkpoint_io)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if is_own_io(self._checkpoint_io) or "://" in str(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._saving.remove(filepath)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only=weights_only)
+        self._saving.finish()
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if is_own_io(self._checkpoint_io) or "://" in str(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if self.is_global_zero:
+            recover(Path(checkpoint_path))
+        self.barrier()
+        if Path(checkpoint_path).is_dir():
+            find_damage_together(Path(checkpoint_path), self.global_rank, self.world_size)
+            return open_sharded(checkpoint_path, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        masters = checkpoint.get(_MASTERS_KEY, {})
+        masters = checkpoint.get(MASTERS_KEY, {})
         if self._engine is None:
             super().load_model_state_dict(checkpoint, strict=strict)
             self._masters_to_load = masters
@@ -530,6 +581,10 @@ class ZeroStrategy(ParallelStrategy):
             load_optimizer_state_dict(optimizer, self.engine.buckets, state)
 
     # ---------------------------------------------------------------- failure and the end
+
+    @override
+    def on_train_end(self) -> None:
+        self._saving.finish()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -553,6 +608,14 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        has_failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        try:
+            self._saving.finish(warns=has_failed)
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         cpu = torch.device("cpu")

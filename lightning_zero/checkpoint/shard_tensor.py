@@ -79,6 +79,10 @@ class ShardTensor(Tensor):
         """Elements [start, stop) of the whole flat tensor: 1-D, in this dtype, on the CPU."""
         return self._read(start, stop).detach().to("cpu", self.dtype)
 
+    def read_owned(self) -> Tensor:
+        """What this rank writes: 1-D, as `of`'s `read` returns it."""
+        return self._read(self.owned.start, self.owned.stop).detach()
+
     def cast(self, dtype: torch.dtype) -> ShardTensor:
         """The same values, to be stored in `dtype`."""
         return ShardTensor.of(self.source, self.shape, dtype, self.owned, self._read)
