@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -43,11 +45,13 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     full_state_dict,
-    load_full_state_dict,
     load_masters,
+    load_module,
+    load_optimizer,
+    load_parameters,
     narrow_masters,
+    open_checkpoint,
 )
-from lightning_zero.checkpoint.dcp import open_sharded
 from lightning_zero.checkpoint.directory import recover
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
@@ -55,7 +59,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
 from lightning_zero.memory import MemoryReport
-from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
+from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
 from lightning_zero.saving import (
     MASTERS_KEY,
@@ -160,7 +164,9 @@ class ZeroStrategy(ParallelStrategy):
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
+        # From a checkpoint that was opened before the engine was built.
         self._masters_to_load: Mapping[str, Tensor] = {}
+        self._parameters_to_load: dict[str, Tensor] = {}  # those that had no memory then
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -404,9 +410,9 @@ class ZeroStrategy(ParallelStrategy):
             device=self.root_device,
             timeout=self._timeout,
         )
-        if self._masters_to_load:
-            load_masters(self._engine, self._masters_to_load)
-            self._masters_to_load = {}
+        load_parameters(self.lightning_module, self._parameters_to_load)
+        load_masters(self._engine, self._masters_to_load)
+        self._parameters_to_load, self._masters_to_load = {}, {}
 
     # ---------------------------------------------------------------- steps
 
@@ -541,7 +547,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if is_own_io(self._checkpoint_io) or "://" in str(filepath):
+        if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             self._saving.remove(filepath)
@@ -550,35 +556,58 @@ class ZeroStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Opens a checkpoint of any format, the same on every rank. Collective.
+
+        A `checkpoint_io` other than the default one reads for itself.
+        """
         self._saving.finish()
-        checkpoint_path = self.broadcast(checkpoint_path)
-        if is_own_io(self._checkpoint_io) or "://" in str(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        path = self.broadcast(checkpoint_path)
+        if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
         if self.is_global_zero:
-            recover(Path(checkpoint_path))
+            recover(Path(path))
         self.barrier()
-        if Path(checkpoint_path).is_dir():
-            find_damage_together(Path(checkpoint_path), self.global_rank, self.world_size)
-            return open_sharded(checkpoint_path, weights_only=weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        checkpoint: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        except Exception as error:
+            failure = error
+        self._raise_together(failure, f"open {path}")
+        find_damage_together(Path(path), self.global_rank, self.world_size)
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        return checkpoint
+
+    def _raise_together(self, failure: Exception | None, what: str) -> None:
+        """Raises on every rank where it failed on any, so that none waits for another."""
+        failures: list[str | None] = [None if failure is None else repr(failure)]
+        if _distributed_is_initialized():
+            own = failures[0]
+            failures = [None] * dist.get_world_size()
+            dist.all_gather_object(failures, own)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise RuntimeError(f"rank {rank} could not {what}: {text}")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        masters = checkpoint.get(MASTERS_KEY, {})
+        assert self.lightning_module is not None
+        state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
+        awaited = None if self._engine else self._parameters_to_load
+        load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
         if self._engine is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
             self._masters_to_load = masters
-            return
-        load_full_state_dict(self._engine, checkpoint["state_dict"], strict=strict)
-        load_masters(self._engine, masters)
+        else:
+            load_masters(self._engine, masters)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            if isinstance(optimizer, _MockOptimizer):
-                continue
-            load_optimizer_state_dict(optimizer, self.engine.buckets, state)
+            if not isinstance(optimizer, _MockOptimizer):
+                load_optimizer(self.engine, optimizer, state)
 
     # ---------------------------------------------------------------- failure and the end
 
@@ -627,7 +656,7 @@ class ZeroStrategy(ParallelStrategy):
             else:
                 self._engine.abandon()
             self._engine = None
-        self._masters_to_load = {}
+        self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
         if module is not None and not any(has_placement(p) for p in module.parameters()):
             if self._layer_sync and _was_fitting(module):
