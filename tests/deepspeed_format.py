@@ -181,7 +181,8 @@ class TrainedModule(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x):
-        h = self.norm(self.frozen(self.embedding(x)) * self.scale)
+        h = self.frozen(self.embedding(x))
+        h = self.norm(h * self.scale.to(h.dtype))
         return self.head(self.back(self.mid(h).relu()))
 
     def groups(self):

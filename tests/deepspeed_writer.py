@@ -18,8 +18,12 @@ def main(settings, folder):
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     module = TrainedModule()
-    optimizer = torch.optim.AdamW(module.groups(), lr=1e-2)
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.AdamW(module.groups(), lr=1e-2, eps=1e-5)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config={**config, **settings}
     )

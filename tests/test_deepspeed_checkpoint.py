@@ -24,7 +24,7 @@ def trained(num_steps=3):
     """A module and its optimizer after some steps on the batches of two ranks."""
     torch.manual_seed(0)
     module = TrainedModule()
-    optimizer = torch.optim.AdamW(module.groups(), lr=1e-2)
+    optimizer = torch.optim.AdamW(module.groups(), lr=1e-2, eps=1e-5)
     for step in range(num_steps):
         (sum(module.loss(step, rank) for rank in range(2)) / 2).backward()
         optimizer.step()
@@ -46,7 +46,8 @@ def assert_holds(opened, module, optimizer, **tolerance):
     names = [[parameters[name] for name in group["params"]] for group in saved["param_groups"]]
     for mine, theirs in zip(optimizer.param_groups, names, strict=True):
         assert set(mine["params"]) == set(theirs)
-    assert [g["weight_decay"] for g in saved["param_groups"]] == [0.1, 0.0]
+    if "weight_decay" in saved["param_groups"][0]:  # "elastic" checkpoints have no options
+        assert [g["weight_decay"] for g in saved["param_groups"]] == [0.1, 0.0]
     assert {parameters[name] for name in saved["state"]} == set(optimizer.state)
     for name, entry in saved["state"].items():
         for key, value in optimizer.state[parameters[name]].items():

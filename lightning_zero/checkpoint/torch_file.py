@@ -56,7 +56,10 @@ def open_torch_file(
             raise  # a class that is refused
         raise ValueError(_damaged(path, str(error))) from error
     except (EOFError, OSError, RuntimeError) as error:
-        if not any(word in str(error) for word in ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")):
+        if not any(
+            word in str(error)
+            for word in ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
+        ):
             raise  # of a class that is unpickled
         raise ValueError(_damaged(path, str(error))) from error
 
