@@ -41,6 +41,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
@@ -71,6 +72,8 @@ from lightning_zero.saving import (
 
 __all__ = ["ZeroStrategy"]
 
+# Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
+_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
 
@@ -576,6 +579,9 @@ class ZeroStrategy(ParallelStrategy):
         self._raise_together(failure, f"open {path}")
         find_damage_together(Path(path), self.global_rank, self.world_size)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        for key, value in checkpoint.items():
+            if key not in _COPIED_ON_LOADING:
+                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
         return checkpoint
 
     def _raise_together(self, failure: Exception | None, what: str) -> None:
