@@ -1,14 +1,16 @@
 """ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
-`_notebook`, for `Trainer(strategy=...)`.
+`_notebook`, for `Trainer(strategy=...)`, and makes `load_from_checkpoint` open directories too.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered
+from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
+from lightning_zero.load_from_checkpoint import accept_every_format
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.strategy import ZeroStrategy
@@ -24,6 +26,9 @@ __all__ = [
     "__version__",
     "full_grad",
     "gathered",
+    "load_weights",
+    "open_checkpoint",
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)
+accept_every_format()

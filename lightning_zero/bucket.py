@@ -104,6 +104,7 @@ class Bucket:
         self._stepped: Tensor | None = None  # the master in memory while in STEP
         self._reader: ParamReader | None = None  # of a `_param` in a file
         self._print: Fingerprint | None = None  # of the own part of the whole parameters
+        self.keeps_states_in_files = False  # set with the optimizer
         self.state_homes: dict[str, Home] = {}  # optimizer states in files, by key
         self._take_in()
 

@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.chunk import Chunk, chunks_of, part_of
-from lightning_zero.offload import Tier
 from lightning_zero.stand_in import Slice, Template
 from lightning_zero.state_keys import is_elementwise_state
 from lightning_zero.stored import StoredTensor
@@ -45,14 +44,13 @@ class BucketStep:
         self._template = template
         self._state = template.optimizer.state
         self._storage = bucket.storage
-        self._tier = bucket.plan.tiers.optim
-        self._device = self._storage.step_device(self._tier)
+        self._device = self._storage.step_device(bucket.plan.tiers.optim)
         self._grads: dict[int, Tensor] = {}  # by slot that is stepped
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
             if grad is not None and parameter in template.group_of:
                 self._grads[index] = grad
-                if self._tier is Tier.NVME:
+                if bucket.keeps_states_in_files:
                     bucket.adopt_state(index, self._state.get(parameter, {}))
         self._known: dict[int, dict[str, Any]] = {}  # by slot: states after the chunks so far
         self.is_in_chunks = False
@@ -60,7 +58,8 @@ class BucketStep:
     def jobs(self) -> list[Job]:
         """The chunks in order."""
         chunks = chunks_of(self.bucket, self._grads)
-        self.is_in_chunks = any(chunk.pieces for chunk in chunks) or self._tier is Tier.NVME
+        has_files = any(chunk.pieces for chunk in chunks) or self.bucket.keeps_states_in_files
+        self.is_in_chunks = has_files
         return [self._job(chunk) for chunk in chunks]
 
     def _job(self, chunk: Chunk) -> Job:
@@ -145,7 +144,7 @@ class BucketStep:
         for key, value in stepped.state.items():
             if not is_elementwise_state(key, value, len(part)):
                 known[key] = value
-            elif self._tier is not Tier.NVME:
+            elif not self.bucket.keeps_states_in_files:
                 if key not in known:
                     old = self._state.get(parameter, {}).get(key)
                     is_there = is_elementwise_state(key, old, len(own))

@@ -165,8 +165,10 @@ class Engine:
 
     def _attach(self, optimizer: Optimizer, kind: StepKind) -> None:
         shard_initial_state(optimizer)
-        if kind is StepKind.AT_ONCE and self.comm.rank == 0:
-            self._warn_of_states_in_memory(optimizer)
+        members = set(_parameters_of(optimizer))
+        for bucket in self.buckets:
+            if bucket.plan.tiers.optim is Tier.NVME and not members.isdisjoint(bucket.parameters):
+                self._keep_states_in_files(bucket, optimizer, kind)
         self._steps.append(
             OptimizerStep(
                 optimizer,
@@ -178,10 +180,9 @@ class Engine:
             )
         )
 
-    def _warn_of_states_in_memory(self, optimizer: Optimizer) -> None:
-        members = set(_parameters_of(optimizer))
-        buckets = [b for b in self.buckets if any(p in members for p in b.parameters)]
-        if any(bucket.plan.tiers.optim is Tier.NVME for bucket in buckets):
+    def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
+        bucket.keeps_states_in_files = kind is StepKind.BY_BUCKET
+        if kind is StepKind.AT_ONCE and self.comm.rank == 0:
             warnings.warn(
                 f"{type(optimizer).__name__} can only step all parameters in one call: its states "
                 "stay in CPU memory, not on NVMe, and masters are read for each step at once.",
