@@ -543,18 +543,24 @@ class Bucket:
 
         A view of memory, a copy of a file.
         """
+        home = self._exact_home()
+        return home.fetch(0, home.numel)
+
+    def _exact_home(self) -> Home:
         self._worker.drain()
         self.finish_gather()
         self.absorb_changes()
-        home = self._master or self._param
-        return self.own_whole if home is None else home.fetch(0, home.numel)
+        return self._master or self.param
 
     def exact_parts(self) -> list[Tensor]:
-        """By slot, the elements `owned(index)` in full precision: 1-D, views, to be read at once.
+        """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
 
-        Local, but for a gather under way, which is waited for.
+        Views of memory, or StoredTensors where the shard rests in a file. Local, but for a gather
+        under way, which is waited for.
         """
-        return self._cut(self._exact())
+        home = self._exact_home()
+        parts = [self.own_range(index) for index in range(len(self.parameters))]
+        return [home.look(part.start, part.stop) for part in parts]
 
     def _cut(self, part: Tensor) -> list[Tensor]:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""

@@ -344,9 +344,14 @@ class Engine:
         self.schedule.recover()
         return True
 
-    def _fits_in_memory(self) -> bool:
-        """Whether states that rest on NVMe may come to memory; the same on every rank."""
-        nbytes = sum(_stored_bytes(optimizer) for optimizer in self.optimizers)
+    def fits_in_memory(self) -> bool:
+        """Whether what rests on NVMe would fill at most half of the CPU memory. Collective."""
+        nbytes = sum(
+            held
+            for bucket in self.buckets
+            for (tier, _), held in bucket.allocated_bytes().items()
+            if tier is Tier.NVME
+        )
         room = available_memory_bytes() // (2 * local_world_size())
         return bool(self.comm.min_ints([room - nbytes])[0] >= 0)
 
@@ -395,7 +400,7 @@ class Engine:
             step.detach()
         self.schedule.detach()
         self.schedule.reset()
-        self._lacks_states = keeps_optimizer_shards and not self._fits_in_memory()
+        self._lacks_states = keeps_optimizer_shards and not self.fits_in_memory()
         for optimizer in self.optimizers:
             if self._lacks_states:
                 optimizer.state.clear()
@@ -409,12 +414,6 @@ class Engine:
         self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()
-
-
-def _stored_bytes(optimizer: Optimizer) -> int:
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    stored = [value for value in values if isinstance(value, StoredTensor)]
-    return sum(value.numel() * value.element_size() for value in stored)
 
 
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:

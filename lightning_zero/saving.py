@@ -76,6 +76,7 @@ class Saving:
         self._in_flight = InFlight()
         self._channel: Channel | None = None
         self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
+        self._has_warned = False
         self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
 
     # ---------------------------------------------------------------- which form
@@ -156,11 +157,22 @@ class Saving:
         shards, self._shards = self._shards, {}
         with channel.session():
             save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
-            if not self._is_async or is_closed:
+            if not self._is_async or is_closed or not self._may_copy(engine):
                 save.run()
                 return
             save.snapshot(self._memory, pin=engine.device.type == "cuda")
         self._in_flight.start(partial(_run_in_session, save))
+
+    def _may_copy(self, engine: Engine) -> bool:
+        """Whether what rests on NVMe fits into CPU memory. Collective."""
+        fits = engine.fits_in_memory()
+        if not fits and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "async_save would copy states that rest on NVMe into CPU memory, of which they "
+                "would take more than half: training waits for this save instead."
+            )
+        return fits
 
     # ---------------------------------------------------------------- the save in flight
 
