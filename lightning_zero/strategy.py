@@ -64,7 +64,7 @@ from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_
 __all__ = ["ZeroStrategy"]
 
 _MASTERS_KEY = "lightning_zero_masters"
-# Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
+# Other tensors of a checkpoint may be kept (by a hook, say), while its file is written anew.
 _COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", _MASTERS_KEY}
 _SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
