@@ -48,4 +48,5 @@ def accept_every_format() -> None:
 def _is_ours(path: Any) -> bool:
     if not isinstance(path, (str, Path)) or not _is_local_file_protocol(path):
         return False
-    return Path(path).is_dir() or Path(path).suffix == ".safetensors"
+    local = Path(str(path).removeprefix("file://"))
+    return local.is_dir() or local.suffix == ".safetensors"

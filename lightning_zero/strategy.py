@@ -635,7 +635,12 @@ class ZeroStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers, expected "
+                f"{len(self.optimizers)}; resume with the configure_optimizers that was saved."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
 

@@ -82,6 +82,7 @@ def test_a_directory_with_an_index(tmp_path, suffix):
     index = write_indexed(tmp_path / "model", suffix)
     (tmp_path / "model" / "config.json").write_text("{}")
     assert_state(open_checkpoint(index.parent))
+    assert_state(open_checkpoint(index.parent.as_uri()))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors", "pytorch_model.bin"])

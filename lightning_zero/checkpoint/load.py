@@ -88,24 +88,30 @@ def load_module(
         ValueError: Parameters on the meta device.
     """
     names = {p: name for name, p in module.named_parameters()}
-    on_meta = [name for p, name in names.items() if p.is_meta]
+    on_meta = {p: name for p, name in names.items() if p.is_meta}
     if on_meta and awaited is None:
-        raise ValueError(
-            f"parameter {on_meta[0]} is on the meta device and has no memory to load into; "
-            "materialise the module first (module.to_empty(device=...))."
-        )
+        raise _no_memory(next(iter(on_meta.values())))
     looked_at = _looked_at(module)
     held = [tensor for tensor in looked_at if isinstance(tensor, nn.Parameter)]
-    recorder = _Recorder({*names, *module.buffers()} - looked_at.keys())
+    recorder = _Recorder({*names, *module.buffers()} - looked_at.keys() | set(on_meta))
     with gathered(held, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
         result: Any = module.load_state_dict(_with_ties(module, state_dict), strict=strict)
     sources = recorder.sources
-    for parameter, name in names.items():
-        if parameter.is_meta and parameter in sources and awaited is not None:
+    for parameter, name in on_meta.items():
+        if parameter in sources and awaited is not None:
             awaited[name] = sources.pop(parameter)
+        elif name not in result.missing_keys:
+            raise _no_memory(name)  # code of its own has written it, to nowhere
     _take(sources)
     return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def _no_memory(name: str) -> ValueError:
+    return ValueError(
+        f"parameter {name} is on the meta device and has no memory to load into; materialise the "
+        "module first (module.to_empty(device=...))."
+    )
 
 
 def load_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -53,7 +53,7 @@ def open_checkpoint(
         ValueError: It is no checkpoint, or a truncated one.
         pickle.UnpicklingError: It holds classes that `weights_only` refuses.
     """
-    path = Path(path)
+    path = Path(os.fspath(path).removeprefix("file://"))
     if path.is_dir():
         return _open_directory(path, weights_only)
     if not path.exists():

@@ -218,6 +218,40 @@ def _start(rank, world_size, spec, folder, precision):
     return same
 
 
+class MomentsModule(GPTModule):
+    """Starts from a checkpoint of DeepSpeed that no Trainer wrote."""
+
+    def __init__(self, path):
+        super().__init__(ranks=2, is_tied=True)
+        self.path = path
+
+    def setup(self, stage):
+        lightning_zero.load_weights(self, self.path)
+
+    def on_train_start(self):
+        opened = lightning_zero.open_checkpoint(self.path)
+        self.trainer.strategy.load_optimizer_state_dict(opened)
+        self.trainer.save_checkpoint("started.ckpt")
+
+
+def _start_with_moments(rank, world_size, spec, path):
+    make_trainer(spec).fit(MomentsModule(path))
+    return torch.load("started.ckpt", weights_only=True)
+
+
+def test_weights_and_moments_of_deepspeed_start_a_new_training(reference):
+    folder, _ = reference
+    path = str(folder / "deepspeed 2")
+    for started in run_ranks(2, _start_with_moments, settings(3), path, has_group=False):
+        expected = torch.load(folder / "lightning", weights_only=True)
+        for name, value in expected["state_dict"].items():
+            assert torch.equal(started["state_dict"][name], value)
+        (mine,), (theirs,) = started["optimizer_states"], expected["optimizer_states"]
+        for number, entry in theirs["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(mine["state"][number][key], value)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_load_from_checkpoint_reads_every_format_with_hyperparameters_as_arguments(reference, name):
     folder, _ = reference

@@ -395,6 +395,10 @@ def test_parameters_without_memory_are_loaded_when_they_have_some():
     load_parameters(fresh, awaited)
     for name, parameter in fresh.named_parameters():
         assert torch.equal(parameter, expected[name])
+    with torch.device("meta"):
+        module = LoadingNet(TransposingLayer)
+    with pytest.raises(ValueError, match=r"layers.1.weight is on the meta device"):
+        load_module(module, values_for(LoadingNet(TransposingLayer)), awaited={})
 
 
 def anonymous_bytes():
