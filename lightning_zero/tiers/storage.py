@@ -75,9 +75,12 @@ class Storage:
 
     def cpu_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """CPU memory from and to which the device can copy beside its computation: 1-D."""
+        return self._cpu_empty(numel, dtype, self._optimizer)
+
+    def _cpu_empty(self, numel: int, dtype: torch.dtype, config: OffloadConfig) -> Tensor:
         if not self.is_apart:
             return torch.empty(numel, dtype=dtype)
-        pin = self._optimizer.pin_memory and self.device.type == "cuda"
+        pin = config.pin_memory and self.device.type == "cuda"
         return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
 
     def upload(self, values: Tensor, home: Home, start: int) -> None:
@@ -96,7 +99,7 @@ class Storage:
             home.store(0, values)
             return home
         if tier is Tier.CPU and self.is_apart:
-            memory = self.cpu_empty(values.numel(), values.dtype)
+            memory = self._cpu_empty(values.numel(), values.dtype, config)
             memory.copy_(values)
             return InMemory(memory, tier)
         return InMemory(values, tier)
