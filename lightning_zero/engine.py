@@ -322,7 +322,15 @@ class Engine:
                     numel = placement.shape.numel() if is_slice else value.numel()
                     alone[State.OPTIM] += numel * value.element_size()
         tiers = {tier.value: states for tier, states in held.items()}
-        return MemoryReport(self.comm.rank, self.comm.size, tiers, alone)
+        return MemoryReport(
+            self.comm.rank,
+            self.comm.size,
+            tiers,
+            alone,
+            buffer_bytes=self.storage.buffer_bytes,
+            nvme_read_bytes=self.storage.bytes_read,
+            nvme_written_bytes=self.storage.bytes_written,
+        )
 
     # ---------------------------------------------------------------- failures and the end
 

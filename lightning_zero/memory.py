@@ -17,16 +17,22 @@ class MemoryReport:
     Attributes:
         rank: The rank that counted.
         world_size: Number of shards.
-        tiers: Bytes by tier, then by state. The only tier so far is "device". Masters that are
-            tensors of their own count as optimizer state.
+        tiers: Bytes by tier ("device", "cpu", "nvme"), then by state. Masters that are tensors of
+            their own count as optimizer state.
         data_parallel: Bytes by state that the same model, precision and optimizer would need on
             every rank without sharding; gradients in the parameters' dtype.
+        buffer_bytes: CPU memory of the buffers through which shards in files travel.
+        nvme_read_bytes: Read from NVMe since the engine was made.
+        nvme_written_bytes: Written to NVMe since then: what wears a disk.
     """
 
     rank: int
     world_size: int
     tiers: Mapping[str, Mapping[State, int]]
     data_parallel: Mapping[State, int]
+    buffer_bytes: int = 0
+    nvme_read_bytes: int = 0
+    nvme_written_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

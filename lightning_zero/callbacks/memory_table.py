@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_zero.memory import MemoryReport
 from lightning_zero.stage import State
 from lightning_zero.strategy import ZeroStrategy
 
 __all__ = ["MemoryTable"]
 
 _MIB = 1024**2
+_GIB = 1024**3
 _MAX_NUM_RANKS = 8
 
 
@@ -21,7 +23,8 @@ class MemoryTable(pl.Callback):
 
     The last row is what plain data parallel keeps on every rank; the last column is the ratio to
     it. Beyond 8 ranks the rows are the least and the most of each column over the ranks. States
-    that rest on more than one tier have a column for each.
+    that rest on more than one tier have a column for each. Where shards rest on NVMe, a line says
+    what rank 0 has read and written there.
 
     Collective: every rank, in `on_train_end`.
 
@@ -44,6 +47,8 @@ class MemoryTable(pl.Callback):
         if trainer.is_global_zero:
             whole = [report.data_parallel.get(state, 0) for state in State]
             print("\n" + _table(list(report.tiers), ranks, whole))
+            if report.nvme_written_bytes:
+                print(_traffic(report, trainer.global_step))
 
 
 def _zero_strategy(trainer: pl.Trainer) -> ZeroStrategy:
@@ -54,6 +59,15 @@ def _zero_strategy(trainer: pl.Trainer) -> ZeroStrategy:
             "strategy='zero3' or another of lightning_zero, or leave MemoryTable out."
         )
     return strategy
+
+
+def _traffic(report: MemoryReport, num_steps: int) -> str:
+    read, written = report.nvme_read_bytes / _GIB, report.nvme_written_bytes / _GIB
+    per_step = written / max(num_steps, 1)
+    return (
+        f"NVMe traffic of rank 0: {read:.2f} GiB read, {written:.2f} GiB written, "
+        f"{per_step:.3f} GiB written per step"
+    )
 
 
 def _table(
