@@ -6,9 +6,8 @@
     WHOLE       n-D view of the whole buffer                 plain     in use; at rest elsewhere
     STEP        this rank's slice of the master, 1-D         plain     while the optimizer steps
 
-The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
-themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Shards rest in homes:
-in memory, or in files, and then `parameter.data` is empty at rest.
+What rests on this rank, and the master, which the optimizer steps, are told in shards.py. Where a
+shard rests in a file, `parameter.data` is empty at rest.
 
 [Note: Stepped by stand-ins] A bucket that is stepped by itself never enters STEP: stand-ins of its
 parameters do that (bucket_step.py). `begin_step` marks the parameters as in flight, `end_step`
@@ -22,25 +21,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
-from lightning_zero.buffer import FlatBuffer, slice_shard
+from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator, Pending
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.offload import Tier
 from lightning_zero.plan import BucketPlan
+from lightning_zero.shards import Shards
 from lightning_zero.stage import State
-from lightning_zero.state_keys import is_elementwise_state
-from lightning_zero.stored import StoredTensor, read_flat
-from lightning_zero.tiers import Home, InFile, InMemory, ParamReader, Storage
+from lightning_zero.stored import StoredTensor
+from lightning_zero.tiers import Home
 from lightning_zero.worker import StepWorker
-from lightning_zero.written import Fingerprint
 
 __all__ = ["Bucket", "Phase"]
 
@@ -62,6 +58,7 @@ class Bucket:
         parameters: The module's own parameter objects, by slot.
         grads: Their gradients.
         phase: Where the parameters are.
+        shards: What of it rests on this rank.
         own_dtypes: Dtype of each parameter before this bucket took it over.
         is_shown: The parameters point at another buffer, to be written to.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
@@ -85,27 +82,19 @@ class Bucket:
         self.pins = 0
         self.is_shown = False
         self.own_dtypes = [p.dtype for p in parameters]
-        self.storage: Storage = landing.storage
         self._worker = worker
+        self._device = landing.storage.device
         self._grad_home: GradHome | None = None
-        if self.storage.is_elsewhere(plan.tiers.grad):
+        if landing.storage.is_elsewhere(plan.tiers.grad):
             numel = plan.layout.shard_numel
             self._grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
         self.grads = Gradients(plan, parameters, comm, grad_dtype, self._grad_home)
         self._pending: Pending | None = None
         self._stepping: Future[None] | None = None  # a worker steps this bucket
-        self._make_whole = make_whole
-        self._device = self.storage.device
-        self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
-        self._master: Home | None = None  # 1-D, own part, master dtype
-        # 1-D, shard_numel, param dtype: what a gather sends; None where nothing is gathered before
-        # use.
-        self._param: Home | None = None
         self._stepped: Tensor | None = None  # the master in memory while in STEP
-        self._reader: ParamReader | None = None  # of a `_param` in a file
-        self._print: Fingerprint | None = None  # of the own part of the whole parameters
-        self.keeps_states_in_files = False  # set with the optimizer
-        self.state_homes: dict[str, Home] = {}  # optimizer states in files, by key
+        self._make_whole = make_whole
+        self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
+        self.shards = Shards(plan, self._whole, landing.storage, comm.rank)
         self._take_in()
 
     # ---------------------------------------------------------------- setup and teardown
@@ -117,12 +106,9 @@ class Bucket:
         self._comm.broadcast_(exact.tensor)
         if exact is not self._whole:
             self._whole.tensor.copy_(exact.tensor)
-        if not self.has_master_of_its_own:
-            self._master = InMemory(self.own_whole, Tier.DEVICE)
-        elif self._needs_master:
-            self._master = self._keep_master(
-                exact.tensor if self.steps_whole else exact.shard(rank)
-            )
+        self.shards.take_params()
+        if self.shards.has_own_master and self._needs_master:
+            self.shards.take_master(exact.tensor if self.steps_whole else exact.shard(rank))
         for index, (slot, parameter) in enumerate(
             zip(plan.layout.slots, self.parameters, strict=True)
         ):
@@ -133,19 +119,8 @@ class Bucket:
             parameter.data = self._whole.views[index]
             if plan.dtype.is_floating_point:
                 parameter.grad_dtype = None  # gradients may be wider than the parameter
-        if plan.stage.has_shard(State.PARAM):
-            shard = self._whole.shard(rank).clone()
-            self._param = self.storage.keep_param(plan.name, shard, plan.tiers.param)
-            if not self.has_master_of_its_own:
-                self._master = self._param
-            if isinstance(self._param, InFile):
-                self._reader = ParamReader(self._param, self.storage.param_pool)
-            self.release()
-        self.mark_written()
-
-    def _keep_master(self, part: Tensor) -> Home:
-        values = part.to(self.plan.master_dtype, copy=True)
-        return self.storage.keep_master(self.plan.name, values, self.plan.tiers.optim)
+        self.release()
+        self.shards.mark_written()
 
     def _exact_copy(self) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
@@ -174,7 +149,7 @@ class Bucket:
             if self.plan.dtype.is_floating_point:
                 parameter.grad_dtype = self.own_dtypes[index]
             parameter.data = value
-        self._master = self._param = None
+        self.shards.param = self.shards.master = None
         self._whole.free()
 
     # ---------------------------------------------------------------- PARAM
@@ -207,23 +182,15 @@ class Bucket:
 
     def _send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        source = None
-        if self._reader is not None:
-            self._reader.copy_to(self.own_whole)
-        elif isinstance(self._param, InMemory):
-            source = self._param.tensor
+        source = self.shards.send_params()
         return self._comm.all_gather(self._whole.tensor, self.plan.name, source)
 
     def read_ahead(self) -> bool:
         """Begins to read a shard that rests in a file; whether there was a buffer for it."""
-        if self._reader is None or self.is_whole or self._stepping is not None:
+        reader = self.shards.reader
+        if reader is None or self.is_whole or self._stepping is not None:
             return True
-        return self._reader.begin()
-
-    def stop_reading(self) -> None:
-        """Gives the buffers of a read ahead back that nobody has used."""
-        if self._reader is not None:
-            self._reader.cancel()
+        return reader.begin()
 
     def finish_gather(self) -> None:
         """Waits for a gather under way; the parameters are whole and plain."""
@@ -243,7 +210,7 @@ class Bucket:
         if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
             return
         self.finish_gather()
-        for parameter, part in zip(self.parameters, self._resting_parts(), strict=True):
+        for parameter, part in zip(self.parameters, self.shards.resting_parts(), strict=True):
             parameter.data = part
             guard(parameter)
         self._whole.free()
@@ -267,7 +234,8 @@ class Bucket:
     def gather_again(self) -> None:
         """Gathers stepped parameters anew after `cancel_gather`. Collective."""
         if self.plan.stage.gathers_after_step:
-            self.cast_master()
+            self.finish_gather()  # one that `undo_step` has issued
+            self.shards.cast_master()
             self._mark_in_flight()
             self.end_step()
 
@@ -278,91 +246,22 @@ class Bucket:
         else:
             self.finish_gather()
 
-    def _resting_parts(self) -> list[Tensor]:
-        """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
-        resting = self._master if self._master is not None else self._param
-        if isinstance(resting, InMemory):
-            return slice_shard(self.plan.layout, resting.tensor, self._comm.rank)
-        return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.parameters]
-
     # ---------------------------------------------------------------- OPTIM
 
     @property
     def steps_whole(self) -> bool:
         """OPTIM rests whole: every rank steps all elements."""
-        return not self.plan.stage.has_shard(State.OPTIM)
+        return self.shards.steps_whole
 
-    @property
-    def has_master_of_its_own(self) -> bool:
-        """The master is another tensor than the parameters, in another dtype."""
-        return self.plan.master_dtype != self.plan.dtype
-
-    @property
-    def own_whole(self) -> Tensor:
-        """The part of the whole buffer that this rank steps: 1-D, a view."""
-        return self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from its own first one, that this rank steps."""
+        return self.shards.owned(index)
 
     @property
     def _needs_master(self) -> bool:
         """A master is kept for what is trained, and for what would lose bits without one."""
         is_trained = any(p.requires_grad for p in self.parameters)
         return is_trained or any(d.itemsize > self.plan.dtype.itemsize for d in self.own_dtypes)
-
-    @property
-    def master(self) -> Home:
-        """This rank's part of the master; made from the parameters where there is none yet."""
-        if self._master is None:
-            part = self._param.fetch(0, self._param.numel) if self._param else self.own_whole
-            self._master = self._keep_master(part)
-        return self._master
-
-    @property
-    def param(self) -> Home:
-        """What takes the values of this rank's elements after they were stepped."""
-        return self._param or InMemory(self.own_whole, Tier.DEVICE)
-
-    def own_range(self, index: int) -> range:
-        """Elements of slot `index`, counted within the part that this rank steps."""
-        slot = self.plan.layout.slots[index]
-        if self.steps_whole:
-            return range(slot.start, slot.stop)
-        return self.plan.layout.within_shard(slot, self._comm.rank)
-
-    def state_home(self, key: str, dtype: torch.dtype) -> Home:
-        """The file of optimizer state `key`, as long as the shard; zeros at first."""
-        if key not in self.state_homes:
-            name, numel = f"{self.plan.name}.{key}", self.plan.layout.shard_numel
-            self.state_homes[key] = self.storage.make_optim(name, numel, dtype)
-        return self.state_homes[key]
-
-    def look_at_state(self, index: int, key: str) -> Tensor:
-        """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
-        own = self.own_range(index)
-        return self.state_homes[key].look(own.start, own.stop)
-
-    def adopt_state(self, index: int, state: dict[str, Any]) -> None:
-        """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
-        own = self.own_range(index)
-        for key, value in state.items():
-            if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
-                self.state_home(key, value.dtype).store(own.start, value)
-                state[key] = self.look_at_state(index, key)
-
-    def owned(self, index: int) -> range:
-        """Elements of slot `index`, counted from its own first one, that this rank steps."""
-        slot = self.plan.layout.slots[index]
-        if self.steps_whole:
-            return range(slot.numel)
-        return self.plan.layout.owned(slot, self._comm.rank)
-
-    def slice_state(self, index: int, whole: Tensor) -> Tensor:
-        """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
-        device = self.storage.step_device(self.plan.tiers.optim)
-        if self.steps_whole:
-            return whole.to(device, self.plan.master_dtype, copy=True)
-        owned = self.owned(index)
-        part = read_flat(whole, owned.start, owned.stop)
-        return part.to(device, self.plan.master_dtype, copy=True)
 
     def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """By slot, whole n-D optimizer states from every rank's slices. Collective.
@@ -375,37 +274,10 @@ class Bucket:
         dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
         numel = self.plan.layout.numel if self.steps_whole else self.plan.layout.shard_numel
         joined = torch.zeros(numel, dtype=dtype, device=self._device)
-        for target, part in zip(self._cut(joined), slices, strict=True):
+        for target, part in zip(self.shards.cut(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
         return self.gather_parts(joined).views
-
-    def absorb_changes(self) -> None:
-        """Takes elements that somebody has written to into the master, where it is another tensor.
-
-        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
-        parameters, which are the rounded master in every element that nobody has touched.
-        """
-        if self.is_gathered_before_use or not self.has_master_of_its_own or self._master is None:
-            return
-        own = self.own_whole
-        if self._print is not None and self._print.matches(own):
-            return
-        master = self._master.fetch(0, own.numel())
-        values = own.to(master.device)
-        with torch.no_grad():
-            is_changed = values != master.to(own.dtype)
-            # On a device this look would wait for it, which costs more than writing in any case.
-            if master.device.type != "cpu" or is_changed.any():
-                torch.where(is_changed, values.to(master.dtype), master, out=master)
-                self._master.store(0, master)
-
-    def mark_written(self) -> None:
-        """Remembers the whole parameters as they follow from a master that is not beside them."""
-        if self.is_gathered_before_use or not self.has_master_of_its_own or self._master is None:
-            return
-        if self.storage.is_elsewhere(self._master.tier):
-            self._print = Fingerprint(self.own_whole)
 
     # ---------------------------------------------------------------- the step
 
@@ -416,8 +288,8 @@ class Bucket:
             stepping: Done when a worker has ended the step; None: the caller ends it.
         """
         self.finish_gather()
-        self.absorb_changes()
-        self.stop_reading()  # what was read ahead is about to change
+        self.shards.absorb_changes()
+        self.shards.stop_reading()  # what was read ahead is about to change
         if self.is_gathered_before_use:
             self._point_at_rest()
         elif self.plan.stage.gathers_after_step:
@@ -431,7 +303,7 @@ class Bucket:
 
     def end_step(self) -> None:
         """The new values are there; issues their gather where parameters rest whole. Collective."""
-        self.mark_written()
+        self.shards.mark_written()
         if self.plan.stage.gathers_after_step:
             self._pending = self._comm.all_gather(self._whole.tensor, self.plan.name)
 
@@ -456,12 +328,13 @@ class Bucket:
         until `leave_step`.
         """
         self.finish_gather()
-        self.absorb_changes()
+        self.shards.absorb_changes()
         grads: list[Tensor | None] = [None] * len(self.parameters)
         if has_grads:
             grads = self.grads.fetch_all(self.plan.master_dtype)
-        self._stepped = self.master.fetch(0, self.master.numel)
-        parts = self._cut(self._stepped)
+        master = self.shards.stepped()
+        self._stepped = master.fetch(0, master.numel)
+        parts = self.shards.cut(self._stepped)
         for parameter, slot, part, grad in zip(
             self.parameters, self.plan.layout.slots, parts, grads, strict=True
         ):
@@ -478,8 +351,7 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         if is_changed and self._stepped is not None:
-            self.master.store(0, self._stepped)
-            self.cast_master()
+            self.shards.store_exact(self._stepped)
         self._stepped = None
         self._point_at_rest()
         self.grads.show()
@@ -490,7 +362,7 @@ class Bucket:
     def _point_at_rest(self) -> None:
         """To where parameters rest: their slice, or the whole buffer."""
         is_shard = self.is_gathered_before_use
-        targets = self._resting_parts() if is_shard else self._whole.views
+        targets = self.shards.resting_parts() if is_shard else self._whole.views
         for parameter, target in zip(self.parameters, targets, strict=True):
             parameter.data = target
             if is_shard:
@@ -515,21 +387,13 @@ class Bucket:
         storage = self._whole.tensor.untyped_storage()
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
-    def cast_master(self) -> None:
-        """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
-        if not self.has_master_of_its_own or self._master is None:
-            return
-        with record_function(f"zero::cast {self.plan.name}"):
-            self.param.store(0, self._master.fetch(0, self._master.numel))
-        self.mark_written()
-
     # ---------------------------------------------------------------- whole masters
 
     def exact_views(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         self.finish_gather()
-        self.absorb_changes()
-        is_exact = self._master is None or not self.has_master_of_its_own
+        self.shards.absorb_changes()
+        is_exact = self.shards.master is None or not self.shards.has_own_master
         if is_exact and self.phase is Phase.WHOLE:
             return self._whole.views
         return self.gather_master().views
@@ -549,8 +413,8 @@ class Bucket:
     def _exact_home(self) -> Home:
         self._worker.drain()
         self.finish_gather()
-        self.absorb_changes()
-        return self._master or self.param
+        self.shards.absorb_changes()
+        return self.shards.exact
 
     def exact_parts(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
@@ -559,14 +423,8 @@ class Bucket:
         under way, which is waited for.
         """
         home = self._exact_home()
-        parts = [self.own_range(index) for index in range(len(self.parameters))]
+        parts = [self.shards.own_range(index) for index in range(len(self.parameters))]
         return [home.look(part.start, part.stop) for part in parts]
-
-    def _cut(self, part: Tensor) -> list[Tensor]:
-        """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
-        if not self.steps_whole:
-            return slice_shard(self.plan.layout, part, self._comm.rank)
-        return [part[slot.start : slot.stop] for slot in self.plan.layout.slots]
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
         """Takes new values for masters and parameters, each rank its own elements. Collective.
@@ -577,13 +435,11 @@ class Bucket:
         """
         exact = self._exact()
         with torch.no_grad():
-            for index, part in enumerate(self._cut(exact)):
+            for index, part in enumerate(self.shards.cut(exact)):
                 values = read(index, self.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
-            self.stop_reading()
-            (self._master or self.param).store(0, exact)
-            self.cast_master()
+            self.shards.store_exact(exact)
             if self.phase is Phase.WHOLE and not self.steps_whole:
                 self._send_shard().wait()
 
@@ -613,7 +469,7 @@ class Bucket:
         self.pins -= 1
         self.is_shown = False
         is_shard = self.phase is Phase.SHARD
-        targets = self._resting_parts() if is_shard else self._whole.views
+        targets = self.shards.resting_parts() if is_shard else self._whole.views
         for parameter, target in zip(self.parameters, targets, strict=True):
             parameter.data = target
             if is_shard:
@@ -625,38 +481,27 @@ class Bucket:
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
             own = exact.tensor if self.steps_whole else exact.shard(rank)
-            self.stop_reading()
-            if self._master is not None:
-                self._master.store(0, own)
-            if self._param is not None:
-                self._param.store(0, own)
+            self.shards.store_exact(own)
             if self._whole.is_allocated:
                 self._whole.tensor.copy_(exact.tensor)
-        self.mark_written()
+        self.shards.mark_written()
 
     # ---------------------------------------------------------------- bytes
 
     def allocated_bytes(self) -> dict[tuple[Tier, State], int]:
-        """Bytes held at this moment in parameters, gradients and masters, by tier.
+        """Bytes held at this moment in parameters, gradients, masters and files, by tier.
 
-        A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper; so do
-        optimizer states in files.
+        Optimizer states in memory belong to the optimizer and are not counted here.
         """
         held: dict[tuple[Tier, State], int] = {
             (Tier.DEVICE, State.PARAM): self._whole.allocated_bytes,
             (Tier.DEVICE, State.GRAD): self.grads.allocated_bytes,
         }
-
-        def add(home: Home | GradHome | None, tier: Tier, state: State) -> None:
-            if home is not None:
-                held[tier, state] = held.get((tier, state), 0) + home.nbytes
-
-        add(self._param, self.plan.tiers.param, State.PARAM)
-        add(self._grad_home, self.plan.tiers.grad, State.GRAD)
-        if self.has_master_of_its_own:
-            add(self._master, self.plan.tiers.optim, State.OPTIM)
-        for home in self.state_homes.values():
-            add(home, Tier.NVME, State.OPTIM)
+        for tier, state, home in self.shards.homes():
+            held[tier, state] = held.get((tier, state), 0) + home.nbytes
+        if self._grad_home is not None:
+            key = (self.plan.tiers.grad, State.GRAD)
+            held[key] = held.get(key, 0) + self._grad_home.nbytes
         return held
 
     def data_parallel_bytes(self) -> dict[State, int]:
@@ -664,7 +509,7 @@ class Bucket:
         numel = self.plan.layout.parameter_numel
         is_trained = any(parameter.requires_grad for parameter in self.parameters)
         params = numel * self.plan.dtype.itemsize
-        master = numel * self.plan.master_dtype.itemsize if self.has_master_of_its_own else 0
+        master = numel * self.plan.master_dtype.itemsize if self.shards.has_own_master else 0
         return {
             State.PARAM: params,
             State.GRAD: params if is_trained else 0,

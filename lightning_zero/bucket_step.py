@@ -43,22 +43,24 @@ class BucketStep:
         self.bucket = bucket
         self._template = template
         self._state = template.optimizer.state
-        self._storage = bucket.storage
+        self._storage = bucket.shards.storage
         self._device = self._storage.step_device(bucket.plan.tiers.optim)
         self._grads: dict[int, Tensor] = {}  # by slot that is stepped
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
             if grad is not None and parameter in template.group_of:
                 self._grads[index] = grad
-                if bucket.keeps_states_in_files:
-                    bucket.adopt_state(index, self._state.get(parameter, {}))
+                if bucket.shards.keeps_states_in_files:
+                    bucket.shards.adopt_state(index, self._state.get(parameter, {}))
         self._known: dict[int, dict[str, Any]] = {}  # by slot: states after the chunks so far
         self.is_in_chunks = False
 
     def jobs(self) -> list[Job]:
         """The chunks in order."""
         chunks = chunks_of(self.bucket, self._grads)
-        has_files = any(chunk.pieces for chunk in chunks) or self.bucket.keeps_states_in_files
+        has_files = (
+            any(chunk.pieces for chunk in chunks) or self.bucket.shards.keeps_states_in_files
+        )
         self.is_in_chunks = has_files
         return [self._job(chunk) for chunk in chunks]
 
@@ -73,24 +75,24 @@ class BucketStep:
         memory = chunk.tensors(views)
         master = memory.get("master")
         if master is None:
-            master = self.bucket.master.fetch(chunk.start, chunk.stop).to(self._device)
+            master = self.bucket.shards.stepped().fetch(chunk.start, chunk.stop).to(self._device)
         slices = {
             index: self._slice(index, part, chunk, master, memory)
             for index in self._grads
             if (part := part_of(self.bucket, index, chunk.start, chunk.stop))
-            or (chunk.is_first and not self.bucket.own_range(index))
+            or (chunk.is_first and not self.bucket.shards.own_range(index))
         }
         self._template.step(list(slices.values()))
         for index, stepped in slices.items():
             part = part_of(self.bucket, index, chunk.start, chunk.stop)
             self._keep_state(index, part, chunk, stepped, memory)
         if "master" not in memory:
-            self._storage.upload(master, self.bucket.master, chunk.start)
-        if self.bucket.has_master_of_its_own:
+            self._storage.upload(master, self.bucket.shards.stepped(), chunk.start)
+        if self.bucket.shards.has_own_master:
             if "param" in memory:
                 memory["param"].copy_(master)
             else:
-                self._storage.upload(master, self.bucket.param, chunk.start)
+                self._storage.upload(master, self.bucket.shards.follower, chunk.start)
 
     def _slice(
         self,
@@ -101,7 +103,7 @@ class BucketStep:
         memory: dict[str, Tensor],
     ) -> Slice:
         parameter = self.bucket.parameters[index]
-        own = self.bucket.own_range(index)
+        own = self.bucket.shards.own_range(index)
         here = slice(part.start - chunk.start, part.stop - chunk.start)
         if "grad" in memory:
             grad = memory["grad"][here]
@@ -139,12 +141,12 @@ class BucketStep:
             if stepped.state:
                 self._state[parameter] = stepped.state
             return
-        own = self.bucket.own_range(index)
+        own = self.bucket.shards.own_range(index)
         known = self._known.setdefault(index, {})  # in memory; other keys are in files
         for key, value in stepped.state.items():
             if not is_elementwise_state(key, value, len(part)):
                 known[key] = value
-            elif not self.bucket.keeps_states_in_files:
+            elif not self.bucket.shards.keeps_states_in_files:
                 if key not in known:
                     old = self._state.get(parameter, {}).get(key)
                     is_there = is_elementwise_state(key, old, len(own))
@@ -153,10 +155,10 @@ class BucketStep:
             elif (view := memory.get(f"state.{key}")) is not None:
                 _write(view[part.start - chunk.start : part.stop - chunk.start], value)
             else:  # made in this step
-                self.bucket.state_home(key, value.dtype).store(part.start, value)
-        if not own or part.stop == own.stop:
+                self.bucket.shards.state_home(key, value.dtype).store(part.start, value)
+        if stepped.state and (not own or part.stop == own.stop):
             self._state[parameter] = {
-                key: known[key] if key in known else self.bucket.look_at_state(index, key)
+                key: known[key] if key in known else self.bucket.shards.look_at_state(index, key)
                 for key in stepped.state
             }
 

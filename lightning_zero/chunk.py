@@ -57,11 +57,11 @@ class Chunk:
 def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     """The chunks that hold anything of `slots`; one where everything is in memory."""
     files = _files_of(bucket)
-    numel = bucket.master.numel
+    numel = bucket.shards.stepped().numel
     step = numel
     if files:
         itemsize = sum(home.dtype.itemsize for home in files.values())
-        step = bucket.storage.step_buffer_bytes // itemsize // PAGE_BYTES * PAGE_BYTES
+        step = bucket.shards.storage.step_buffer_bytes // itemsize // PAGE_BYTES * PAGE_BYTES
     chunks = []
     for start in range(0, numel, step):
         stop = min(start + step, numel)
@@ -78,15 +78,15 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
 
 def part_of(bucket: Bucket, index: int, start: int, stop: int) -> range:
     """Elements of the shard within [start, stop) that belong to slot `index`."""
-    own = bucket.own_range(index)
+    own = bucket.shards.own_range(index)
     first = max(own.start, start)
     return range(first, max(first, min(own.stop, stop)))
 
 
 def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
     """By name, the homes that are files."""
-    homes = {MASTER: bucket.master, GRAD: bucket.grads.home}
-    if bucket.has_master_of_its_own:
-        homes[PARAM] = bucket.param
-    homes.update((f"state.{key}", home) for key, home in bucket.state_homes.items())
+    homes = {MASTER: bucket.shards.stepped(), GRAD: bucket.grads.home}
+    if bucket.shards.has_own_master:
+        homes[PARAM] = bucket.shards.follower
+    homes.update((f"state.{key}", home) for key, home in bucket.shards.state_homes.items())
     return {name: home for name, home in homes.items() if isinstance(home, InFile)}

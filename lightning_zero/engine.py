@@ -181,7 +181,7 @@ class Engine:
         )
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
-        bucket.keeps_states_in_files = kind is StepKind.BY_BUCKET
+        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET
         if kind is StepKind.AT_ONCE and self.comm.rank == 0:
             warnings.warn(
                 f"{type(optimizer).__name__} can only step all parameters in one call: its states "
@@ -427,7 +427,9 @@ class Engine:
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, StoredTensor):
+                state[key] = value.read().to(device)  # its file goes
+            elif isinstance(value, Tensor):
                 state[key] = value.to(device)
 
 

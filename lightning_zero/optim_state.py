@@ -34,7 +34,7 @@ def shard_initial_state(optimizer: Optimizer) -> None:
         placement = placement_of(parameter)
         for key, value in state.items():
             if _is_shaped_like(placement.shape, key, value):
-                state[key] = placement.bucket.slice_state(placement.index, value)
+                state[key] = placement.bucket.shards.slice_state(placement.index, value)
 
 
 def optimizer_state_dict(
@@ -88,7 +88,7 @@ def load_optimizer_state_dict(
     in_memory: dict[int, Any] = {}
     in_files: dict[int, Any] = {}
     for number, entry in state_dict["state"].items():
-        is_in_files = placement_of(by_number[number]).bucket.keeps_states_in_files
+        is_in_files = placement_of(by_number[number]).bucket.shards.keeps_states_in_files
         (in_files if is_in_files else in_memory)[number] = entry
     state = {number: _own_parts(by_number[number], entry) for number, entry in in_memory.items()}
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
@@ -98,7 +98,7 @@ def load_optimizer_state_dict(
     for number, entry in in_files.items():  # one parameter at a time is in memory
         placement = placement_of(by_number[number])
         part = _own_parts(by_number[number], entry)
-        placement.bucket.adopt_state(placement.index, part)
+        placement.bucket.shards.adopt_state(placement.index, part)
         optimizer.state[by_number[number]] = part
 
 
@@ -109,7 +109,7 @@ def _own_parts(parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, A
 def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     placement = placement_of(parameter)
     if _is_shaped_like(placement.shape, key, value):
-        return placement.bucket.slice_state(placement.index, value)
+        return placement.bucket.shards.slice_state(placement.index, value)
     # A copy of what may be mapped from a file.
     return value.clone() if isinstance(value, Tensor) else value
 

@@ -560,7 +560,7 @@ class Schedule:
         """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""
         for bucket in self._buckets:
             bucket.undo_step()
-            bucket.stop_reading()
+            bucket.shards.stop_reading()
             bucket.grads.drop()
         self._comm.free_scratch()
         self._reducing = None

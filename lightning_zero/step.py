@@ -199,7 +199,7 @@ class OptimizerStep:
         """There are states in files, and no gradients, which are written before the step."""
         buckets = self._order()
         has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
-        return any(bucket.state_homes for bucket in buckets) and not has_grads
+        return any(bucket.shards.state_homes for bucket in buckets) and not has_grads
 
     def _members(self) -> set[nn.Parameter]:
         """The optimizer's parameters.

@@ -23,6 +23,7 @@ LAYERS = {
         "probe",
         "schedule",
         "sharded_grad",
+        "shards",
         "stand_in",
         "step",
         "unit",

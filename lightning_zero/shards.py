@@ -1,0 +1,236 @@
+"""What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
+
+The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
+themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a home
+in its tier; `Bucket` says when it is used, this file where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_zero.buffer import FlatBuffer, slice_shard
+from lightning_zero.offload import Tier
+from lightning_zero.plan import BucketPlan
+from lightning_zero.stage import State
+from lightning_zero.state_keys import is_elementwise_state
+from lightning_zero.stored import StoredTensor, read_flat
+from lightning_zero.tiers import Home, InFile, InMemory, ParamReader, Storage
+from lightning_zero.written import Fingerprint
+
+__all__ = ["Shards"]
+
+
+class Shards:
+    """The homes of one bucket's shards.
+
+    Attributes:
+        plan: Layout, dtypes, stage and tiers.
+        storage: Makes the homes.
+        steps_whole: OPTIM rests whole: every rank steps all elements.
+        param: What a gather sends: 1-D, `shard_numel`, param dtype; None where nothing is gathered
+            before use.
+        master: What is stepped: 1-D, own part, master dtype; None until it is needed.
+        reader: Reads a `param` that rests in a file.
+        keeps_states_in_files: Optimizer states move to files; set with the optimizer.
+        state_homes: Optimizer states in files, by key.
+    """
+
+    def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
+        self.plan = plan
+        self.storage = storage
+        self.steps_whole = not plan.stage.has_shard(State.OPTIM)
+        self._whole = whole
+        self._rank = rank
+        self.param: Home | None = None
+        self.master: Home | None = None
+        self.reader: ParamReader | None = None
+        self.keeps_states_in_files = False
+        self.state_homes: dict[str, Home] = {}
+        self._print: Fingerprint | None = None  # of the own part of whole parameters
+
+    # ---------------------------------------------------------------- which elements
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from its own first one, that this rank steps."""
+        slot = self.plan.layout.slots[index]
+        if self.steps_whole:
+            return range(slot.numel)
+        return self.plan.layout.owned(slot, self._rank)
+
+    def own_range(self, index: int) -> range:
+        """The same elements, counted within the part that this rank steps."""
+        slot = self.plan.layout.slots[index]
+        if self.steps_whole:
+            return range(slot.start, slot.stop)
+        return self.plan.layout.within_shard(slot, self._rank)
+
+    def cut(self, part: Tensor) -> list[Tensor]:
+        """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
+        ranges = [self.own_range(index) for index in range(len(self.plan.layout.slots))]
+        return [part[own.start : own.stop] for own in ranges]
+
+    @property
+    def own_whole(self) -> Tensor:
+        """The part of the whole buffer that this rank steps: 1-D, a view."""
+        return self._whole.tensor if self.steps_whole else self._whole.shard(self._rank)
+
+    # ---------------------------------------------------------------- parameters and master
+
+    @property
+    def has_own_master(self) -> bool:
+        """The master is another tensor than the parameters, in another dtype."""
+        return self.plan.master_dtype != self.plan.dtype
+
+    def take_master(self, values: Tensor) -> None:
+        """Makes a home for a master of these `values`: 1-D, own part, copied."""
+        copy = values.to(self.plan.master_dtype, copy=True)
+        self.master = self.storage.keep_master(self.plan.name, copy, self.plan.tiers.optim)
+
+    def take_params(self) -> None:
+        """Makes homes from the whole parameters, for all but a master of its own dtype."""
+        if not self.has_own_master:
+            self.master = InMemory(self.own_whole, Tier.DEVICE)
+        if self.plan.stage.has_shard(State.PARAM):
+            copy = self.own_whole.clone()
+            self.param = self.storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
+            if not self.has_own_master:
+                self.master = self.param
+            if isinstance(self.param, InFile):
+                self.reader = ParamReader(self.param, self.storage.param_pool)
+
+    def stepped(self) -> Home:
+        """The master; made from the parameters where there is none yet."""
+        if self.master is None:
+            home = self.follower
+            self.take_master(home.fetch(0, home.numel))
+            assert self.master is not None
+        return self.master
+
+    @property
+    def follower(self) -> Home:
+        """What follows the master: the parameters of this rank's elements."""
+        return self.param or InMemory(self.own_whole, Tier.DEVICE)
+
+    @property
+    def exact(self) -> Home:
+        """This rank's elements in the fullest precision there is."""
+        return self.master or self.follower
+
+    def resting_parts(self) -> list[Tensor]:
+        """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
+        if isinstance(self.exact, InMemory):
+            return slice_shard(self.plan.layout, self.exact.tensor, self._rank)
+        return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
+
+    def store_exact(self, values: Tensor) -> None:
+        """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
+        self.stop_reading()
+        self.exact.store(0, values)
+        self.cast_master()
+
+    def cast_master(self) -> None:
+        """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
+        if not self.has_own_master or self.master is None:
+            return
+        with record_function(f"zero::cast {self.plan.name}"):
+            self.follower.store(0, self.master.fetch(0, self.master.numel))
+        self.mark_written()
+
+    def send_params(self) -> Tensor | None:
+        """Readies the parameters for a gather: what it has to send, if not in the whole buffer."""
+        if self.reader is not None:
+            self.reader.copy_to(self.own_whole)
+            return None
+        return self.param.tensor if isinstance(self.param, InMemory) else None
+
+    def stop_reading(self) -> None:
+        """Gives the buffers of a read ahead back: nobody needs it, or the file is to change."""
+        if self.reader is not None:
+            self.reader.cancel()
+
+    # ---------------------------------------------------------------- written by others
+
+    @property
+    def _rests_whole_beside_master(self) -> bool:
+        is_whole = not self.plan.stage.has_shard(State.PARAM)
+        return is_whole and self.has_own_master and self.master is not None
+
+    def absorb_changes(self) -> None:
+        """Takes elements that somebody has written to into the master, where it is another tensor.
+
+        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
+        parameters, which are the rounded master in every element that nobody has touched.
+        """
+        if not self._rests_whole_beside_master:
+            return
+        assert self.master is not None
+        own = self.own_whole
+        if self._print is not None and self._print.matches(own):
+            return
+        master = self.master.fetch(0, own.numel())
+        values = own.to(master.device)
+        with torch.no_grad():
+            is_changed = values != master.to(own.dtype)
+            # On a device this look would wait for it, which costs more than writing in any case.
+            if master.device.type != "cpu" or is_changed.any():
+                torch.where(is_changed, values.to(master.dtype), master, out=master)
+                self.master.store(0, master)
+
+    def mark_written(self) -> None:
+        """Remembers the whole parameters as they follow from a master that is not beside them."""
+        if not self._rests_whole_beside_master:
+            return
+        assert self.master is not None
+        if self.storage.is_elsewhere(self.master.tier):
+            self._print = Fingerprint(self.own_whole)
+
+    # ---------------------------------------------------------------- optimizer states
+
+    def slice_state(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
+        device = self.storage.step_device(self.plan.tiers.optim)
+        if self.steps_whole:
+            return whole.to(device, self.plan.master_dtype, copy=True)
+        owned = self.owned(index)
+        part = read_flat(whole, owned.start, owned.stop)
+        return part.to(device, self.plan.master_dtype, copy=True)
+
+    def state_home(self, key: str, dtype: torch.dtype) -> Home:
+        """The file of optimizer state `key`, as long as the shard; zeros at first."""
+        if key not in self.state_homes:
+            name, numel = f"{self.plan.name}.{key}", self.plan.layout.shard_numel
+            self.state_homes[key] = self.storage.make_optim(name, numel, dtype)
+        return self.state_homes[key]
+
+    def look_at_state(self, index: int, key: str) -> Tensor:
+        """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
+        own = self.own_range(index)
+        return self.state_homes[key].look(own.start, own.stop)
+
+    def adopt_state(self, index: int, state: dict[str, Any]) -> None:
+        """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
+        own = self.own_range(index)
+        for key, value in state.items():
+            if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
+                self.state_home(key, value.dtype).store(own.start, value)
+                state[key] = self.look_at_state(index, key)
+
+    # ---------------------------------------------------------------- bytes
+
+    def homes(self) -> Iterator[tuple[Tier, State, Home]]:
+        """Every home that holds memory or a file of its own, with what it holds.
+
+        A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
+        """
+        if self.param is not None:
+            yield self.plan.tiers.param, State.PARAM, self.param
+        if self.has_own_master and self.master is not None:
+            yield self.plan.tiers.optim, State.OPTIM, self.master
+        for home in self.state_homes.values():
+            yield Tier.NVME, State.OPTIM, home
