@@ -85,25 +85,34 @@ def load_optimizer_state_dict(
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     _check_states(optimizer, by_number, state_dict)
-    in_memory: dict[int, Any] = {}
-    in_files: dict[int, Any] = {}
-    for number, entry in state_dict["state"].items():
-        is_in_files = placement_of(by_number[number]).bucket.shards.keeps_states_in_files
-        (in_files if is_in_files else in_memory)[number] = entry
-    state = {number: _own_parts(by_number[number], entry) for number, entry in in_memory.items()}
+    in_files = {p for p in parameters if placement_of(p).bucket.shards.keeps_states_in_files}
+    state = {
+        number: {
+            key: _own_part(by_number[number], key, value)
+            for key, value in entry.items()
+            if by_number[number] not in in_files or key == "step"
+        }
+        for number, entry in state_dict["state"].items()
+    }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
-    mine = {by_number[number] for number in in_memory}
+    mine = set(parameters) - in_files
     with _as_stepped([b for b in buckets if any(p in mine for p in b.parameters)]):
         optimizer.load_state_dict({**state_dict, "state": state})
-    for number, entry in in_files.items():  # one parameter at a time is in memory
-        placement = placement_of(by_number[number])
-        part = _own_parts(by_number[number], entry)
-        placement.bucket.shards.adopt_state(placement.index, part)
-        optimizer.state[by_number[number]] = part
+    for number, entry in state_dict["state"].items():
+        if by_number[number] in in_files:
+            _load_into_files(by_number[number], entry, optimizer.state[by_number[number]])
 
 
-def _own_parts(parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _own_part(parameter, key, value) for key, value in entry.items()}
+def _load_into_files(
+    parameter: nn.Parameter, entry: Mapping[str, Any], state: dict[str, Any]
+) -> None:
+    """Moves all states but the step to their files, one after another: memory holds one of them."""
+    placement = placement_of(parameter)
+    for key, value in entry.items():
+        if key != "step":
+            part = {key: _own_part(parameter, key, value)}
+            placement.bucket.shards.adopt_state(placement.index, part)
+            state.update(part)
 
 
 def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:

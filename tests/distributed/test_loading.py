@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import Engine, ZeroConfig, gathered, load_weights
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
 from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer, load_parameters
 from lightning_zero.stored import StoredTensor
@@ -67,7 +67,7 @@ def stored(state, reads=None):
         return StoredTensor.of(value.shape, value.dtype, read)
 
     result = OrderedDict((name, store(name, value)) for name, value in state.items())
-    result._metadata = state._metadata
+    result._metadata = getattr(state, "_metadata", {})
     return result
 
 
@@ -354,6 +354,40 @@ def _optimizer_by_name(rank, world_size, stage):
 def test_states_by_name_are_read_by_shards(stage):
     parts = run(_optimizer_by_name, stage)
     assert sum(parts) == pytest.approx(2 if stage == 0 else 1)
+
+
+def _optimizer_in_files(rank, world_size, dtype):
+    from lightning_zero.optim_state import optimizer_state_dict
+
+    engine, module, optimizer = start(3, param_dtype=dtype)
+    step(engine, module)
+    state = optimizer_state_dict(optimizer, engine.buckets, is_recipient=True)
+    weights = engine.comm.broadcast_object(full_state_dict(engine))
+    Path("swap").mkdir(exist_ok=True)
+    offload = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16)
+    other, same, loaded = start(3, param_dtype=dtype, offload_optimizer=offload)
+    load_module(same, stored(weights))
+    load_optimizer(other, loaded, _by_name(other, loaded, state))
+    for entry in loaded.state.values():
+        assert isinstance(entry["exp_avg"], StoredTensor)
+    again = optimizer_state_dict(loaded, other.buckets, is_recipient=True)
+    for number, entry in state["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(again["state"][number][key], value)
+    for trained, net in ((engine, module), (other, same)):
+        torch.manual_seed(9 + rank)
+        step(trained, net)
+    expected, state = full_state_dict(engine), full_state_dict(other)
+    if rank == 0:
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+    engine.close()
+    other.close()
+
+
+def test_states_and_masters_that_rest_in_files_are_loaded_into_them():
+    for dtype in (None, "bfloat16"):
+        run(_optimizer_in_files, dtype)
 
 
 def _optimizer_errors(rank, world_size):
