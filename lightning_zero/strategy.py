@@ -534,6 +534,11 @@ class ZeroStrategy(ParallelStrategy):
             return
         engine = self._engine
         if (owner := engine or self._last_engine) is not None and self._is_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
+                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                )
             last_masters = self._last_masters if engine is None else None
             self._saving.save(checkpoint, filepath, owner, last_masters=last_masters)
             return
