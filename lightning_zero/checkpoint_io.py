@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_zero.checkpoint.torch_file import verify_torch_file, write_torch_file
+from lightning_zero.checkpoint.archive import verify_torch_file, write_torch_file
 
 __all__ = ["ZeroCheckpointIO", "on_rank_zero"]
 
