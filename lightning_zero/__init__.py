@@ -7,6 +7,7 @@ Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered
+from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.memory import MemoryReport
@@ -22,6 +23,8 @@ __all__ = [
     "__version__",
     "full_grad",
     "gathered",
+    "load_weights",
+    "open_checkpoint",
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)

@@ -25,6 +25,7 @@ from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.plan import BucketPlan
 from lightning_zero.stage import State
+from lightning_zero.stored import read_flat
 
 __all__ = ["Bucket", "Phase"]
 
@@ -275,7 +276,7 @@ class Bucket:
         if self.steps_whole:
             return whole.to(self._device, self.plan.master_dtype, copy=True)
         owned = self.owned(index)
-        part = whole.reshape(-1)[owned.start : owned.stop]
+        part = read_flat(whole, owned.start, owned.stop)
         return part.to(self._device, self.plan.master_dtype, copy=True)
 
     def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:

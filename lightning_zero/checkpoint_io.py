@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import verify_torch_file, write_torch_file
+from lightning_zero.checkpoint.archive import find_damage, write_torch_file
 
-__all__ = ["ZeroCheckpointIO", "on_rank_zero"]
+__all__ = ["ZeroCheckpointIO", "on_rank_zero", "raise_damage"]
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -42,7 +42,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         if _is_local_file_protocol(path) and _local(path).is_file():
-            verify_torch_file(_local(path))
+            raise_damage(path, find_damage(_local(path)))
         loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
         return loaded
 
@@ -70,6 +70,19 @@ def on_rank_zero(strategy: Strategy, act: Callable[[], None]) -> None:
         raise OSError(number, f"rank 0 failed: {text}")
     if text is not None:
         raise RuntimeError(f"rank 0 failed: {text}")
+
+
+def raise_damage(path: _PATH, damage: Sequence[str]) -> None:
+    """Raises where there is any.
+
+    Raises:
+        ValueError: The checkpoint is damaged.
+    """
+    if damage:
+        raise ValueError(
+            f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
+            "again."
+        )
 
 
 def _local(path: _PATH) -> Path:

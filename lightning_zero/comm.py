@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zero.buffer import Scratch
+from lightning_zero.channel import Channel
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
 
 __all__ = ["Communicator", "Pending", "PeerAbortedError"]
@@ -66,6 +67,7 @@ class Communicator:
         self._control: Any = None
         self._is_aborted = False
         self._forgotten: list[Pending] = []
+        self._channels: list[Channel] = []
         self._exchange: Exchange = self._open()
 
     def free_scratch(self) -> None:
@@ -141,6 +143,16 @@ class Communicator:
         dist.all_gather_object(box, value, group=self._control)
         return box
 
+    def open_channel(self) -> Channel:
+        """A new channel for messages beside the collectives, closed by `abort` and `close`."""
+        group = None
+        if self._control is not None and self.size > 1:
+            group = dist.new_group(timeout=self._timeout, backend="gloo")
+        channel = Channel(self.rank, self.size, group)
+        self._channels = [other for other in self._channels if other.is_open]
+        self._channels.append(channel)
+        return channel
+
     def agree(self, request: int, num_issued: int = 0) -> tuple[int, int]:
         """One round of the control plane: the lowest request and the lowest count of all ranks.
 
@@ -188,6 +200,7 @@ class Communicator:
         if self._control is None or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True
+        self._close_channels()
         message = torch.tensor([_ABORT, 0], dtype=torch.int64)
         dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
         self._close_data()
@@ -228,9 +241,14 @@ class Communicator:
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""
         self._close_data()
+        self._close_channels()
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group(self._control)
         self._control = None
+
+    def _close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
 
     def _close_data(self) -> None:
         self._exchange = Closed()

@@ -19,6 +19,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.guard import placement_of
 
 __all__ = [
+    "is_elementwise",
     "join_optimizer_state",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
@@ -68,25 +69,69 @@ def optimizer_state_dict(
 def load_optimizer_state_dict(
     optimizer: Optimizer, buckets: Sequence[Bucket], state_dict: Mapping[str, Any]
 ) -> None:
-    """Loads a state dict of whole tensors; each rank keeps its slices.
+    """Loads a state dict of whole tensors; each rank reads and keeps its own elements. Local.
+
+    Args:
+        optimizer: Its state and the options of its groups are replaced.
+        buckets: All buckets of the engine.
+        state_dict: As `torch.optim.Optimizer.state_dict` gives it; its tensors may be stored ones.
 
     Raises:
-        ValueError: A state is shaped neither like its parameter nor like a scalar.
+        ValueError: States shaped neither like their parameter nor like a scalar, of parameters that
+            are not there, or other groups than the optimizer's. Nothing has been changed.
     """
-    by_id = {number: parameter for parameter, number in _parameter_ids(optimizer).items()}
-    state = {}
-    for number, entry in state_dict["state"].items():
-        placement = placement_of(by_id[number])
-        state[number] = {
-            key: placement.bucket.slice_state(placement.index, value)
-            if _is_shaped_like(placement.shape, key, value)
-            else value
-            for key, value in entry.items()
-        }
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+    _check_states(optimizer, by_number, state_dict)
+    state = {
+        number: {key: _own_part(by_number[number], key, value) for key, value in entry.items()}
+        for number, entry in state_dict["state"].items()
+    }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
-    mine = set(by_id.values())
+    mine = set(parameters)
     with _as_stepped([b for b in buckets if any(p in mine for p in b.parameters)]):
         optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
+    placement = placement_of(parameter)
+    if _is_shaped_like(placement.shape, key, value):
+        return placement.bucket.slice_state(placement.index, value)
+    # A copy of what may be mapped from a file.
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_states(
+    optimizer: Optimizer, by_number: Mapping[int, nn.Parameter], state_dict: Mapping[str, Any]
+) -> None:
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    wrong = []
+    if saved != own:
+        wrong.append(f"groups of {saved} parameters, and the optimizer has groups of {own}")
+    for number, entry in state_dict["state"].items():
+        if number not in by_number:
+            if saved == own:
+                wrong.append(f"a state of parameter {number}, which is in no group")
+            continue
+        placement = placement_of(by_number[number])
+        wrong += [
+            f"{key} of {placement.name} with shape {tuple(value.shape)}, and the parameter has "
+            f"{tuple(placement.shape)}"
+            for key, value in entry.items()
+            if isinstance(value, Tensor)
+            and value.numel() > 1
+            and value.shape != placement.shape
+            and not placement.bucket.steps_whole
+        ]
+    if wrong:
+        lines = "\n\t".join(wrong)
+        raise ValueError(
+            f"the checkpoint's state does not fit {type(optimizer).__name__}; it has\n\t{lines}\n"
+            "Resume with the model and the optimizer that were saved, or load the weights alone: "
+            "lightning_zero.load_weights(module, path)."
+        )
 
 
 def join_optimizer_state(
@@ -111,7 +156,7 @@ def _joined(
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
-                state.get(key) if _is_elementwise(bucket, index, key, state.get(key)) else None
+                state.get(key) if is_elementwise(bucket, index, key, state.get(key)) else None
                 for index, state in enumerate(states)
             ]
             if all(part is None for part in slices):
@@ -130,7 +175,8 @@ def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == shape and key not in _SCALARS
 
 
-def _is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+    """Whether a state of slot `index` has one number for each element that this rank steps."""
     if not isinstance(value, Tensor) or key in _SCALARS:
         return False
     if value.dim() == 0 and not bucket.steps_whole:

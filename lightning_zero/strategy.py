@@ -11,12 +11,15 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -43,10 +46,14 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     full_state_dict,
-    load_full_state_dict,
     load_masters,
+    load_module,
+    load_optimizer,
+    load_parameters,
     narrow_masters,
+    open_checkpoint,
 )
+from lightning_zero.checkpoint.directory import recover
 from lightning_zero.checkpoint_io import ZeroCheckpointIO, on_rank_zero
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
@@ -54,12 +61,18 @@ from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
 from lightning_zero.memory import MemoryReport
-from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
+from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+from lightning_zero.saving import (
+    MASTERS_KEY,
+    CheckpointForm,
+    Saving,
+    find_damage_together,
+    is_own_io,
+)
 
 __all__ = ["ZeroStrategy"]
 
-_MASTERS_KEY = "lightning_zero_masters"
 _SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
 
@@ -82,10 +95,15 @@ class ZeroStrategy(ParallelStrategy):
             bytes.
         broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
         assume_elementwise: Skip the check that an optimizer can be sharded.
+        checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
+            writes its own part. "auto": full below 2^31 parameter elements.
+        async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
+            shards in CPU memory.
         accelerator: As in every Lightning strategy, for this and the following.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer where it is not given.
-        checkpoint_io: Writes and reads the file. None: `ZeroCheckpointIO`.
+        checkpoint_io: Writes and reads the file; with one of your own the form is full. None:
+            `ZeroCheckpointIO`.
         precision_plugin: One of Lightning's own; replaced by ours of the same precision.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: Of every collective.
@@ -113,6 +131,8 @@ class ZeroStrategy(ParallelStrategy):
         param_dtype: str | None = None,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
+        checkpoint: CheckpointForm = "auto",
+        async_save: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -138,6 +158,8 @@ class ZeroStrategy(ParallelStrategy):
         )
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
+        self._saving = Saving(checkpoint, is_async=async_save)
+        self._saving.check(checkpoint_io)
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
         self.translation: Translation | None = None  # all that the DeepSpeed file says
         self._grad_scaler_kwargs: dict[str, Any] = {}
@@ -145,7 +167,9 @@ class ZeroStrategy(ParallelStrategy):
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
+        # From a checkpoint that was opened before the engine was built.
         self._masters_to_load: Mapping[str, Tensor] = {}
+        self._parameters_to_load: dict[str, Tensor] = {}  # those that had no memory then
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -297,6 +321,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
+        self._saving.check(self._checkpoint_io)
         for name, parameter in model.named_parameters():
             if has_placement(parameter) and self._engine is None:
                 raise ValueError(
@@ -388,9 +413,9 @@ class ZeroStrategy(ParallelStrategy):
             device=self.root_device,
             timeout=self._timeout,
         )
-        if self._masters_to_load:
-            load_masters(self._engine, self._masters_to_load)
-            self._masters_to_load = {}
+        load_parameters(self.lightning_module, self._parameters_to_load)
+        load_masters(self._engine, self._masters_to_load)
+        self._parameters_to_load, self._masters_to_load = {}, {}
 
     # ---------------------------------------------------------------- steps
 
@@ -485,16 +510,21 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0, nothing elsewhere. Collective."""
-        if self._engine is None:
-            return super().lightning_module_state_dict()
+        """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
         if not self._is_together():
             return {}
+        engine = self._engine or self._last_engine
+        if engine is not None and self._is_sharded:
+            assert self.lightning_module is not None
+            is_closed = self._engine is None
+            return self._saving.state_dict(engine, self.lightning_module, is_closed=is_closed)
+        if self._engine is None:
+            return super().lightning_module_state_dict()
         return full_state_dict(self._engine)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What the optimizer would save unsharded, on rank 0; nothing elsewhere. Collective."""
+        """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         engine = self._engine or self._last_engine
@@ -502,6 +532,8 @@ class ZeroStrategy(ParallelStrategy):
             return super().optimizer_state(optimizer)
         if not self._is_together():
             return {}
+        if self._is_sharded:
+            return self._saving.optimizer_state(optimizer, engine)
         return optimizer_state_dict(optimizer, engine.buckets, is_recipient=self.is_global_zero)
 
     @override
@@ -514,40 +546,93 @@ class ZeroStrategy(ParallelStrategy):
                 f"{_RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
             )
             return
+        engine = self._engine
+        if (owner := engine or self._last_engine) is not None and self._is_sharded:
+            last_masters = self._last_masters if engine is None else None
+            self._saving.save(checkpoint, filepath, owner, last_masters=last_masters)
+            return
         if "optimizer_states" in checkpoint:
-            engine = self._engine
             masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
-                checkpoint[_MASTERS_KEY] = masters
+                checkpoint[MASTERS_KEY] = masters
         io = self.checkpoint_io
         # Else the others would wait in the next collective for a rank 0 that has raised.
         on_rank_zero(self, lambda: io.save_checkpoint(checkpoint, filepath, storage_options))
+
+    @property
+    def _is_sharded(self) -> bool:
+        assert self.lightning_module is not None
+        return self._saving.is_sharded(self.lightning_module, self._checkpoint_io)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._saving.remove(filepath)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only=weights_only)
+        """Opens a checkpoint of any format, the same on every rank. Collective.
+
+        A `checkpoint_io` other than the default one reads for itself.
+        """
+        self._saving.finish()
+        path = self.broadcast(checkpoint_path)
+        if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        if self.is_global_zero:
+            recover(Path(path))
+        self.barrier()
+        find_damage_together(Path(path), self.global_rank, self.world_size)
+        checkpoint: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        except Exception as error:
+            failure = error
+        self._raise_together(failure, f"open {path}")
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        return checkpoint
+
+    def _raise_together(self, failure: Exception | None, what: str) -> None:
+        """Raises on every rank where it failed on any, so that none waits for another."""
+        failures: list[str | None] = [None if failure is None else repr(failure)]
+        if _distributed_is_initialized():
+            own = failures[0]
+            failures = [None] * dist.get_world_size()
+            dist.all_gather_object(failures, own)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise RuntimeError(f"rank {rank} could not {what}: {text}")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        masters = checkpoint.get(_MASTERS_KEY, {})
+        assert self.lightning_module is not None
+        state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
+        awaited = None if self._engine else self._parameters_to_load
+        load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
         if self._engine is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
             self._masters_to_load = masters
-            return
-        load_full_state_dict(self._engine, checkpoint["state_dict"], strict=strict)
-        load_masters(self._engine, masters)
+        else:
+            load_masters(self._engine, masters)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=False):
-            if isinstance(optimizer, _MockOptimizer):
-                continue
-            load_optimizer_state_dict(optimizer, self.engine.buckets, state)
+            if not isinstance(optimizer, _MockOptimizer):
+                load_optimizer(self.engine, optimizer, state)
 
     # ---------------------------------------------------------------- failure and the end
+
+    @override
+    def on_train_end(self) -> None:
+        self._saving.finish()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -571,6 +656,14 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        has_failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        try:
+            self._saving.finish(warns=has_failed)
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         cpu = torch.device("cpu")
@@ -582,7 +675,7 @@ class ZeroStrategy(ParallelStrategy):
             else:
                 self._engine.abandon()
             self._engine = None
-        self._masters_to_load = {}
+        self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
         if module is not None and not any(has_placement(p) for p in module.parameters()):
             if self._layer_sync and _was_fitting(module):

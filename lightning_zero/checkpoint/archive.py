@@ -2,7 +2,7 @@
 
 [Note: Torch files] They are zip archives: `data.pkl`, a pickle that refers to storages by number,
 and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not
-look at the checksums, `verify_torch_file` does. `write_torch_file` reads a `StoredTensor` in pieces
+look at the checksums, `find_damage` does. `write_torch_file` reads a `StoredTensor` in pieces
 when its record is written, so a tree may be larger than memory; storages in memory are written from
 where they are, without a copy.
 """
@@ -37,7 +37,7 @@ __all__ = [
     "TorchFile",
     "pieces",
     "silent",
-    "verify_torch_file",
+    "find_damage",
     "write_torch_file",
 ]
 
@@ -194,9 +194,9 @@ def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryvie
 # --------------------------------------------------------------------------------- verification
 
 
-def verify_torch_file(
-    path: Path, progress: Progress = silent, *, share: int = 0, num_shares: int = 1
-) -> None:
+def find_damage(
+    path: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
     """Compares every record of a torch file with its checksum, in parallel, in pieces.
 
     A file in torch's format from before 1.6, which has no checksums, passes; so do records that
@@ -205,37 +205,24 @@ def verify_torch_file(
     Args:
         path: The file.
         progress: Is told the bytes of every piece that was read, from several threads.
-        share: With `num_shares`, only this part of the records: ranks divide the work.
-        num_shares: Number of parts.
+        rank: This rank reads its share of the records.
+        world_size: Ranks among which the records are shared.
 
-    Raises:
-        ValueError: The file is truncated, or a record differs from its checksum.
+    Returns:
+        One line for each damaged record of this rank's share.
     """
     with open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":
-            return
-        records = _records(path)
-        mine = sorted(records, key=lambda entry: -entry.file_size)[share::num_shares]
+            return []
+        try:
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+        except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
+            return [f"the directory of its records at the end is missing or damaged ({error})"]
+        mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
         check = partial(_check_record, path, file.fileno(), progress)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            damaged = [text for text in pool.map(check, mine) if text]
-    if damaged:
-        raise ValueError(
-            f"{path} is damaged: {'; '.join(damaged)}. Load another checkpoint, or copy this one "
-            "again from where it was good."
-        )
-
-
-def _records(path: Path) -> list[zipfile.ZipInfo]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.infolist()
-    except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
-        raise ValueError(
-            f"{path} is truncated or damaged: it begins as a torch file of {path.stat().st_size} "
-            f"bytes but has no directory of its records at the end ({error}). Load another "
-            "checkpoint."
-        ) from error
+            return [line for line in pool.map(check, mine) if line]
 
 
 def _check_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:

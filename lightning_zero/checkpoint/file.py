@@ -13,7 +13,9 @@ from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 
-__all__ = ["explained", "replacing", "sync_folder"]
+from lightning_zero.checkpoint.directory import put_in_place
+
+__all__ = ["explained", "replacing"]
 
 _GIB = 1024**3
 
@@ -43,11 +45,11 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
             yield file
             file.truncate(file.tell())
             os.fsync(file)
-            _rename_over(beside, path)
+            put_in_place(beside, path)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                beside.unlink()
             raise
-    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -67,31 +69,12 @@ def explained(path: Path, nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _reserve(file: FileIO, nbytes: int) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-
-
-def _rename_over(beside: Path, path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        beside.replace(path)
-        return
-    aside = path.with_name(f".{path.name}.replaced-{token_hex(4)}")
-    path.rename(aside)
-    beside.replace(path)
-    shutil.rmtree(aside)
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -5,18 +5,15 @@ Buckets are gathered one at a time, and only rank 0 keeps a copy, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_zero.access import gathered
 from lightning_zero.bucket import Bucket
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
 
-__all__ = ["full_state_dict", "load_full_state_dict", "load_masters", "narrow_masters"]
+__all__ = ["full_state_dict", "narrow_masters"]
 
 
 def full_state_dict(engine: Engine) -> dict[str, Any]:
@@ -66,27 +63,3 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
             for slot, view in zip(bucket.plan.layout.slots, views, strict=True):
                 masters[slot.name] = view.to("cpu", copy=True)
     return masters
-
-
-def load_full_state_dict(
-    engine: Engine, state_dict: Mapping[str, Any], *, strict: bool = True
-) -> None:
-    """Loads whole tensors into a sharded module; masters follow.
-
-    Collective: the same on every rank.
-    """
-    with gathered(engine.module, writeback=True), torch.no_grad():
-        engine.module.load_state_dict(state_dict, strict=strict)
-
-
-def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
-    """Puts back what `narrow_masters` took. Collective: the same on every rank."""
-    for bucket in engine.buckets:
-        names = [slot.name for slot in bucket.plan.layout.slots]
-        if not any(name in masters for name in names):
-            continue
-        exact = bucket.gather_master()
-        for name, view in zip(names, exact.views, strict=True):
-            if name in masters:
-                view.copy_(masters[name])
-        bucket.accept(exact)

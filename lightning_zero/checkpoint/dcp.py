@@ -1,0 +1,177 @@
+"""Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
+
+Tensors are `StoredTensor`s: a flat range of one reads those bytes only, from the items that hold
+them, whatever boxes the writer's ranks had.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_zero.checkpoint.items import Items
+
+__all__ = ["METADATA", "REST", "is_sharded", "open_sharded"]
+
+METADATA = ".metadata"  # torch's
+REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a directory in this format."""
+    return (Path(path) / METADATA).is_file()
+
+
+def open_sharded(
+    path: str | os.PathLike[str], *, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """A directory as the dict that a Lightning checkpoint file holds, of tensors not yet read.
+
+    Understood are what `ZeroStrategy` and Lightning's `ModelParallelStrategy` write, a state dict
+    saved by itself, and one under "model" with its optimizer's under "optimizer" or "optim".
+
+    Args:
+        path: The directory.
+        weights_only: As in `torch.load`, for what is not a tensor.
+
+    Returns:
+        "state_dict", "optimizer_states" where there are any (keyed by parameter names, otherwise in
+        torch's form), and the rest.
+
+    Raises:
+        ValueError: A directory that is none of these, or of which something is missing.
+    """
+    folder = Path(path)
+    metadata = _read_metadata(folder)
+    _check_complete(folder, metadata)
+    items = Items(folder, metadata)
+    paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
+    ordered = [name for name in paths if name in metadata.state_dict_metadata]
+    ordered += [name for name in metadata.state_dict_metadata if name not in paths]
+    tree: dict[str, Any] = {}
+    for name in ordered:
+        entry = metadata.state_dict_metadata[name]
+        if isinstance(entry, TensorStorageMetadata):
+            value: Any = items.tensor(name, entry)
+        else:
+            value = items.load_object(name, weights_only)
+        _place(tree, tuple(paths.get(name, (name,))), value)
+    rest = {}
+    if (folder / REST).is_file():
+        rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
+    return {**_as_lightning(tree), **rest}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the classes of torch's metadata and no others: a checkpoint must not run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name) in _ALLOWED
+            or (module.split(".")[0] == "pathlib" and name.endswith("Path"))
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
+
+
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no directory, so it is no sharded checkpoint.")
+    if not (folder / METADATA).is_file():
+        found = ", ".join(sorted(os.listdir(folder))[:8]) or "nothing"
+        raise ValueError(
+            f"{folder} is no sharded checkpoint, or an incomplete one: expected a file {METADATA}, "
+            f"found {found}; give the directory that the checkpoint was saved to."
+        )
+    with open(folder / METADATA, "rb") as file:
+        try:
+            metadata = _MetadataUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{folder / METADATA} cannot be read ({error}): the checkpoint is damaged, or "
+                "written by something else than torch.distributed.checkpoint."
+            ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
+        raise ValueError(f"{folder / METADATA} is no metadata of torch.distributed.checkpoint.")
+    return metadata
+
+
+def _check_complete(folder: Path, metadata: Metadata) -> None:
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
+    problems = []
+    for name, end in ends.items():
+        file = folder / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size < end:
+            problems.append(f"{name} has {file.stat().st_size} bytes of at least {end}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if stored < math.prod(entry.size):
+                problems.append(f"{name} has {stored} elements of {math.prod(entry.size)}")
+    if problems:
+        raise ValueError(
+            f"{folder} is incomplete: {'; '.join(problems)}. Use another checkpoint, or copy this "
+            "one again."
+        )
+
+
+def _place(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Puts `value` into nested dicts and lists, as its path says: integers count in lists."""
+    container: Any = tree
+    for key, following in pairwise(path):
+        if isinstance(container, list):
+            assert isinstance(key, int)
+            container += [None] * (key + 1 - len(container))
+            if container[key] is None:
+                container[key] = [] if isinstance(following, int) else {}
+            container = container[key]
+        else:
+            container = container.setdefault(key, [] if isinstance(following, int) else {})
+    key = path[-1]
+    if isinstance(container, list):
+        assert isinstance(key, int)
+        container += [None] * (key + 1 - len(container))
+    container[key] = value
+
+
+def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(tree.get("state_dict"), dict):
+        checkpoint = dict(tree)
+        states: list[dict[str, Any]] = []
+        while f"optimizer_{len(states)}" in checkpoint:
+            states.append(checkpoint.pop(f"optimizer_{len(states)}"))
+    elif isinstance(tree.get("model"), dict):
+        checkpoint = dict(tree)
+        checkpoint["state_dict"] = checkpoint.pop("model")
+        named = [checkpoint.pop(key) for key in ("optimizer", "optim") if key in checkpoint]
+        states = [state for state in named if isinstance(state, dict)]
+    else:
+        return {"state_dict": tree}
+    for state in states:
+        state.setdefault("state", {})  # saved before the first step
+    if states:
+        checkpoint["optimizer_states"] = states
+    return checkpoint

@@ -1,0 +1,217 @@
+"""Whole tensors of a checkpoint into a module and its optimizers: each rank reads its own elements.
+
+[Note: Loading without copying] `Module.load_state_dict` is more than a copy: hooks rename entries,
+modules keep to older versions, errors are collected. So it runs as it is, and only its copies are
+taken down instead of carried out. Where it raises, nothing has been changed yet. Where it does not,
+buffers are copied whole, and a bucket takes this rank's elements of its parameters, straight into
+the master. The exception is a module with loading code of its own (`_load_from_state_dict` or
+`load_state_dict` overridden, a hook for after loading), which may look at what was loaded: its
+parameters are gathered and loaded at once, those of other modules are not.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.access import gathered
+from lightning_zero.bucket import Bucket
+from lightning_zero.checkpoint.source import open_checkpoint
+from lightning_zero.engine import Engine
+from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.stored import read_flat
+
+__all__ = ["load_masters", "load_module", "load_parameters", "load_weights"]
+
+
+def load_weights(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> tuple[list[str], list[str]]:
+    """Loads the weights of a checkpoint of any format into a module, held by an engine or not.
+
+    Collective where an engine holds the module: every rank. Each reads its own part of the file.
+
+    Args:
+        module: A `LightningModule`, or the part of one that the names in the checkpoint begin with.
+        path: See `open_checkpoint` for what is accepted.
+        strict: Names that are missing or unexpected are an error, as for `load_state_dict`.
+        weights_only: As for `torch.load`.
+
+    Returns:
+        The missing and the unexpected names.
+
+    Raises:
+        RuntimeError: Names or shapes do not match; nothing has been changed.
+        FileNotFoundError, ValueError: See `open_checkpoint`.
+    """
+    opened = open_checkpoint(path, weights_only=weights_only)
+    return load_module(module, opened["state_dict"], strict=strict)
+
+
+def load_module(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    awaited: dict[str, Tensor] | None = None,
+) -> tuple[list[str], list[str]]:
+    """`module.load_state_dict`, of which each rank reads its own elements; masters follow.
+
+    See [Note: Loading without copying]. Of tied weights, one name in the state dict is enough.
+
+    Collective where an engine holds the module: the same on every rank. Beside the shards it takes
+    the memory of one tensor's part, and of the buckets of modules with loading code of their own.
+
+    Args:
+        module: Any module; its parameters may be held by an engine.
+        state_dict: Whole tensors by name, `StoredTensor`s or plain ones.
+        strict: As for `load_state_dict`.
+        awaited: Gets, by name, what is meant for parameters on the meta device, for
+            `load_parameters` when they have memory. None: those are an error.
+
+    Returns:
+        The missing and the unexpected names.
+
+    Raises:
+        RuntimeError: All missing and unexpected names, if strict, and all wrong shapes.
+        ValueError: Parameters on the meta device.
+    """
+    names = {p: name for name, p in module.named_parameters()}
+    on_meta = [name for p, name in names.items() if p.is_meta]
+    if on_meta and awaited is None:
+        raise ValueError(
+            f"parameter {on_meta[0]} is on the meta device and has no memory to load into; "
+            "materialise the module first (module.to_empty(device=...))."
+        )
+    looked_at = _looked_at(module)
+    held = [tensor for tensor in looked_at if isinstance(tensor, nn.Parameter)]
+    recorder = _Recorder({*names, *module.buffers()} - looked_at.keys())
+    with gathered(held, writeback=True), recorder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
+        result: Any = module.load_state_dict(_with_ties(module, state_dict), strict=strict)
+    sources = recorder.sources
+    for parameter, name in names.items():
+        if parameter.is_meta and parameter in sources and awaited is not None:
+            awaited[name] = sources.pop(parameter)
+    _take(sources)
+    return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def load_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Loads parameters by name, whole tensors. Collective where an engine holds the module."""
+    named = dict(module.named_parameters())
+    _take({named[name]: value for name, value in values.items()})
+
+
+def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
+    """Puts back what `narrow_masters` took. Collective: the same on every rank."""
+    for bucket in engine.buckets:
+        slots = enumerate(bucket.plan.layout.slots)
+        values = {index: masters[slot.name] for index, slot in slots if slot.name in masters}
+        if values:
+            bucket.load(_reader(values))
+
+
+def _take(sources: Mapping[Tensor, Tensor]) -> None:
+    """Copies each source into its target: a shard of a bucket, or a tensor that no engine holds."""
+    buckets: dict[Bucket, dict[int, Tensor]] = {}
+    for target, source in sources.items():
+        if has_placement(target):
+            placement = placement_of(target)
+            buckets.setdefault(placement.bucket, {})[placement.index] = source
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+    for bucket, values in buckets.items():
+        bucket.load(_reader(values))
+
+
+def _reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:
+    def read(index: int, owned: range) -> Tensor | None:
+        if index not in values:
+            return None
+        return read_flat(values[index], owned.start, owned.stop)
+
+    return read
+
+
+class _Recorder(TorchFunctionMode):
+    """Takes down copies into certain tensors instead of making them.
+
+    Attributes:
+        sources: What was to be copied, by target, in the order of the first copy.
+    """
+
+    def __init__(self, targets: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.sources: dict[Tensor, Tensor] = {}
+        self._targets = set(targets)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.copy_ and args[0] in self._targets:
+            self.sources[args[0]] = args[1]
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _looked_at(module: nn.Module) -> dict[Tensor, None]:
+    """Parameters and buffers of modules with loading code of their own, and of those inside.
+
+    In an order that is the same on every rank.
+    """
+    if _is_foreign(module.load_state_dict):
+        return dict.fromkeys((*module.parameters(), *module.buffers()))
+    looking = [
+        part
+        for part in module.modules()
+        if part._load_state_dict_post_hooks or _is_foreign(part._load_from_state_dict)
+    ]
+    return {t: None for part in looking for t in (*part.parameters(), *part.buffers())}
+
+
+def _is_foreign(method: Any) -> bool:
+    """Whether a method is not torch's own: torch's modules keep to what a state dict holds."""
+    return not str(getattr(method, "__module__", "")).startswith("torch.")
+
+
+def _with_ties(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict with an entry for every name of a tied parameter that has one for any."""
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    added = dict(_absent_ties(names_of.values(), state_dict))
+    if not added:
+        return state_dict
+    complete: OrderedDict[str, Any] = OrderedDict(state_dict)
+    complete.update(added)
+    if hasattr(state_dict, "_metadata"):
+        complete._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    return complete
+
+
+def _absent_ties(
+    ties: Iterable[list[str]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    for names in ties:
+        present = [name for name in names if name in state_dict]
+        if present:
+            for name in names:
+                if name not in state_dict:
+                    yield name, state_dict[present[0]]

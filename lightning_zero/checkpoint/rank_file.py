@@ -1,0 +1,103 @@
+"""The file that one rank writes of a sharded checkpoint.
+
+torch's own writer keeps every tensor of a file in memory until the file is done. Here values are
+read one item at a time, so that states which rest on a disk are never in memory all at once, and
+hashed on their way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+
+__all__ = ["RankFile", "Written"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        file: Name in the directory.
+        num_bytes: Its size.
+        digest: Its SHA-256, in hexadecimal.
+        results: For torch's metadata.
+    """
+
+    file: str
+    num_bytes: int
+    digest: str
+    results: list[WriteResult]
+
+
+class RankFile:
+    """The items of `rank` in `folder`, each as `torch.save` writes it, one after another."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._name = f"__{rank}_0.distcp"
+
+    def write(self, planner: DefaultSavePlanner) -> Written:
+        """Writes the items of `planner.plan` and syncs; what two names share is written once."""
+        places: dict[Any, _StorageInfo] = {}
+        results = []
+        with open(self._folder / self._name, "wb", buffering=0) as raw:
+            file = _HashedFile(raw)
+            for item in planner.plan.items:
+                value = planner.state_dict[item.index.fqn]
+                key: Any = item.index
+                if isinstance(value, ShardTensor):
+                    key = (value.source, value.dtype, item.index.offset)
+                if key not in places:
+                    start = file.tell()
+                    _append(planner.resolve_data(item), file)
+                    places[key] = _StorageInfo(self._name, start, file.tell() - start)
+                results.append(WriteResult(item.index, places[key].length, places[key]))
+            os.fsync(raw.fileno())
+        return Written(self._name, file.tell(), file.digest.hexdigest(), results)
+
+
+def _append(data: Tensor | io.BytesIO, file: _HashedFile) -> None:
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    data = data.detach().cpu()
+    if data.untyped_storage().nbytes() != data.nbytes:
+        data = data.clone()  # torch.save would write the whole storage
+    torch.save(data, cast(Any, file))
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that is appended to and hashed."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self._raw = raw
+        self._position = 0
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        written = 0
+        while written < view.nbytes:
+            written += self._raw.write(view[written:]) or 0
+        self._position += written
+        return written

@@ -1,0 +1,155 @@
+"""This rank's part of a tensor, as `torch.distributed.checkpoint` wants to see it.
+
+The only file that knows the three hooks by which a tensor subclass tells torch's planners what it
+holds. They are a private protocol of torch (`DTensor` uses it), so a test guards them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from lightning_zero.checkpoint.boxes import Box, boxes_of_range
+
+__all__ = ["ShardTensor"]
+
+_Read = Callable[[int, int], Tensor]
+_aten = torch.ops.aten
+_SHAPED_ALIKE = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
+
+
+class ShardTensor(Tensor):
+    """A whole tensor of which this rank holds a flat range, read when it is written.
+
+    It has the whole tensor's shape and dtype and no memory. Dicts of them can be renamed and
+    thinned out; `clone`, `detach` and `to(dtype)` are allowed, anything else would need the other
+    ranks and is an error.
+
+    Attributes:
+        source: Name of the values: equal for entries that are the same tensor (tied weights), and
+            on every rank.
+        owned: The row-major elements that this rank writes; possibly none.
+    """
+
+    source: str
+    owned: range
+    _read: _Read
+
+    @staticmethod
+    def of(
+        source: str, shape: Sequence[int], dtype: torch.dtype, owned: range, read: _Read
+    ) -> ShardTensor:
+        """This rank's part of the tensor named `source`.
+
+        Args:
+            source: See the class.
+            shape: Of the whole tensor.
+            dtype: In which it is to be stored.
+            owned: Row-major elements of this rank; over all ranks they cover the tensor once.
+            read: `read(start, stop)` is the elements [start, stop) of the whole flat tensor, within
+                `owned`: 1-D, on any device, in any dtype.
+        """
+        shard = Tensor._make_wrapper_subclass(ShardTensor, torch.Size(shape), dtype=dtype)
+        assert isinstance(shard, ShardTensor)
+        shard.source, shard.owned, shard._read = source, owned, read
+        return shard
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What this rank writes. A tensor without elements is one box, which every rank has."""
+        if self.numel() == 0:
+            return [Box((0,) * self.dim(), tuple(self.shape), 0)]
+        return boxes_of_range(self.shape, self.owned.start, self.owned.stop)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of what this rank writes."""
+        return len(self.owned) * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the whole flat tensor: 1-D, in this dtype, on the CPU."""
+        return self._read(start, stop).detach().to("cpu", self.dtype)
+
+    def read_owned(self) -> Tensor:
+        """What this rank writes: 1-D, as `of`'s `read` returns it."""
+        return self._read(self.owned.start, self.owned.stop).detach()
+
+    def cast(self, dtype: torch.dtype) -> ShardTensor:
+        """The same values, to be stored in `dtype`."""
+        return ShardTensor.of(self.source, self.shape, dtype, self.owned, self._read)
+
+    # ---------------------------------------------------------------- torch's planners
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=self.shape,
+                ),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box in self.boxes:
+            if index.offset == torch.Size(box.offsets):
+                return self.read(box.start, box.stop).view(box.sizes)
+        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}.")
+
+    # ---------------------------------------------------------------- everybody else
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        shard = args[0] if args else None
+        if isinstance(shard, ShardTensor):
+            if func in _SHAPED_ALIKE:
+                return shard.cast(shard.dtype)
+            if func is _aten._to_copy.default:
+                return shard.cast((kwargs or {}).get("dtype") or shard.dtype)
+        raise RuntimeError(
+            f"{func.__name__} needs all values of a checkpoint entry, and this rank holds a shard; "
+            "entries of a sharded checkpoint can be renamed, deleted, added and cast. To work on "
+            'whole values, save with ZeroStrategy(checkpoint="full").'
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.cast(self.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.source} is a shard in the middle of a checkpoint, where it cannot be pickled; "
+            "put entries of the state dict into dicts and lists only, not into tuples or objects."
+        )
+
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardTensor({self.source}, shape={tuple(self.shape)}, dtype={self.dtype}, elements "
+            f"{self.owned.start} to {self.owned.stop})"
+        )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -1,0 +1,174 @@
+"""The sharded form: a directory to which every rank writes its own part, in torch's DCP format.
+
+    NAME/.metadata       which tensor lies where (torch's)
+    NAME/__0_0.distcp    what rank 0 wrote, and so on for each rank
+    NAME/meta.pt         the rest of the checkpoint: loops, hyperparameters, callbacks
+    NAME/SHA256SUMS      of all of these
+
+Every tensor has its own name, whole shape and the module's own dtype, in the layout in which
+Lightning's `ModelParallelStrategy` writes: `state_dict.NAME`, `optimizer_0.state.NAME.exp_avg`,
+`optimizer_0.param_groups.0.lr`. So neither world size nor stage nor tier is in it, but as a note in
+`meta.pt` for those who look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.engine import Engine
+from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.optim_state import is_elementwise
+from lightning_zero.stored import read_flat
+
+__all__ = [
+    "shards_in",
+    "sharded_masters",
+    "sharded_optimizer_state",
+    "sharded_state_dict",
+    "whole_as_shards",
+]
+
+
+def sharded_state_dict(engine: Engine) -> dict[str, Any]:
+    """The module's state dict with this rank's shards for parameters. Local.
+
+    Keys, order, dtypes and shapes are those before sharding. The values are read when they are
+    written: before the next step.
+    """
+    state: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    parts: dict[Bucket, list[Tensor]] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Parameter) and has_placement(value):
+            placement = placement_of(value)
+            bucket, index = placement.bucket, placement.index
+            if bucket not in parts:
+                parts[bucket] = bucket.exact_parts()
+            state[key] = _shard(
+                f"parameter {placement.name}",
+                bucket,
+                index,
+                parts[bucket][index],
+                bucket.own_dtypes[index],
+                engine,
+            )
+        elif isinstance(value, Tensor):
+            state[key] = value.detach()
+    return state
+
+
+def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, Any]:
+    """The state dict of a module that is whole and equal on every rank: each writes its 1/N."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    names: dict[nn.Parameter, str] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Parameter):
+            name = names.setdefault(value, f"parameter {key}")
+            owned = _equal_share(value.numel(), rank, world_size)
+            read = _reader(value.detach(), 0)
+            state[key] = ShardTensor.of(name, value.shape, value.dtype, owned, read)
+        elif isinstance(value, Tensor):
+            state[key] = value.detach()
+    return state
+
+
+def sharded_masters(engine: Engine) -> dict[str, ShardTensor]:
+    """Masters that a state dict in the module's own dtype would round: by name. Local.
+
+    Empty unless the module itself is 16-bit (precision "bf16-true").
+    """
+    masters: dict[str, ShardTensor] = {}
+    for bucket in engine.buckets:
+        dtype = bucket.plan.master_dtype
+        if not any(own.itemsize < dtype.itemsize for own in bucket.own_dtypes):
+            continue
+        if not any(p.requires_grad for p in bucket.parameters):
+            continue
+        for index, part in enumerate(bucket.exact_parts()):
+            name = bucket.plan.layout.slots[index].name
+            masters[name] = _shard(f"master {name}", bucket, index, part, dtype, engine)
+    return masters
+
+
+def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
+    """`optimizer.state_dict()` by parameter names, with this rank's shards. Local.
+
+    Returns:
+        `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`.
+    """
+    number = engine.optimizers.index(optimizer)
+    packed = optimizer.state_dict()
+    ids = {
+        parameter: packed_id
+        for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True)
+        for parameter, packed_id in zip(live["params"], group["params"], strict=True)
+    }
+    names: dict[int, str] = {}
+    state: dict[str, Any] = {}
+    # In the order of the module, on every rank: which parameter was stepped first means nothing.
+    for bucket in engine.buckets:
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter not in ids:
+                continue
+            name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
+            entry = packed["state"].get(ids[parameter])
+            if entry is not None:
+                state[name] = {
+                    key: _shard(
+                        f"{key} of {name} in optimizer {number}",
+                        bucket,
+                        index,
+                        value,
+                        value.dtype,
+                        engine,
+                    )
+                    if is_elementwise(bucket, index, key, value)
+                    else value
+                    for key, value in entry.items()
+                }
+    groups = [
+        {**group, "params": [names[packed_id] for packed_id in group["params"]]}
+        for group in packed["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def shards_in(tree: Any) -> dict[str, ShardTensor]:
+    """All shards in nested dicts and lists, by source."""
+    found: dict[str, ShardTensor] = {}
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, ShardTensor):
+            found[value.source] = value
+        elif isinstance(value, Mapping):
+            stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+    return found
+
+
+def _shard(
+    source: str, bucket: Bucket, index: int, part: Tensor, dtype: torch.dtype, engine: Engine
+) -> ShardTensor:
+    """`part`, the elements of slot `index` that this rank steps, as what this rank writes."""
+    stepped = bucket.owned(index)
+    written = stepped
+    if bucket.steps_whole:
+        written = _equal_share(len(stepped), engine.comm.rank, engine.comm.size)
+    shape = bucket.plan.layout.slots[index].shape
+    return ShardTensor.of(source, shape, dtype, written, _reader(part, stepped.start))
+
+
+def _reader(part: Tensor, origin: int) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: read_flat(part, start - origin, stop - origin)
+
+
+def _equal_share(numel: int, rank: int, world_size: int) -> range:
+    return range(numel * rank // world_size, numel * (rank + 1) // world_size)

@@ -1,0 +1,112 @@
+"""Opening a checkpoint of any format: what it is, and its content as Lightning lays it out.
+
+    path                                                    opened by        holds
+    file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file       all
+    file of torch.save, a state dict                        torch_file       weights
+    *.safetensors                                           hugging_face     weights
+    directory of *.safetensors or *.bin, with an index      hugging_face     weights
+    directory of DeepSpeed's ZeRO stages 1 to 3             deepspeed_files  weights, Adam's moments
+    directory of PyTorch Distributed Checkpoint             dcp              all
+
+Nothing is read that nobody asks for: tensors are mapped into memory from their file or are
+`StoredTensor`s, so a rank that takes its own part of each reads that part only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero.checkpoint.dcp import METADATA, open_sharded
+from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
+from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+
+__all__ = ["ACCEPTED", "open_checkpoint"]
+
+ACCEPTED = (
+    "a Lightning checkpoint (.ckpt), a state dict written by torch.save, a .safetensors file, a "
+    "directory of such files with a Hugging Face index, a DeepSpeed ZeRO checkpoint directory, or "
+    "a directory of PyTorch Distributed Checkpoint"
+)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], *, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Opens a checkpoint without reading its tensors. Local: no collective.
+
+    Args:
+        path: A file or directory on a local or mounted file system.
+        weights_only: As for `torch.load`: None or True refuses pickled classes that are not known
+            to be safe, False unpickles everything. Only for sources you trust.
+
+    Returns:
+        A dict as Lightning's: `state_dict` by name, and what else is there (`optimizer_states`,
+        `loops`, `hyper_parameters`, ...). Its tensors are on the CPU, to be read and not written.
+
+    Raises:
+        FileNotFoundError: Nothing is there, or a part that others refer to is missing.
+        ValueError: It is no checkpoint, or a truncated one.
+        pickle.UnpicklingError: It holds classes that `weights_only` refuses.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_directory(path, weights_only)
+    if not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty: its save was interrupted; use an earlier checkpoint.")
+    if path.suffix == ".safetensors":
+        return {"state_dict": open_safetensors(path)}
+    if is_torch_file(path):
+        return _as_checkpoint(open_torch_file(path, weights_only=weights_only), path)
+    with path.open("rb") as file:
+        found = file.read(8)
+    raise ValueError(
+        f"{path} is no checkpoint: its first bytes are {found!r}. Accepted: {ACCEPTED}."
+    )
+
+
+def _open_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    if (path / METADATA).is_file():
+        return open_sharded(path, weights_only=weights_only)
+    if holds_weights(path):
+        return {"state_dict": open_directory(path, weights_only=weights_only)}
+    names = sorted(entry.name for entry in path.iterdir())
+    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    raise ValueError(
+        f"{path} is no checkpoint: a directory that holds {some or 'nothing'}. A sharded "
+        f"checkpoint has a file .metadata, a DeepSpeed one a file latest, weights an *.index.json "
+        f"or one *.safetensors. Accepted: {ACCEPTED}."
+    )
+
+
+def _as_checkpoint(content: Any, path: Path) -> dict[str, Any]:
+    """A Lightning checkpoint as it is, a state dict as the only entry of one."""
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__module__}.{type(content).__qualname__}, expected a "
+            f"dict; save module.state_dict() instead. Accepted: {ACCEPTED}."
+        )
+    if isinstance(content.get("state_dict"), dict):
+        return content
+    others = [
+        key
+        for key, value in content.items()
+        if not isinstance(value, torch.Tensor) and not str(key).endswith("_extra_state")
+    ]
+    if others or not content:
+        raise ValueError(
+            f"{path} holds a dict with {_some(content)}, which is neither a Lightning checkpoint "
+            "(it has no dict under 'state_dict') nor a state dict (tensors by name). Save the "
+            f"state dict alone. Accepted: {ACCEPTED}."
+        )
+    return {"state_dict": content}
+
+
+def _some(content: dict[Any, Any]) -> str:
+    keys = [repr(key) for key in content]
+    return ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "") if keys else "no keys"

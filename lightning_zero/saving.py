@@ -1,0 +1,228 @@
+"""Which form a checkpoint has, and who writes it when; the strategy's saving half.
+
+[Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
+thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
+checkpoint and the end of fit wait for it, and raise what went wrong in it. A checkpoint that
+Lightning removes because a newer one takes its place is kept until the newer one is complete, and
+stays if that fails.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.channel import Channel
+from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.damage import find_damage
+from lightning_zero.checkpoint.in_flight import InFlight
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.sharded import (
+    sharded_masters,
+    sharded_optimizer_state,
+    sharded_state_dict,
+    shards_in,
+    whole_as_shards,
+)
+from lightning_zero.checkpoint.writer import ShardedSave
+from lightning_zero.checkpoint_io import ZeroCheckpointIO, raise_damage
+from lightning_zero.engine import Engine
+
+__all__ = [
+    "MASTERS_KEY",
+    "NOTE_KEY",
+    "CheckpointForm",
+    "Saving",
+    "find_damage_together",
+    "is_own_io",
+]
+
+CheckpointForm = Literal["auto", "full", "sharded"]
+MASTERS_KEY = "lightning_zero_masters"
+NOTE_KEY = "lightning_zero"  # in the sharded form: who wrote it
+
+_FORMS = get_args(CheckpointForm)
+_SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
+
+
+class Saving:
+    """Decides on the form and writes the sharded one.
+
+    Args:
+        form: "full", "sharded", or "auto": full below 2^31 parameter elements.
+        is_async: Let training go on while a sharded checkpoint is written.
+
+    Raises:
+        ValueError: An unknown form, or an asynchronous full one.
+    """
+
+    def __init__(self, form: CheckpointForm, *, is_async: bool) -> None:
+        if form not in _FORMS:
+            raise ValueError(f"checkpoint must be one of {_FORMS}, got {form!r}.")
+        if is_async and form == "full":
+            raise ValueError(
+                'async_save needs the sharded form, got checkpoint="full"; use '
+                'checkpoint="sharded", or lightning.pytorch.plugins.AsyncCheckpointIO.'
+            )
+        self._form = form
+        self._is_async = is_async
+        self._in_flight = InFlight()
+        self._channel: Channel | None = None
+        self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
+        self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
+
+    # ---------------------------------------------------------------- which form
+
+    def check(self, checkpoint_io: CheckpointIO | None) -> None:
+        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if self._form == "sharded" and is_own_io(checkpoint_io):
+            raise ValueError(
+                f'checkpoint="sharded" writes by itself and would not use '
+                f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
+            )
+
+    def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
+        """Whether the next checkpoint is written in the sharded form."""
+        if self._form != "auto":
+            return self._form == "sharded"
+        if is_own_io(checkpoint_io):
+            return False
+        return sum(p.numel() for p in module.parameters()) >= _SHARDED_NUMEL
+
+    # ---------------------------------------------------------------- what is saved
+
+    def state_dict(self, engine: Engine, module: nn.Module, *, is_closed: bool) -> dict[str, Any]:
+        """The module's entries; see `sharded_state_dict`. Local."""
+        if is_closed:
+            state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
+        else:
+            state = sharded_state_dict(engine)
+        self._shards = shards_in(state)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
+        """The optimizer's entries; see `sharded_optimizer_state`. Local."""
+        state = sharded_optimizer_state(optimizer, engine)
+        self._shards |= shards_in(state)
+        return state
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: _PATH,
+        engine: Engine,
+        *,
+        last_masters: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Writes `checkpoint`, made of entries of this object, as a directory. Collective.
+
+        Args:
+            checkpoint: As Lightning dumps it.
+            filepath: Rank 0's counts.
+            engine: Whose state it is.
+            last_masters: After fit: the masters that were kept on rank 0.
+
+        Raises:
+            OSError: It cannot be written, or the save in flight before could not; on every rank.
+        """
+        self.finish()
+        is_closed = last_masters is not None
+        if "optimizer_states" in checkpoint:
+            masters: dict[str, Any] = dict(last_masters or {})
+            if not is_closed:
+                masters = dict(sharded_masters(engine))
+                self._shards |= shards_in(masters)
+            if masters:
+                checkpoint[MASTERS_KEY] = masters
+        checkpoint[NOTE_KEY] = {
+            "version": lightning_zero.__version__,
+            "stage": engine.config.stage,
+            "world_size": engine.comm.size,
+        }
+        if self._channel is None or not self._channel.is_open:
+            self._channel = engine.comm.open_channel()
+        channel = self._channel
+        shards, self._shards = self._shards, {}
+        with channel.session():
+            save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
+            if not self._is_async or is_closed:
+                save.run()
+                return
+            save.snapshot(self._memory, pin=engine.device.type == "cuda")
+        self._in_flight.start(partial(_run_in_session, save))
+
+    # ---------------------------------------------------------------- the save in flight
+
+    def finish(self, *, warns: bool = False) -> None:
+        """Waits for the save in flight.
+
+        Args:
+            warns: Only warn of its failure, because something else has failed already.
+
+        Raises:
+            BaseException: What it failed of; once.
+        """
+        try:
+            self._in_flight.wait()
+        except Exception as error:
+            if not warns:
+                raise
+            rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
+
+    def remove(self, filepath: _PATH) -> None:
+        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only."""
+        self._in_flight.when_done(partial(directory.remove, Path(filepath)))
+
+    def free(self) -> None:
+        """Frees the memory that is kept from one asynchronous save to the next."""
+        self._memory.clear()
+
+
+def find_damage_together(path: Path, rank: int, world_size: int) -> None:
+    """Compares a checkpoint with its checksums, every rank its share. Collective.
+
+    Raises:
+        ValueError: Some file is damaged; on every rank.
+    """
+    try:
+        damage = find_damage(path, rank=rank, world_size=world_size)
+    except OSError as error:  # on one rank; the others must learn of it
+        damage = [f"rank {rank} cannot read it ({error})"]
+    if world_size > 1:
+        shares: list[Any] = [None] * world_size
+        dist.all_gather_object(shares, damage)
+        damage = [line for share in shares for line in share]
+    raise_damage(path, damage)
+
+
+def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
+    """Whether the user has given a `CheckpointIO`, other than the defaults."""
+    return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
+
+
+def _run_in_session(save: ShardedSave) -> None:
+    with save.channel.session():
+        save.run()
+
+
+def _local_path(filepath: _PATH) -> Path:
+    text = str(filepath)
+    if "://" in text and not text.startswith("file://"):
+        raise ValueError(
+            f"a sharded checkpoint needs a file system that all ranks share, got {text}; use "
+            'checkpoint="full" for remote storage.'
+        )
+    return Path(text.removeprefix("file://")).absolute()

@@ -1,0 +1,168 @@
+"""Directories of torch.distributed.checkpoint, opened as Lightning checkpoints."""
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_zero.checkpoint.dcp import is_sharded, open_sharded
+from lightning_zero.stored import StoredTensor, read_flat
+from tests.checkpoint.test_shard_tensor import SHAPES, shard, values
+from tests.distributed.ranks import run_ranks
+
+
+def save(state, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+@pytest.fixture(scope="module")
+def flat_ranges(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flat")
+    run_ranks(3, _save_flat_ranges, str(path))
+    return path
+
+
+def _save_flat_ranges(rank, world_size, path):
+    weights = {name: shard(values(shape), rank, world_size) for name, shape in SHAPES.items()}
+    moments = shard(values((5, 7)).to(torch.bfloat16), rank, world_size)
+    state = {
+        "state_dict": {**weights, "extra": {"any": [1, "two"]}},
+        "optimizer_0": {
+            "state": {"matrix": {"exp_avg": moments, "step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["matrix"]}],
+        },
+    }
+    dcp.save(state, checkpoint_id=path)
+    if rank == 0:
+        torch.save({"epoch": 2, "hyper_parameters": {"width": 8}}, f"{path}/meta.pt")
+
+
+def test_tensors_are_stored_ones_with_their_values(flat_ranges):
+    assert is_sharded(flat_ranges)
+    checkpoint = open_sharded(flat_ranges)
+    assert checkpoint["epoch"] == 2
+    assert checkpoint["hyper_parameters"] == {"width": 8}
+    assert list(checkpoint["state_dict"]) == [*SHAPES, "extra"]
+    assert checkpoint["state_dict"]["extra"] == {"any": [1, "two"]}
+    for name, shape in SHAPES.items():
+        stored = checkpoint["state_dict"][name]
+        assert isinstance(stored, StoredTensor)
+        assert torch.equal(stored.read(), values(shape)), name
+    (state,) = checkpoint["optimizer_states"]
+    assert state["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["matrix"]}]
+    assert state["state"]["matrix"]["step"] == 3
+    moments = state["state"]["matrix"]["exp_avg"]
+    assert moments.dtype == torch.bfloat16
+    assert torch.equal(moments.read(), values((5, 7)).to(torch.bfloat16))
+
+
+def test_any_flat_range_is_read(flat_ranges):
+    stored = open_sharded(flat_ranges)["state_dict"]
+    for name, shape in SHAPES.items():
+        numel = values(shape).numel()
+        for start in range(numel):
+            for stop in range(start, numel + 1):
+                part = read_flat(stored[name], start, stop)
+                assert torch.equal(part, values(shape).view(-1)[start:stop]), (name, start, stop)
+
+
+def test_a_flat_range_reads_its_own_bytes_only(tmp_path):
+    save({"big": torch.zeros(1000, 1000)}, tmp_path)
+    stored = open_sharded(tmp_path)["state_dict"]["big"]
+    read_flat(stored, 0, 1)  # finds out where the item's data lies
+    before = _bytes_read()
+    assert read_flat(stored, 5000, 6000).numel() == 1000
+    assert _bytes_read() - before < 10_000
+
+
+def _bytes_read():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_boxes_of_dtensors_are_read_by_flat_range(tmp_path):
+    run_ranks(2, _save_dtensors, str(tmp_path))
+    stored = open_sharded(tmp_path)["state_dict"]
+    for name in ("rows", "columns"):
+        for start, stop in [(0, 35), (3, 20), (6, 8), (34, 35), (7, 14)]:
+            part = read_flat(stored[name], start, stop)
+            assert torch.equal(part, values((5, 7)).view(-1)[start:stop]), (name, start, stop)
+
+
+def _save_dtensors(rank, world_size, path):
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows = distribute_tensor(values((5, 7)), mesh, [Shard(0)])
+    columns = distribute_tensor(values((5, 7)), mesh, [Shard(1)])
+    dcp.save({"rows": rows, "columns": columns}, checkpoint_id=path)
+
+
+def test_a_transposed_tensor_is_read_in_its_own_order(tmp_path):
+    save({"x": values((4, 6)).t()}, tmp_path)
+    stored = open_sharded(tmp_path)["state_dict"]["x"]
+    assert torch.equal(stored.read(), values((4, 6)).t())
+    assert torch.equal(read_flat(stored, 3, 9), values((4, 6)).t().reshape(-1)[3:9])
+
+
+def test_a_model_and_its_optimizer_by_torchs_usual_names_are_understood(tmp_path):
+    optimizer = {"state": {"w": {"exp_avg": values((2, 2))}}, "param_groups": [{"params": ["w"]}]}
+    save({"model": {"w": values((2, 2))}, "optimizer": optimizer, "step": 7}, tmp_path)
+    checkpoint = open_sharded(tmp_path)
+    assert torch.equal(checkpoint["state_dict"]["w"].read(), values((2, 2)))
+    assert checkpoint["optimizer_states"][0]["param_groups"] == [{"params": ["w"]}]
+    assert checkpoint["step"] == 7
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match="is no directory"):
+        open_sharded(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"expected a file \.metadata, found notes\.txt"):
+        open_sharded(tmp_path)
+    save({"x": values((4, 6)), "y": values((4, 6))}, tmp_path)
+    size = (tmp_path / "__0_0.distcp").stat().st_size
+    os.truncate(tmp_path / "__0_0.distcp", size - 1)
+    with pytest.raises(ValueError, match=rf"__0_0\.distcp has {size - 1} bytes of at least {size}"):
+        open_sharded(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"incomplete: __0_0\.distcp is missing"):
+        open_sharded(tmp_path)
+
+
+def test_metadata_that_is_cut_or_foreign_is_an_error_and_runs_nothing(tmp_path):
+    save({"x": values((4, 6))}, tmp_path)
+    size = (tmp_path / ".metadata").stat().st_size
+    os.truncate(tmp_path / ".metadata", size // 2)
+    with pytest.raises(ValueError, match="cannot be read"):
+        open_sharded(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Touch(tmp_path / "touched")))
+    with pytest.raises(ValueError, match="has no place in checkpoint metadata"):
+        open_sharded(tmp_path)
+    assert not (tmp_path / "touched").exists()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"not": "metadata"}))
+    with pytest.raises(ValueError, match="is no metadata of torch"):
+        open_sharded(tmp_path)
+
+
+class _Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_damaged_bytes_are_named_when_they_are_read(tmp_path):
+    save({"x": values((4, 6))}, tmp_path)
+    data = bytearray((tmp_path / "__0_0.distcp").read_bytes())
+    data[:200] = bytes(200)
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    stored = open_sharded(tmp_path)["state_dict"]["x"]
+    with pytest.raises(ValueError, match=r"x cannot be read from .*__0_0\.distcp"):
+        stored.read()
