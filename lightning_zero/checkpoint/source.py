@@ -1,12 +1,12 @@
 """Opening a checkpoint of any format: what it is, and its content as Lightning lays it out.
 
-    path                                                    opened by        holds
-    file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file       all
-    file of torch.save, a state dict                        torch_file       weights
-    *.safetensors                                           hugging_face     weights
-    directory of *.safetensors or *.bin, with an index      hugging_face     weights
-    directory of DeepSpeed's ZeRO stages 1 to 3             deepspeed_files  weights, Adam's moments
-    directory of PyTorch Distributed Checkpoint             dcp              all
+    path                                                    opened by     holds
+    file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file    all
+    file of torch.save, a state dict                        torch_file    weights
+    *.safetensors                                           hugging_face  weights
+    directory of *.safetensors or *.bin, with an index      hugging_face  weights
+    directory of DeepSpeed's ZeRO                           deepspeed     weights, Adam's moments
+    directory of PyTorch Distributed Checkpoint             dcp           all
 
 Nothing is read that nobody asks for: tensors are mapped into memory from their file or are
 `StoredTensor`s, so a rank that takes its own part of each reads that part only.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.dcp import METADATA, open_sharded
+from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 
@@ -73,6 +74,8 @@ def open_checkpoint(
 def _open_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if (path / METADATA).is_file():
         return open_sharded(path, weights_only=weights_only)
+    if is_deepspeed(path):
+        return open_deepspeed(path, weights_only=weights_only)
     if holds_weights(path):
         return {"state_dict": open_directory(path, weights_only=weights_only)}
     names = sorted(entry.name for entry in path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ def is_torch_file(path: Path) -> bool:
     return found == _ZIP_MAGIC or found.startswith(_PICKLE_MAGIC)
 
 
-def open_torch_file(path: Path, *, weights_only: bool | None = None) -> Any:
+def open_torch_file(
+    path: Path, *, weights_only: bool | None = None, pickle_module: ModuleType | None = None
+) -> Any:
     """What was given to `torch.save`, its tensors on the CPU.
 
     Mapped tensors are private to this process: a write to one is not written to the file.
@@ -30,6 +33,7 @@ def open_torch_file(path: Path, *, weights_only: bool | None = None) -> Any:
     Args:
         path: The file.
         weights_only: As for `torch.load`.
+        pickle_module: Instead of pickle, where `weights_only` is False.
 
     Raises:
         ValueError: It is truncated or damaged.
@@ -40,13 +44,22 @@ def open_torch_file(path: Path, *, weights_only: bool | None = None) -> Any:
     if is_zip and not zipfile.is_zipfile(path):  # which looks at the end of the file
         raise ValueError(_damaged(path, "its end is missing"))
     try:
-        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
+        return torch.load(
+            path,
+            map_location="cpu",
+            mmap=is_zip,
+            weights_only=weights_only,
+            pickle_module=pickle_module,
+        )
     except pickle.UnpicklingError as error:
         if is_zip or "Unsupported" in str(error):
             raise  # a class that is refused
         raise ValueError(_damaged(path, str(error))) from error
-    except (EOFError, RuntimeError) as error:
-        if not any(word in str(error) for word in ("PytorchStreamReader", "EOF", "corrupted")):
+    except (EOFError, OSError, RuntimeError) as error:
+        if not any(
+            word in str(error)
+            for word in ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
+        ):
             raise  # of a class that is unpickled
         raise ValueError(_damaged(path, str(error))) from error
 
