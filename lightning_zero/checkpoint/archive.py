@@ -38,6 +38,7 @@ __all__ = [
     "pieces",
     "silent",
     "find_damage",
+    "has_checksums",
     "write_torch_file",
 ]
 
@@ -223,6 +224,14 @@ def find_damage(
         check = partial(_check_record, path, file.fileno(), progress)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             return [line for line in pool.map(check, mine) if line]
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether a file is a torch file whose records have checksums."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
 
 
 def _check_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_zero.checkpoint import archive, directory
 from lightning_zero.checkpoint.archive import Progress, silent
 
-__all__ = ["find_damage"]
+__all__ = ["find_damage", "has_checksums"]
 
 
 def find_damage(
@@ -29,3 +29,10 @@ def find_damage(
     if path.is_file():
         return archive.find_damage(path, progress, rank=rank, world_size=world_size)
     return []
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether `find_damage` has anything to compare with."""
+    if path.is_dir():
+        return (path / directory.CHECKSUMS).is_file()
+    return archive.has_checksums(path)

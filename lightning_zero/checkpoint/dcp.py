@@ -171,7 +171,10 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
     else:
         return {"state_dict": tree}
     for state in states:
-        state.setdefault("state", {})  # saved before the first step
+        entries = state.setdefault("state", {})  # absent if saved before the first step
+        if any(isinstance(key, int) for g in state["param_groups"] for key in g["params"]):
+            # By number, as torch's optimizers: the format has no numbers as names.
+            state["state"] = {int(key): entry for key, entry in entries.items()}
     if states:
         checkpoint["optimizer_states"] = states
     return checkpoint
