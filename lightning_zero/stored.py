@@ -44,6 +44,14 @@ class StoredTensor(Tensor):
         """All values, a new plain tensor of this shape."""
         return self._read(0, self.numel()).view(self.shape)
 
+    def tolist(self) -> Any:
+        """As of a plain tensor; torch itself refuses it to subclasses."""
+        return self.read().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor; torch itself refuses it to subclasses."""
+        return self.read().numpy(force=force)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

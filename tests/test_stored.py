@@ -42,6 +42,9 @@ def test_every_use_reads_the_values(stored, reads):
     assert torch.equal(torch.empty(4, 6).copy_(stored), VALUES)
     assert torch.equal(stored.to(torch.float64), VALUES.double())
     assert type(stored.clone()) is torch.Tensor
+    assert stored.tolist() == VALUES.tolist()
+    assert stored[0, 1].item() == 1
+    assert (stored.numpy() == VALUES.numpy()).all()
     assert reads
 
 

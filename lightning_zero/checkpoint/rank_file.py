@@ -76,16 +76,27 @@ def _append(data: Tensor | io.BytesIO, file: _HashedFile) -> None:
     data = data.detach().cpu()
     if data.untyped_storage().nbytes() != data.nbytes:
         data = data.clone()  # torch.save would write the whole storage
-    torch.save(data, cast(Any, file))
+    try:
+        torch.save(data, cast(Any, file))
+    except RuntimeError:  # of torch's archive, that has not all of its bytes
+        if file.error is not None:
+            raise file.error from None
+        raise
 
 
 class _HashedFile(io.RawIOBase):
-    """A file that is appended to and hashed."""
+    """A file that is appended to and hashed.
+
+    Attributes:
+        digest: Of what was written.
+        error: Why a write failed.
+    """
 
     def __init__(self, raw: io.FileIO) -> None:
         self._raw = raw
         self._position = 0
         self.digest = hashlib.sha256()
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -97,7 +108,11 @@ class _HashedFile(io.RawIOBase):
         view = memoryview(data).cast("B")
         self.digest.update(view)
         written = 0
-        while written < view.nbytes:
-            written += self._raw.write(view[written:]) or 0
+        try:
+            while written < view.nbytes:
+                written += self._raw.write(view[written:]) or 0
+        except OSError as error:
+            self.error = error
+            raise
         self._position += written
         return written

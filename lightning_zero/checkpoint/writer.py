@@ -84,6 +84,7 @@ class ShardedSave:
         if not is_first:
             mine = {name: shards[source].cast(dtype) for name, (source, dtype) in entries.items()}
             planner.set_up_planner(mine)
+            planner.mappings = {}  # rank 0's has all names, in their order
         return cls(target, planner, rest.getvalue(), channel)
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:

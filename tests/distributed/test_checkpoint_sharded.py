@@ -1,0 +1,437 @@
+"""The sharded form: a directory that every rank writes, from any stage and world size to any."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_zero.checkpoint import open_checkpoint
+from tests.distributed.ranks import run_ranks
+from tests.fitting import arrays, make_trainer, run_once, settings
+from tests.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule
+
+STAGES = [0, 1, 2, 3]
+MODELS = {
+    "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
+    "batch norm": partial(ConvModule, ranks=2),
+    "two groups": partial(MLPModule, ranks=2, scheduler="per step"),
+    "frozen": partial(FrozenModule, ranks=2),
+}
+
+
+def sharded(stage, **options):
+    return settings(stage, checkpoint="sharded", **options)
+
+
+def named(states, module):
+    """Optimizer states of torch, by number, as the sharded form has them, by name."""
+    names = [name for name, _ in module.named_parameters()]
+    optimizers = module.configure_optimizers()
+    optimizer = optimizers["optimizer"] if isinstance(optimizers, dict) else optimizers
+    of = {p: n for n, p in module.named_parameters()}
+    numbered = [of[p] for group in optimizer.param_groups for p in group["params"]]
+    assert set(numbered) <= set(names)
+    return [
+        {
+            "state": {numbered[number]: entry for number, entry in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [numbered[number] for number in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
+        for state in states
+    ]
+
+
+def assert_same_values(ours, reference, path="checkpoint"):
+    """Equal keys, types, shapes, dtypes and values to 1e-6; ours may be stored."""
+    if isinstance(reference, dict):
+        assert set(ours) == set(reference), path
+        for key, value in reference.items():
+            assert_same_values(ours[key], value, f"{path}[{key!r}]")
+    elif isinstance(reference, (list, tuple)):
+        assert len(ours) == len(reference), path
+        for index, value in enumerate(reference):
+            assert_same_values(ours[index], value, f"{path}[{index}]")
+    elif isinstance(reference, torch.Tensor):
+        assert ours.dtype == reference.dtype, path
+        assert ours.shape == reference.shape, path
+        torch.testing.assert_close(ours.clone(), reference, rtol=1e-6, atol=1e-6, msg=path)
+    else:
+        assert ours == reference, path
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_directory_has_what_ddp_writes_by_name(model, stage, tmp_path):
+    # After fit for odd stages, when every rank holds the whole module; else before its end.
+    save = _save if stage % 2 else _save_at_end
+    run_ranks(2, save, sharded(stage), MODELS[model], str(tmp_path / "ours"), has_group=False)
+    reference = run_once(2, _save_and_read, "ddp", MODELS[model], save)[0]
+    ours = open_checkpoint(tmp_path / "ours")
+    assert ours.pop("lightning_zero") == {
+        "version": "0.1.0.dev0",
+        "stage": stage,
+        "world_size": 2,
+    }
+    module = MODELS[model]()
+    states = named(reference["optimizer_states"], module)
+    assert list(ours["state_dict"]) == list(reference["state_dict"])
+    assert_same_values(ours, {**reference, "optimizer_states": states})
+
+
+def _save(rank, world_size, spec, factory, path):
+    seed_everything(7, verbose=False)
+    trainer = make_trainer(spec)
+    trainer.fit(factory())
+    trainer.save_checkpoint(path)
+
+
+def _save_and_read(rank, world_size, spec, factory, save):
+    save(rank, world_size, spec, factory, "whole.ckpt")
+    return torch.load("whole.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_rank_writes_one_file_with_its_share(stage, tmp_path):
+    path = tmp_path / "a.ckpt"
+    factory = partial(GPTModule, ranks=3, is_tied=True)
+    run_ranks(3, _save_at_end, sharded(stage), factory, str(path), has_group=False)
+    files = {p.name: p.stat().st_size for p in path.iterdir()}
+    parts = [files.pop(f"__{rank}_0.distcp") for rank in range(3)]
+    assert set(files) == {".metadata", "meta.pt", "SHA256SUMS"}
+    sums = dict(line.split()[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+    assert set(sums) == {p.name for p in path.iterdir()} - {"SHA256SUMS"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
+    # Tied weights and what every rank has are written once: parameters and two moments.
+    numel = sum(p.numel() for p in factory().parameters())
+    num_items = 3 * 3 * len(list(factory().parameters())) * 3
+    assert 12 * numel < sum(parts) < 12 * numel + 2000 * num_items
+    assert max(parts) < sum(parts) / 2
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+class SavingAtEnd(Callback):
+    """Saves when training ends."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def _save_at_end(rank, world_size, spec, factory, path, **options):
+    seed_everything(7, verbose=False)
+    make_trainer(spec, callbacks=[SavingAtEnd(path)], **options).fit(factory())
+
+
+# -------------------------------------------------------------------- resuming
+
+
+def _resume(rank, world_size, specs, factory, folder):
+    """One epoch with each strategy, each resumed from the last checkpoint of the one before."""
+    path = None
+    for number, spec in enumerate(specs):
+        seed_everything(7 if path is None else 100 + rank, verbose=False)
+        module = factory()
+        saver = ModelCheckpoint(f"{folder}/{number}", save_last=True)
+        trainer = make_trainer(
+            spec, max_epochs=number + 1, callbacks=[saver], enable_checkpointing=True
+        )
+        trainer.fit(module, ckpt_path=path)
+        path = f"{folder}/{number}/last.ckpt"
+    return arrays(module.state_dict()), module.losses
+
+
+def _uninterrupted(rank, world_size, spec, factory, num_epochs):
+    seed_everything(7, verbose=False)
+    module = factory()
+    make_trainer(spec, max_epochs=num_epochs).fit(module)
+    return arrays(module.state_dict()), module.losses[-4:]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("model", ["tied gpt", "batch norm", "two groups"])
+def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
+    specs = [sharded(stage, async_save=is_async)] * 2
+    ours = run_ranks(2, _resume, specs, MODELS[model], "saved", has_group=False)
+    whole = run_once(2, _uninterrupted, settings(stage), MODELS[model], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+        assert losses == expected_losses
+        for name, value in expected.items():
+            if "running" not in name:  # which rank 0 gives to the others on resuming
+                np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("order", ["sharded to full", "full to sharded"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_forms_resume_each_other_and_overwrite_each_other(stage, order, tmp_path):
+    specs = [sharded(stage), settings(stage, checkpoint="full")]
+    if order == "full to sharded":
+        specs.reverse()
+    ours = run_ranks(
+        2, _resume_in_place, specs, MODELS["two groups"], str(tmp_path / "a.ckpt"), has_group=False
+    )
+    whole = run_once(2, _uninterrupted, settings(stage), MODELS["two groups"], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+        assert losses == expected_losses
+        for name, value in expected.items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+    assert (tmp_path / "a.ckpt").is_dir() == (order == "full to sharded")
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def _resume_in_place(rank, world_size, specs, factory, path):
+    for number, spec in enumerate(specs):
+        seed_everything(7 + number, verbose=False)
+        module = factory()
+        trainer = make_trainer(spec, max_epochs=number + 1, callbacks=[SavingAtEnd(path)])
+        trainer.fit(module, ckpt_path=path if number else None)
+    return arrays(module.state_dict()), module.losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_of_a_16_bit_module_are_kept(stage):
+    specs = [sharded(stage)] * 2
+    ours = run_ranks(2, _resume_bf16, specs, "saved", has_group=False)
+    whole = run_once(2, _bf16_uninterrupted, settings(stage))
+    for state, expected in zip(ours, whole, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+def _resume_bf16(rank, world_size, specs, folder):
+    path = None
+    for number, spec in enumerate(specs):
+        seed_everything(7 + number, verbose=False)
+        module = MLPModule(ranks=world_size)
+        saver = ModelCheckpoint(f"{folder}/{number}", save_last=True)
+        options = {"callbacks": [saver], "enable_checkpointing": True, "precision": "bf16-true"}
+        trainer = make_trainer(spec, max_epochs=number + 1, **options)
+        trainer.fit(module, ckpt_path=path)
+        path = f"{folder}/{number}/last.ckpt"
+    masters = open_checkpoint(path)["lightning_zero_masters"]
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    state = open_checkpoint(path)["state_dict"]
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    return arrays(module.state_dict())
+
+
+def _bf16_uninterrupted(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    module = MLPModule(ranks=world_size)
+    make_trainer(spec, max_epochs=2, precision="bf16-true").fit(module)
+    return arrays(module.state_dict())
+
+
+def test_several_optimizers_are_kept_apart(tmp_path):
+    run_ranks(2, _save, sharded(3), partial(GANModule, ranks=2), str(tmp_path), has_group=False)
+    states = open_checkpoint(tmp_path)["optimizer_states"]
+    assert len(states) == 2
+    assert all(len(state["state"]) > 0 for state in states)
+    assert not set(states[0]["state"]) & set(states[1]["state"])
+
+
+class EarlySaver(MLPModule):
+    """Saves before the first step."""
+
+    def on_train_start(self):
+        self.trainer.save_checkpoint("early.ckpt")
+
+
+def test_saving_before_the_first_step_gives_an_empty_optimizer_state_that_loads():
+    run_ranks(2, _save_early, sharded(3), has_group=False)
+
+
+def _save_early(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    first = EarlySaver(ranks=world_size)
+    make_trainer(spec).fit(first)
+    assert open_checkpoint("early.ckpt")["optimizer_states"][0]["state"] == {}
+    seed_everything(8, verbose=False)
+    second = MLPModule(ranks=world_size)
+    make_trainer(spec).fit(second, ckpt_path="early.ckpt")
+    assert second.losses == first.losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_reads_a_directory_with_all_or_with_weights_only(stage):
+    ours = run_ranks(2, _validate, sharded(stage), has_group=False)
+    reference = run_once(2, _validate, "ddp")
+    for one, other in zip(ours, reference, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def _validate(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    trainer = make_trainer(spec)
+    trainer.fit(ConvModule(ranks=world_size))
+    trainer.save_checkpoint("whole.ckpt")
+    trainer.save_checkpoint("weights.ckpt", weights_only=True)
+    trainer.strategy.barrier()
+    losses = []
+    for path in ("whole.ckpt", "weights.ckpt"):
+        seed_everything(rank, verbose=False)
+        fresh = ConvModule(ranks=world_size)
+        trainer = make_trainer(spec, limit_val_batches=1.0)
+        losses.append(trainer.validate(fresh, ckpt_path=path, verbose=False)[0]["val_loss"])
+    with pytest.raises(KeyError, match="contains only the model"):
+        make_trainer(spec).fit(ConvModule(ranks=world_size), ckpt_path="weights.ckpt")
+    assert losses[0] == losses[1]
+    return losses
+
+
+# -------------------------------------------------------------------- callbacks and hooks
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_model_checkpoint_keeps_the_best_and_the_last_as_under_ddp(stage, is_async):
+    ours = run_ranks(2, _files, sharded(stage, async_save=is_async), has_group=False)
+    reference = run_once(2, _files, "ddp")
+    for (names, losses), (expected, expected_losses) in zip(ours, reference, strict=True):
+        assert names == expected
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+
+
+def _files(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    saver = ModelCheckpoint("saved", save_last="link", save_top_k=2, monitor="rising", mode="max")
+    options = {"callbacks": [saver], "enable_checkpointing": True, "limit_val_batches": 1.0}
+    trainer = make_trainer(spec, max_epochs=4, **options)
+    module = MLPModule(ranks=world_size)
+    trainer.fit(module)
+    trainer.strategy.barrier()
+    names = sorted(str(p) for p in Path("saved").iterdir())
+    losses = [
+        trainer.validate(module, ckpt_path=path, verbose=False)[0]["val_loss"]
+        for path in ("best", "last")
+    ]
+    return [Path(saver.best_model_path).name, *names], losses
+
+
+class Rewriting(MLPModule):
+    """Renames one entry, deletes one and adds one.
+
+    Args:
+        on_rank: Only there; None: on all.
+        **kwargs: Of `MLPModule`.
+    """
+
+    def __init__(self, on_rank=None, **kwargs):
+        super().__init__(**kwargs)
+        self.on_rank = on_rank
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.on_rank in (None, self.global_rank):
+            state = checkpoint["state_dict"]
+            first, second = list(state)[:2]
+            state["renamed"] = state.pop(first)
+            state["halved"] = state.pop(second).half()
+            state["added"] = torch.arange(3.0)
+            checkpoint["mine"] = {"also": state["renamed"], "number": 5}
+
+    def on_load_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        first, second = [name for name, _ in self.named_parameters()][:2]
+        state[first] = state.pop("renamed") * 1
+        state[second] = state.pop("halved")
+        assert state.pop("added").tolist() == [0.0, 1.0, 2.0]
+        assert torch.equal(checkpoint["mine"]["also"].clone(), state[first])
+
+
+@pytest.mark.parametrize("on_rank", [None, 0])
+def test_hooks_may_rename_delete_cast_and_add_entries_also_on_rank_0_alone(on_rank):
+    run_ranks(2, _rewrite, sharded(3), on_rank, has_group=False)
+
+
+def _rewrite(rank, world_size, spec, on_rank):
+    seed_everything(7, verbose=False)
+    module = Rewriting(on_rank, ranks=world_size)
+    trainer = make_trainer(spec)
+    trainer.fit(module)
+    trainer.save_checkpoint("a.ckpt")
+    opened = open_checkpoint("a.ckpt")
+    assert opened["state_dict"]["halved"].dtype == torch.float16
+    assert opened["mine"]["number"] == 5
+    other = Rewriting(ranks=world_size)
+    make_trainer(spec, max_epochs=2).fit(other, ckpt_path="a.ckpt")
+    name = next(iter(dict(module.named_parameters())))
+    assert torch.equal(opened["state_dict"]["renamed"].clone(), module.state_dict()[name])
+
+
+class Reading(MLPModule):
+    def on_save_checkpoint(self, checkpoint):
+        next(iter(checkpoint["state_dict"].values())).norm()
+
+
+def test_a_hook_that_reads_values_is_told_how():
+    with pytest.raises(AssertionError, match=r'ZeroStrategy\(checkpoint="full"\)'):
+        run_ranks(2, _save_at_end, sharded(3), partial(Reading, ranks=2), "a.ckpt", has_group=False)
+
+
+def test_the_path_of_rank_0_counts():
+    run_ranks(2, _save_to_own_path, sharded(3), has_group=False)
+
+
+def _save_to_own_path(rank, world_size, spec):
+    trainer = make_trainer(spec)
+    trainer.fit(MLPModule(ranks=world_size))
+    trainer.save_checkpoint(f"{rank}.ckpt")
+    assert {p.name for p in Path().iterdir()} == {"0.ckpt"}
+
+
+# -------------------------------------------------------------------- errors
+
+
+def test_settings_that_do_not_fit_are_errors_at_construction():
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+
+    from lightning_zero import ZeroStrategy
+
+    with pytest.raises(ValueError, match="checkpoint must be one of"):
+        ZeroStrategy(checkpoint="split")
+    with pytest.raises(ValueError, match="async_save needs the sharded form"):
+        ZeroStrategy(checkpoint="full", async_save=True)
+    with pytest.raises(ValueError, match="would not use AsyncCheckpointIO"):
+        ZeroStrategy(checkpoint="sharded", checkpoint_io=AsyncCheckpointIO())
+
+
+def test_damage_and_foreign_directories_are_errors_on_every_rank():
+    run_ranks(2, _load_damaged, sharded(3), has_group=False)
+
+
+def _load_damaged(rank, world_size, spec):
+    trainer = make_trainer(spec)
+    trainer.fit(MLPModule(ranks=world_size))
+    trainer.save_checkpoint("a.ckpt")
+    file = Path("a.ckpt/__1_0.distcp")
+    if rank == 0:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        Path("foreign").mkdir()
+        Path("foreign/notes.txt").touch()
+    trainer.strategy.barrier()
+    fresh = MLPModule(ranks=world_size)
+    with pytest.raises(ValueError, match=r"is damaged: __1_0\.distcp .* differs from its checksum"):
+        make_trainer(spec).validate(fresh, ckpt_path="a.ckpt")
+    trainer.strategy.barrier()
+    if rank == 0:
+        os.truncate(file, file.stat().st_size // 2)
+    trainer.strategy.barrier()
+    with pytest.raises(ValueError, match=r"incomplete: __1_0\.distcp has"):
+        make_trainer(spec).validate(fresh, ckpt_path="a.ckpt")
+    with pytest.raises(ValueError, match=r"is no checkpoint: a directory that holds notes\.txt"):
+        make_trainer(spec).validate(fresh, ckpt_path="foreign")

@@ -1,0 +1,322 @@
+"""What can go wrong while a sharded checkpoint is saved; the old one and the training survive."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.directory import find_damage
+from tests.distributed.ranks import RankError, run_ranks
+from tests.fitting import arrays, make_trainer, run_once, settings
+from tests.models import GPTModule, MLPModule
+
+
+def sharded(stage, **options):
+    return settings(stage, checkpoint="sharded", **options)
+
+
+# -------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"a small disk must be mounted, which needs root: {done.stderr.decode()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+class FillingDisk(Callback):
+    """Saves in every batch; the disk has no room in the second and third.
+
+    Args:
+        folder: The disk.
+        is_async: Errors come with the next save.
+    """
+
+    def __init__(self, folder, is_async):
+        self.folder = Path(folder)
+        self.is_async = is_async
+        self.errors = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        filler = self.folder / "filler"
+        if trainer.is_global_zero:
+            if batch_idx == 1:
+                while os.listdir(self.folder) != ["a.ckpt"]:
+                    time.sleep(0.01)  # the first save is in flight
+                free = os.statvfs(self.folder)
+                filler.write_bytes(bytes((free.f_bavail - 20) * free.f_frsize))
+            if batch_idx == 3:
+                filler.unlink()
+        trainer.strategy.barrier()
+        try:
+            trainer.save_checkpoint(self.folder / "a.ckpt")
+        except OSError as error:
+            self.errors.append((error.errno, str(error)))
+        trainer.strategy.barrier()
+        if not self.is_async:
+            names = {p.name for p in self.folder.iterdir()} - {"filler"}
+            assert names == {"a.ckpt"}, names
+            expected = 1 if batch_idx in (1, 2) else batch_idx + 1
+            assert open_checkpoint(self.folder / "a.ckpt")["global_step"] == expected
+            assert find_damage(self.folder / "a.ckpt") == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_full_disk_is_an_error_that_harms_nothing(is_async, small_disk):
+    spec = sharded(3, async_save=is_async)
+    ours = run_ranks(2, _fill_disk, spec, str(small_disk), is_async, has_group=False)
+    whole = run_once(2, _fit_gpt, settings(3))
+    for (state, errors), expected in zip(ours, whole, strict=True):
+        assert errors == ours[0][1]
+        # Of the asynchronous ones, the second full disk is not met: the error came in its place.
+        assert len(errors) == (1 if is_async else 2)
+        for code, text in errors:
+            assert code == errno.ENOSPC
+            assert "the disk is full: the checkpoint needs" in text
+            assert str(small_disk / "a.ckpt") in text
+        for name, value in expected.items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+    assert os.listdir(small_disk) == ["a.ckpt"]
+    assert open_checkpoint(small_disk / "a.ckpt")["global_step"] == 4
+    assert find_damage(small_disk / "a.ckpt") == []
+
+
+def _fill_disk(rank, world_size, spec, folder, is_async):
+    seed_everything(7, verbose=False)
+    module = GPTModule(ranks=world_size, num_batches=5)
+    callback = FillingDisk(folder, is_async)
+    make_trainer(spec, callbacks=[callback], limit_train_batches=4).fit(module)
+    return arrays(module.state_dict()), callback.errors
+
+
+def _fit_gpt(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    module = GPTModule(ranks=world_size, num_batches=5)
+    make_trainer(spec, limit_train_batches=4).fit(module)
+    return arrays(module.state_dict())
+
+
+# -------------------------------------------------------------------- killed at any moment
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_after_a_kill_at_any_moment_the_newest_complete_checkpoint_loads(num_kills, tmp_path):
+    generator = random.Random(num_kills)
+    names = ["kept.ckpt", "same.ckpt"]
+    for number in range(num_kills):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        spec = sharded(3, async_save=number % 2 == 1)
+        with pytest.raises(RankError, match=r"died with exit code -9|did not return|Traceback"):
+            run_ranks(
+                2,
+                _save_until_killed,
+                spec,
+                str(folder),
+                generator.uniform(0.0, 0.6),
+                number % 3,
+                has_group=False,
+                timeout_s=30,
+            )
+        reported = int((folder / "reported").read_text())
+        newest = max(
+            open_checkpoint(path)["global_step"]
+            for path in folder.glob("*.ckpt")
+            if path.name in names
+        )
+        assert newest >= reported
+        for path in folder.glob("*.ckpt"):
+            assert find_damage(path) == []
+        steps = run_ranks(2, _load_all, str(folder), has_group=False)
+        assert steps[0] == steps[1]
+
+
+class SavingWithoutEnd(Callback):
+    """Saves to a name that it overwrites; the other holds the first checkpoint."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        name = "same.ckpt" if batch_idx else "kept.ckpt"
+        trainer.save_checkpoint(self.folder / name)
+        if trainer.is_global_zero and batch_idx:
+            (self.folder / "reported.tmp").write_text(str(trainer.global_step - 1))
+            os.replace(self.folder / "reported.tmp", self.folder / "reported")
+
+
+def _save_until_killed(rank, world_size, spec, folder, delay_s, victim):
+    """Kills one rank, or both (victim 2), `delay_s` after the third checkpoint."""
+    if victim in (rank, 2):
+        threading.Thread(target=_kill_later, args=(folder, delay_s), daemon=True).start()
+    seed_everything(7, verbose=False)
+    module = GPTModule(ranks=world_size, num_batches=10_000)
+    make_trainer(spec, callbacks=[SavingWithoutEnd(folder)]).fit(module)
+
+
+def _kill_later(folder, delay_s):
+    while True:
+        with suppress(FileNotFoundError, ValueError):
+            if int(Path(folder, "reported").read_text()) >= 3:
+                break
+        time.sleep(0.005)
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _load_all(rank, world_size, folder):
+    steps = []
+    for path in sorted(Path(folder).glob("*.ckpt")):
+        trainer = make_trainer(sharded(2), max_steps=1)
+        trainer.fit(GPTModule(ranks=world_size), ckpt_path=path)
+        steps.append(trainer.global_step)
+    # A new save to a name of which a crash has left parts.
+    trainer.save_checkpoint(Path(folder) / "same.ckpt")
+    assert {p.name for p in Path(folder).iterdir()} == {"kept.ckpt", "same.ckpt", "reported"}
+    return steps
+
+
+# -------------------------------------------------------------------- errors in the background
+
+
+class FailingLater(Callback):
+    """Makes the second asynchronous save fail: a file stands where its folder should be."""
+
+    def __init__(self, folder, at_end):
+        self.folder = Path(folder)
+        self.at_end = at_end
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == (3 if self.at_end else 1):
+            trainer.save_checkpoint(self.folder / "file" / "a.ckpt")
+        elif batch_idx == 0:
+            trainer.save_checkpoint(self.folder / "good.ckpt")
+        elif batch_idx == 2 and not self.at_end:
+            with pytest.raises(OSError, match="file"):
+                trainer.save_checkpoint(self.folder / "after.ckpt")
+            trainer.save_checkpoint(self.folder / "after.ckpt")
+
+
+def test_an_error_in_the_background_surfaces_at_the_next_save(tmp_path):
+    (tmp_path / "file").touch()
+    run_ranks(2, _fail_later, str(tmp_path), False, has_group=False)
+    assert open_checkpoint(tmp_path / "good.ckpt")["global_step"] == 1
+    assert open_checkpoint(tmp_path / "after.ckpt")["global_step"] == 3
+
+
+def test_an_error_in_the_background_surfaces_when_fit_ends_at_the_latest(tmp_path):
+    (tmp_path / "file").touch()
+    run_ranks(2, _fail_at_end, str(tmp_path), has_group=False)
+
+
+def _fail_at_end(rank, world_size, folder):
+    with pytest.raises(OSError, match="file"):
+        _fail_later(rank, world_size, folder, True)
+    _fit_gpt(rank, world_size, settings(3))
+
+
+def _fail_later(rank, world_size, folder, at_end):
+    seed_everything(7, verbose=False)
+    module = GPTModule(ranks=world_size)
+    make_trainer(sharded(3, async_save=True), callbacks=[FailingLater(folder, at_end)]).fit(module)
+
+
+class DroppingPredecessor(Callback):
+    """After each save, removes the one before, as ModelCheckpoint does with save_top_k=1."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+        if batch_idx:
+            trainer.strategy.remove_checkpoint(self.folder / f"{batch_idx - 1}.ckpt")
+        trainer.strategy.barrier()
+        names = [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
+        self.seen.append(len(names))
+
+
+def test_a_checkpoint_is_not_removed_before_its_successor_is_complete(tmp_path):
+    results = run_ranks(2, _drop_predecessor, str(tmp_path), has_group=False)
+    assert all(count >= 1 for count in results[0][1:])
+    assert [p.name for p in tmp_path.iterdir()] == ["3.ckpt"]
+
+
+def _drop_predecessor(rank, world_size, folder):
+    callback = DroppingPredecessor(folder)
+    spec = sharded(3, async_save=True)
+    make_trainer(spec, callbacks=[callback]).fit(GPTModule(ranks=world_size))
+    return callback.seen
+
+
+def test_a_save_in_flight_ends_although_training_fails(tmp_path):
+    run_ranks(2, _fail_in_training, str(tmp_path), has_group=False)
+    assert open_checkpoint(tmp_path / "a.ckpt")["global_step"] == 1
+    assert open_checkpoint(tmp_path / "failed" / "on_exception.ckpt")["global_step"] == 2
+    for path in (tmp_path / "a.ckpt", tmp_path / "failed" / "on_exception.ckpt"):
+        assert find_damage(path) == []
+
+
+class Failing(MLPModule):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(self.folder / "a.ckpt")
+        if batch_idx == 2:
+            raise ArithmeticError("out of luck")
+        return super().training_step(batch, batch_idx)
+
+
+def _fail_in_training(rank, world_size, folder):
+    module = Failing(ranks=world_size)
+    module.folder = Path(folder)
+    callbacks = [OnExceptionCheckpoint(module.folder / "failed"), ModelCheckpoint(save_top_k=0)]
+    options = {"callbacks": callbacks, "enable_checkpointing": True}
+    with pytest.raises(ArithmeticError, match="out of luck"):
+        make_trainer(sharded(3, async_save=True), **options).fit(module)
+
+
+def test_an_exception_on_one_rank_between_saves_does_not_leave_the_others_waiting(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(RankError, match="ArithmeticError: out of luck"):
+        run_ranks(2, _fail_alone, str(tmp_path), has_group=False)
+    assert time.monotonic() - start < 30
+
+
+class FailingAlone(MLPModule):
+    """One rank fails where the others begin to save."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx in (1, 2):
+            if batch_idx == 2 and self.global_rank == 1:
+                raise ArithmeticError("out of luck")
+            self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+        return super().training_step(batch, batch_idx)
+
+
+def _fail_alone(rank, world_size, folder):
+    module = FailingAlone(ranks=world_size)
+    module.folder = Path(folder)
+    spec = sharded(3, timeout=timedelta(seconds=20))
+    make_trainer(spec).fit(module)
