@@ -23,7 +23,7 @@ __all__ = ["add_parser"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MAX_SHARD_BYTES = 5 * 1024**3
-_RELEASE_BYTES = 256 * 1024**2  # read between two releases of mapped memory
+_RELEASE_BYTES = 32 * 1024**2  # written between two releases of mapped memory
 _EPILOG = """\
 CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors, or a directory of
 DeepSpeed ZeRO. Formats:
