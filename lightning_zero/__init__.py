@@ -1,7 +1,7 @@
 """ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
-`_notebook`, for `Trainer(strategy=...)`.
+`_notebook`, for `Trainer(strategy=...)`, and makes `load_from_checkpoint` open directories too.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -10,6 +10,7 @@ from lightning_zero.access import full_grad, gathered
 from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
+from lightning_zero.load_from_checkpoint import accept_every_format
 from lightning_zero.memory import MemoryReport
 from lightning_zero.strategy import ZeroStrategy
 
@@ -28,3 +29,4 @@ __all__ = [
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)
+accept_every_format()

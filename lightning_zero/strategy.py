@@ -42,6 +42,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
@@ -73,6 +74,8 @@ from lightning_zero.saving import (
 
 __all__ = ["ZeroStrategy"]
 
+# Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
+_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
 
@@ -595,6 +598,9 @@ class ZeroStrategy(ParallelStrategy):
             failure = error
         self._raise_together(failure, f"open {path}")
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        for key, value in checkpoint.items():
+            if key not in _COPIED_ON_LOADING:
+                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
         return checkpoint
 
     def _raise_together(self, failure: Exception | None, what: str) -> None:

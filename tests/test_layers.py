@@ -24,7 +24,16 @@ LAYERS = {
         "unit",
     },
     3: {"checkpoint"},
-    4: {"callbacks", "checkpoint_io", "cli", "launcher", "precision", "saving", "strategy"},
+    4: {
+        "callbacks",
+        "checkpoint_io",
+        "cli",
+        "launcher",
+        "load_from_checkpoint",
+        "precision",
+        "saving",
+        "strategy",
+    },
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")

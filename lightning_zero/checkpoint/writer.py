@@ -148,6 +148,10 @@ class ShardedSave:
             nonlocal metadata
             if plans is not None:
                 _, metadata = self.planner.create_global_plan(plans)
+                entries = metadata.state_dict_metadata  # by rank; readers like the module's order
+                metadata.state_dict_metadata = {
+                    name: entries[name] for name in self.planner.state_dict if name in entries
+                }
 
         self.channel.attempt(merge)
         return metadata

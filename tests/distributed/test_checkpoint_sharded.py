@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 
 from lightning_zero.checkpoint import open_checkpoint
 from tests.distributed.ranks import run_ranks
@@ -390,6 +395,54 @@ def _save_to_own_path(rank, world_size, spec):
     trainer.fit(MLPModule(ranks=world_size))
     trainer.save_checkpoint(f"{rank}.ckpt")
     assert {p.name for p in Path().iterdir()} == {"0.ckpt"}
+
+
+class FindingRate(LearningRateFinder):
+    """Looks for a learning rate before the first epoch, and keeps the one that is set."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.lr_find(trainer, pl_module)
+        self.smoothed = self.optimal_lr.results["loss"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_learning_rate_finder_restores_what_it_saved(is_async):
+    ours = run_ranks(2, _find_rate, sharded(3, async_save=is_async), has_group=False)
+    reference = run_once(2, _find_rate, "ddp")
+    for (smoothed, losses), (expected, expected_losses) in zip(ours, reference, strict=True):
+        assert len(smoothed) > 5
+        assert smoothed == pytest.approx(expected, rel=1e-5)
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+
+
+def _find_rate(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    module = MLPModule(ranks=world_size, num_batches=12)
+    module.lr = 1e-3
+    finder = FindingRate(num_training_steps=30, update_attr=False)
+    make_trainer(spec, callbacks=[finder]).fit(module)
+    assert not list(Path().iterdir())
+    return finder.smoothed, module.losses[-12:]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_averaged_weights_are_saved_and_resumed_as_under_ddp(stage):
+    ours = run_ranks(2, _resume_average, sharded(stage), has_group=False)
+    reference = run_once(2, _resume_average, "ddp")
+    for one, expected in zip(ours, reference, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_allclose(one[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def _resume_average(rank, world_size, spec):
+    path = None
+    for number in range(2):
+        seed_everything(7 + number, verbose=False)
+        module = MLPModule(ranks=world_size)
+        callbacks = [EMAWeightAveraging(decay=0.5), SavingAtEnd(f"{number}.ckpt")]
+        make_trainer(spec, max_epochs=number + 1, callbacks=callbacks).fit(module, ckpt_path=path)
+        path = f"{number}.ckpt"
+    return arrays(module.state_dict())
 
 
 # -------------------------------------------------------------------- errors
