@@ -16,7 +16,7 @@ from lightning_zero.stored import StoredTensor
 MIB = 1024**2
 # What the process has in memory before, at most while it exports, and of that not of a file.
 MEASURED = """
-import json, resource, sys, threading
+import json, sys, threading
 from lightning_zero.cli import main
 
 def status(name):
@@ -35,7 +35,7 @@ watcher.start()
 result = main(sys.argv[1:])
 is_done.set()
 watcher.join()
-highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+highest = status("VmHWM")  # as ru_maxrss, which however begins at that of the process before exec
 print(json.dumps([result, highest - before, highest, peak[0] - anonymous, peak[0]]))
 """
 
