@@ -26,6 +26,8 @@ LAYERS = {
     3: {"checkpoint"},
     4: {
         "callbacks",
+        "checkpoint_io",
+        "cli",
         "launcher",
         "load_from_checkpoint",
         "precision",

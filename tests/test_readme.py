@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,7 +24,8 @@ RUN_BY_CI = {
 }
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
 LOOP = "torchrun --nproc-per-node 2 loop.py"
-RUN_BY_A_TEST = {OVERRIDDEN, LOOP}
+CLI = [command for command in COMMANDS if command.startswith("lightning-zero ")]
+RUN_BY_A_TEST = {OVERRIDDEN, LOOP, *CLI}
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": True},
@@ -69,6 +71,23 @@ def test_the_hand_written_loop_trains_under_torchrun(tmp_path):
     shares = [int(own) / int(whole) for own, whole in re.findall(r"(\d+) of (\d+) bytes", printed)]
     assert len(shares) == 2
     assert max(shares) < 0.6
+
+
+def test_the_commands_for_checkpoints_run(tmp_path, monkeypatch):
+    from lightning_zero.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    state = {"state_dict": {"weight": torch.rand(4, 4)}, "epoch": 0, "global_step": 1}
+    torch.save(state, "checkpoints/last.ckpt")
+    assert main(shlex.split("export checkpoints/last.ckpt sharded-checkpoint --format dcp")) == 0
+    for command in CLI:
+        assert main(shlex.split(command)[1:]) == 0, command
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+    assert (tmp_path / "for-fsdp" / ".metadata").is_file()
+    assert torch.load("whole.ckpt")["state_dict"]["weight"].equal(state["state_dict"]["weight"])
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '[project.scripts]\nlightning-zero = "lightning_zero.cli:main"' in project
 
 
 def test_the_python_of_the_trainer_runs(tmp_path, monkeypatch):
