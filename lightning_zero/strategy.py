@@ -639,11 +639,19 @@ class ZeroStrategy(ParallelStrategy):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
 
+    def finish_saving(self) -> None:
+        """Waits until a checkpoint that is written while training goes on is complete. Local.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        self._saving.finish()
+
     # ---------------------------------------------------------------- failure and the end
 
     @override
     def on_train_end(self) -> None:
-        self._saving.finish()
+        self.finish_saving()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -672,6 +680,7 @@ class ZeroStrategy(ParallelStrategy):
         try:
             self._saving.finish(warns=has_failed)
         finally:
+            self._saving.free()
             self._tear_down()
 
     def _tear_down(self) -> None:
