@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
+from lightning_zero import OffloadConfig
 from lightning_zero.checkpoint import open_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
@@ -198,6 +199,22 @@ def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
         for name, value in expected.items():
             if "running" not in name:  # which rank 0 gives to the others on resuming
                 np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("order", ["nvme to memory", "memory to nvme"])
+def test_one_tier_resumes_another(order, is_async):
+    small = {"nvme_path": ".", "buffer_count": 3, "buffer_size": 2**16}
+    disk = {name: OffloadConfig("nvme", **small) for name in ("offload_optimizer", "offload_param")}
+    specs = [sharded(3, async_save=is_async, **disk), sharded(3, async_save=is_async)]
+    if order == "memory to nvme":
+        specs.reverse()
+    ours = run_ranks(2, _resume, specs, MODELS["tied gpt"], "saved", has_group=False)
+    whole = run_once(2, _uninterrupted, settings(3), MODELS["tied gpt"], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+        assert losses == expected_losses
+        for name, value in expected.items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("order", ["sharded to full", "full to sharded"])
