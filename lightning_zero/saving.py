@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.channel import Channel
 from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.damage import find_damage
 from lightning_zero.checkpoint.in_flight import InFlight
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
@@ -33,6 +34,7 @@ from lightning_zero.checkpoint.sharded import (
     whole_as_shards,
 )
 from lightning_zero.checkpoint.writer import ShardedSave
+from lightning_zero.checkpoint_io import ZeroCheckpointIO, raise_damage
 from lightning_zero.engine import Engine
 
 __all__ = [
@@ -202,26 +204,25 @@ class Saving:
 
 
 def find_damage_together(path: Path, rank: int, world_size: int) -> None:
-    """Compares the files of a directory with its checksums, every rank its share. Collective.
+    """Compares a checkpoint with its checksums, every rank its share. Collective.
 
     Raises:
         ValueError: Some file is damaged; on every rank.
     """
-    damage = directory.find_damage(path, rank=rank, world_size=world_size)
+    try:
+        damage = find_damage(path, rank=rank, world_size=world_size)
+    except OSError as error:  # on one rank; the others must learn of it
+        damage = [f"rank {rank} cannot read it ({error})"]
     if world_size > 1:
         shares: list[Any] = [None] * world_size
         dist.all_gather_object(shares, damage)
         damage = [line for share in shares for line in share]
-    if damage:
-        raise ValueError(
-            f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
-            "again."
-        )
+    raise_damage(path, damage)
 
 
 def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
-    """Whether the user has given a `CheckpointIO`, other than Lightning's default."""
-    return checkpoint_io is not None and type(checkpoint_io) is not TorchCheckpointIO
+    """Whether the user has given a `CheckpointIO`, other than the defaults."""
+    return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
 
 
 def _run_in_session(save: ShardedSave) -> None:

@@ -31,6 +31,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -54,6 +55,7 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.directory import recover
+from lightning_zero.checkpoint_io import ZeroCheckpointIO, on_rank_zero
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
@@ -121,7 +123,8 @@ class ZeroStrategy(ParallelStrategy):
         accelerator: As in every Lightning strategy, for this and the following.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer where it is not given.
-        checkpoint_io: Writes and reads the file; with one of your own the form is full.
+        checkpoint_io: Writes and reads the file; with one of your own the form is full. None:
+            `ZeroCheckpointIO`.
         precision_plugin: One of Lightning's own; replaced by ours of the same precision.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: Of every collective.
@@ -517,6 +520,20 @@ class ZeroStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- checkpoints
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ZeroCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = ZeroCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
@@ -558,6 +575,11 @@ class ZeroStrategy(ParallelStrategy):
             return
         engine = self._engine
         if (owner := engine or self._last_engine) is not None and self._is_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
+                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                )
             last_masters = self._last_masters if engine is None else None
             self._saving.save(checkpoint, filepath, owner, last_masters=last_masters)
             return
@@ -565,7 +587,9 @@ class ZeroStrategy(ParallelStrategy):
             masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        io = self.checkpoint_io
+        # Else the others would wait in the next collective for a rank 0 that has raised.
+        on_rank_zero(self, lambda: io.save_checkpoint(checkpoint, filepath, storage_options))
 
     @property
     def _is_sharded(self) -> bool:
@@ -594,6 +618,7 @@ class ZeroStrategy(ParallelStrategy):
         if self.is_global_zero:
             recover(Path(path))
         self.barrier()
+        find_damage_together(Path(path), self.global_rank, self.world_size)
         checkpoint: dict[str, Any] = {}
         failure: Exception | None = None
         try:
@@ -601,7 +626,6 @@ class ZeroStrategy(ParallelStrategy):
         except Exception as error:
             failure = error
         self._raise_together(failure, f"open {path}")
-        find_damage_together(Path(path), self.global_rank, self.world_size)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
         for key, value in checkpoint.items():
             if key not in _COPIED_ON_LOADING:
@@ -644,11 +668,19 @@ class ZeroStrategy(ParallelStrategy):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
 
+    def finish_saving(self) -> None:
+        """Waits until a checkpoint that is written while training goes on is complete. Local.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        self._saving.finish()
+
     # ---------------------------------------------------------------- failure and the end
 
     @override
     def on_train_end(self) -> None:
-        self._saving.finish()
+        self.finish_saving()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -677,6 +709,7 @@ class ZeroStrategy(ParallelStrategy):
         try:
             self._saving.finish(warns=has_failed)
         finally:
+            self._saving.free()
             self._tear_down()
 
     def _tear_down(self) -> None:

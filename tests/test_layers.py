@@ -32,6 +32,7 @@ LAYERS = {
     3: {"checkpoint"},
     4: {
         "callbacks",
+        "checkpoint_io",
         "cli",
         "launcher",
         "load_from_checkpoint",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,7 +24,8 @@ RUN_BY_CI = {
 }
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
 LOOP = "torchrun --nproc-per-node 2 loop.py"
-RUN_BY_A_TEST = {OVERRIDDEN, LOOP}
+CLI = [command for command in COMMANDS if command.startswith("lightning-zero ")]
+RUN_BY_A_TEST = {OVERRIDDEN, LOOP, *CLI}
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": True},
@@ -71,6 +73,23 @@ def test_the_hand_written_loop_trains_under_torchrun(tmp_path):
     assert max(shares) < 0.6
 
 
+def test_the_commands_for_checkpoints_run(tmp_path, monkeypatch):
+    from lightning_zero.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    state = {"state_dict": {"weight": torch.rand(4, 4)}, "epoch": 0, "global_step": 1}
+    torch.save(state, "checkpoints/last.ckpt")
+    assert main(shlex.split("export checkpoints/last.ckpt sharded-checkpoint --format dcp")) == 0
+    for command in CLI:
+        assert main(shlex.split(command)[1:]) == 0, command
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+    assert (tmp_path / "for-fsdp" / ".metadata").is_file()
+    assert torch.load("whole.ckpt")["state_dict"]["weight"].equal(state["state_dict"]["weight"])
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '[project.scripts]\nlightning-zero = "lightning_zero.cli:main"' in project
+
+
 def test_the_python_of_the_trainer_runs(tmp_path, monkeypatch):
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
     monkeypatch.chdir(tmp_path)
@@ -96,5 +115,11 @@ def test_every_option_of_the_engine_is_listed():
     from lightning_zero import ZeroConfig
 
     listed = re.findall(r"^\| `(\w+)` \| (?:all|3|1, 2|) ?\|", README, flags=re.MULTILINE)
-    of_the_strategy = ["timeout", "process_group_backend", "start_method"]
+    of_the_strategy = [
+        "checkpoint",
+        "async_save",
+        "timeout",
+        "process_group_backend",
+        "start_method",
+    ]
     assert sorted(listed) == sorted([field.name for field in fields(ZeroConfig)] + of_the_strategy)

@@ -166,12 +166,20 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(tree.get("model"), dict):
         checkpoint = dict(tree)
         checkpoint["state_dict"] = checkpoint.pop("model")
-        named = [checkpoint.pop(key) for key in ("optimizer", "optim") if key in checkpoint]
-        states = [state for state in named if isinstance(state, dict)]
+        # Others flatten an optimizer's state; that stays under the name it has.
+        named = [key for key in ("optimizer", "optim") if _is_optimizer_state(checkpoint.get(key))]
+        states = [checkpoint.pop(key) for key in named]
     else:
         return {"state_dict": tree}
     for state in states:
-        state.setdefault("state", {})  # saved before the first step
+        entries = state.setdefault("state", {})  # absent if saved before the first step
+        if any(isinstance(key, int) for g in state["param_groups"] for key in g["params"]):
+            # By number, as torch's optimizers: the format has no numbers as names.
+            state["state"] = {int(key): entry for key, entry in entries.items()}
     if states:
         checkpoint["optimizer_states"] = states
     return checkpoint
+
+
+def _is_optimizer_state(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("param_groups"), list)

@@ -6,6 +6,7 @@ The index is a JSON file beside them which says what is where, `{"weight_map": {
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            return _with_tied(tensors, file.metadata() or {})
     except SafetensorError as error:
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}. Copy it again."
@@ -78,7 +80,9 @@ def _open_file(path: Path, weights_only: bool | None) -> dict[str, Tensor]:
 
 def _open_indexed(index: Path, weights_only: bool | None) -> dict[str, Tensor]:
     try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        content = json.loads(index.read_text())
+        weight_map: dict[str, str] = dict(content["weight_map"])
+        tied = dict(dict(content.get("metadata") or {}).get("tied") or {})
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{index} is no index of weights: expected JSON with a dict 'weight_map' of names to "
@@ -98,4 +102,10 @@ def _open_indexed(index: Path, weights_only: bool | None) -> dict[str, Tensor]:
             f"{index} names weights that their files do not hold: {', '.join(lost)}; copy or "
             "download the directory again."
         )
-    return {name: opened[file][name] for name, file in weight_map.items()}
+    return _with_tied({name: opened[file][name] for name, file in weight_map.items()}, tied)
+
+
+def _with_tied(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """Adds the names of tied weights, which are stored once: `{other name: name in the file}`."""
+    tied = {o: name for o, name in metadata.items() if name in tensors and o not in tensors}
+    return {**tensors, **{other: tensors[name] for other, name in tied.items()}}

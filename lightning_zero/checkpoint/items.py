@@ -40,15 +40,21 @@ class Items:
         self._folder = folder
         self._places = metadata.storage_data
         self._data: dict[MetadataIndex, _Data | None] = {}  # None: not contiguous
+        self._tensors: dict[object, StoredTensor] = {}  # by where they lie
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> StoredTensor:
-        """The tensor `name`; a flat range of it reads the items that hold it, and of them that."""
+        """The tensor `name`; a flat range of it reads the items that hold it, and of them that.
+
+        Names of the same data, as of tied weights, give the same object.
+        """
         dtype = entry.properties.dtype
+        places = [self._places[MetadataIndex(name, c.offsets)] for c in entry.chunks]
+        where = (dtype, entry.size, *((p.relative_path, p.offset) for p in places))
 
         def read(start: int, stop: int) -> Tensor:
             return self._read_range(name, entry, start, stop)
 
-        return StoredTensor.of(entry.size, dtype, read)
+        return self._tensors.setdefault(where, StoredTensor.of(entry.size, dtype, read))
 
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""

@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.rank_file import RankFile, Written
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import shards_in
 
-__all__ = ["ShardedSave"]
+__all__ = ["ShardedSave", "split_rest"]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class ShardedSave:
 
         def read_dict() -> None:
             if is_first:
-                tree, others = _split(checkpoint)
+                tree, others = split_rest(checkpoint)
                 torch.save(others, rest)
                 planner.set_up_planner(tree, is_coordinator=True)
                 for name, value in planner.state_dict.items():
@@ -194,8 +194,8 @@ class ShardedSave:
         directory.put_in_place(folder, self.target)
 
 
-def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every rank writes, under the keys of the format; and the rest."""
+def split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is written by name, under the keys of the format; and the rest, for `meta.pt`."""
     tree: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in checkpoint.items():

@@ -1,1 +1,65 @@
-"""The command `lightning-zero`."""
+"""The command `lightning-zero`: one module for each subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+
+import lightning_zero
+from lightning_zero.cli import export, inspect
+
+__all__ = ["main"]
+
+_SUBCOMMANDS = (export, inspect)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: Without the program's name. None: the process's own.
+
+    Returns:
+        0; 1 where something was found to be wrong; 2 where the command could not be carried out.
+
+    Raises:
+        SystemExit: Of 2 for options that argparse refuses, of 0 after `--help`.
+    """
+    parser = argparse.ArgumentParser(
+        "lightning-zero", description="Looks at checkpoints and converts them.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=lightning_zero.__version__)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for subcommand in _SUBCOMMANDS:
+        subcommand.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `lightning-zero inspect x | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted; nothing was changed", file=sys.stderr)
+        return 130
+    except pickle.UnpicklingError as error:
+        return _fail(
+            args.command,
+            f"{args.checkpoint} holds classes that are not known to be safe "
+            f"({_one_line(error)[:200]}); if you trust where it comes from, use --trust.",
+        )
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        return _fail(args.command, _one_line(error))
+    return status
+
+
+def _fail(command: str, text: str) -> int:
+    print(f"lightning-zero {command}: error: {text}", file=sys.stderr)
+    return 2
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,38 @@
+"""Whether a checkpoint is as it was written, whatever its form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_zero.checkpoint import archive, directory
+from lightning_zero.checkpoint.archive import Progress, silent
+
+__all__ = ["find_damage", "has_checksums"]
+
+
+def find_damage(
+    path: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
+    """Compares a checkpoint with the checksums that were written with it, if any were.
+
+    Args:
+        path: A directory with `SHA256SUMS`, or a file of `torch.save`.
+        progress: Is told the bytes that were read of a file, from several threads.
+        rank: This rank reads its share.
+        world_size: Ranks among which the work is shared.
+
+    Returns:
+        One line for each damage in this rank's share.
+    """
+    if path.is_dir():
+        return directory.find_damage(path, rank=rank, world_size=world_size)
+    if path.is_file():
+        return archive.find_damage(path, progress, rank=rank, world_size=world_size)
+    return []
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether `find_damage` has anything to compare with."""
+    if path.is_dir():
+        return (path / directory.CHECKSUMS).is_file()
+    return archive.has_checksums(path)

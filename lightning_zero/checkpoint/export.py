@@ -1,0 +1,214 @@
+"""A checkpoint of any format written in another one, tensor by tensor.
+
+Nothing is in memory but the piece that is being written, so a checkpoint may be larger than memory;
+in the `dcp` form the bound is the largest tensor.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.archive import Progress, write_torch_file
+from lightning_zero.checkpoint.file import explained
+from lightning_zero.checkpoint.reshard import write_dcp
+from lightning_zero.checkpoint.safetensors_file import (
+    INDEX,
+    split,
+    write_index,
+    write_safetensors,
+)
+from lightning_zero.checkpoint.ties import identity, total_nbytes
+from lightning_zero.stored import StoredTensor, read_flat
+
+__all__ = ["Format", "Plan", "plan"]
+
+Format = Literal["safetensors", "ckpt", "dcp"]
+
+_AVERAGED = "averaging_state"  # beside it, Lightning keeps the averaged weights as `state_dict`
+_CURRENT = "current_model_state"
+# What belongs to the trained weights, and not to their average.
+_OF_TRAINING = {
+    _AVERAGED,
+    _CURRENT,
+    "callbacks",
+    "lightning_zero_masters",
+    "lr_schedulers",
+    "MixedPrecision",
+    "optimizer_states",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written.
+
+    Attributes:
+        write: Writes it to a path whose folder exists, whole or not at all.
+        nbytes: Of all tensors that are written.
+        notes: What the user should know: what is left out, and why.
+    """
+
+    write: Callable[[Path, Progress], None]
+    nbytes: int
+    notes: tuple[str, ...]
+
+
+def plan(
+    checkpoint: Mapping[str, Any],
+    form: Format,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+    is_averaged: bool = False,
+) -> Plan:
+    """Decides what is written of an opened checkpoint, and how.
+
+    Args:
+        checkpoint: As `open_checkpoint` returns it.
+        form: `safetensors` has the weights only; `ckpt` (one file, as Lightning's) and `dcp`
+            (a directory of torch's Distributed Checkpoint) have everything.
+        dtype: Floating-point weights are cast to it; other states are left as they are.
+        max_shard_bytes: Of a safetensors file. None: one file of any size, and `write`'s path is
+            that of the file; else it is a directory.
+        is_averaged: Take the averaged weights of Lightning's `WeightAveraging`, and nothing that
+            belongs to the others.
+
+    Raises:
+        ValueError: No averaged weights, or a dtype that the form does not have.
+    """
+    weights, notes = _weights(checkpoint, form, is_averaged)
+    weights = _cast(weights, dtype)
+    write: Callable[[Path, Progress], None]
+    if form == "safetensors":
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        if others := sorted(set(weights) - set(tensors)):
+            notes.append(f"not exported, because they are no tensors: {', '.join(others)}")
+        kept, tied = _untied(tensors)
+        write = partial(_write_weights, kept, tied, max_shard_bytes)
+        return Plan(write, total_nbytes(kept), tuple(notes))
+    content = dict(checkpoint) | {"state_dict": weights}
+    if is_averaged:
+        content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
+    if form == "ckpt":
+        content = _numbered_optimizers(content)
+        write = partial(write_torch_file, content)
+    else:
+        write = partial(write_dcp, content)
+    return Plan(write, total_nbytes(content), tuple(notes))
+
+
+# ------------------------------------------------------------------------------ what is written
+
+
+def _weights(
+    checkpoint: Mapping[str, Any], form: Format, is_averaged: bool
+) -> tuple[dict[str, Any], list[str]]:
+    has_average = _AVERAGED in checkpoint and _CURRENT in checkpoint
+    if is_averaged and not has_average:
+        raise ValueError(
+            "the checkpoint holds no averaged weights, as WeightAveraging and EMAWeightAveraging "
+            "of Lightning save them; leave --ema out to export the trained weights."
+        )
+    if not has_average or is_averaged or form != "safetensors":
+        return dict(checkpoint["state_dict"]), []
+    note = "the trained weights are exported; the checkpoint also holds averaged ones (--ema)"
+    return dict(checkpoint[_CURRENT]), [note]
+
+
+def _cast(weights: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    if dtype is None:
+        return dict(weights)
+    cast: dict[object, Tensor] = {}  # tied weights stay one tensor
+    result = dict(weights)
+    for name, value in weights.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+            key = identity(value)
+            if key not in cast:
+                cast[key] = StoredTensor.of(value.shape, dtype, _reader(name, value, dtype))
+            result[name] = cast[key]
+    return result
+
+
+def _reader(name: str, tensor: Tensor, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    def read(start: int, stop: int) -> Tensor:
+        values = read_flat(tensor, start, stop)
+        narrow = values.to(dtype)
+        if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
+            raise ValueError(
+                f"{name} has values up to {float(values.abs().max()):.3g}, which float16 does not "
+                "have; use --dtype bf16."
+            )
+        return narrow
+
+    return read
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """One name for each tensor, and for every other name the one that stands for it."""
+    first: dict[object, str] = {}
+    tied = {
+        name: kept
+        for name, tensor in tensors.items()
+        if (kept := first.setdefault(identity(tensor), name)) != name
+    }
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
+
+
+def _numbered_optimizers(content: dict[str, Any]) -> dict[str, Any]:
+    """Optimizer states by number, as torch's optimizers have them, where they are by name."""
+    if "optimizer_states" not in content:
+        return content
+    return {**content, "optimizer_states": [_numbered(s) for s in content["optimizer_states"]]}
+
+
+def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    if not any(isinstance(name, str) for name in names):
+        return dict(state)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    entries = {numbers[name]: entry for name, entry in state["state"].items()}
+    return {**state, "state": dict(sorted(entries.items())), "param_groups": groups}
+
+
+# ------------------------------------------------------------------------------- safetensors
+
+
+def _write_weights(
+    tensors: Mapping[str, Tensor],
+    tied: Mapping[str, str],
+    max_bytes: int | None,
+    path: Path,
+    progress: Progress,
+) -> None:
+    """One file, or a directory of files that are not larger than `max_bytes`."""
+    if max_bytes is None:
+        write_safetensors(path, tensors, tied, progress)
+        return
+    files = split(tensors, max_bytes)
+    folder = directory.begin(path)
+    try:
+        with explained(path, total_nbytes(tensors)):
+            for name, held in files.items():
+                here = {other: kept for other, kept in tied.items() if kept in held}
+                write_safetensors(folder / name, held, here, progress)
+            if len(files) > 1:
+                write_index(folder / INDEX, files, tied)
+            digests = {file.name: directory.hash_file(file) for file in folder.iterdir()}
+            directory.write_checksums(folder, digests)
+            directory.put_in_place(folder, path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,87 @@
+"""A file that is there whole or not at all: written beside, synced, renamed over what was there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from secrets import token_hex
+
+from lightning_zero.checkpoint.directory import put_in_place
+
+__all__ = ["explained", "replacing"]
+
+_GIB = 1024**3
+
+
+@contextlib.contextmanager
+def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
+    """A new file that takes the place of whatever is at `path` when the block ends well.
+
+    A link at `path` is replaced, not followed; so is a directory. After an exception, or where
+    the process dies, what was at `path` is unchanged; what a dead process has left is removed by
+    the next one that writes to the same path.
+
+    Args:
+        path: Its folder exists.
+        nbytes: Size of the file, or a little more. The space is reserved first, where the file
+            system can, so that a full disk is known before anything is written.
+
+    Raises:
+        OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
+    """
+    _remove_leftovers(path)
+    beside = path.with_name(f".{path.name}.incomplete-{token_hex(4)}")
+    with explained(path, nbytes), FileIO(beside, "x") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # it is at work: not a left-over
+            _reserve(file, nbytes)
+            yield file
+            file.truncate(file.tell())
+            os.fsync(file)
+            put_in_place(beside, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+
+
+@contextlib.contextmanager
+def explained(path: Path, nbytes: int) -> Iterator[None]:
+    """Says in the error of a full disk how much was needed for `path` and how much there is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            error.errno,
+            f"{path} was not written: it needs {nbytes} bytes ({nbytes / _GIB:.2f} GiB) and "
+            f"{free} bytes ({free / _GIB:.2f} GiB) are free ({os.strerror(error.errno)}); make "
+            "room or choose another folder. What was there before is unchanged.",
+        ) from error
+
+
+def _reserve(file: FileIO, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+
+
+def _remove_leftovers(path: Path) -> None:
+    for name in glob.glob(f".{glob.escape(path.name)}.incomplete-*", root_dir=path.parent):
+        leftover = path.parent / name
+        if leftover.is_dir():
+            continue
+        with contextlib.suppress(OSError), FileIO(leftover) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+            leftover.unlink()

@@ -1,0 +1,128 @@
+"""`lightning-zero export`: a checkpoint in another format."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from tqdm import tqdm
+
+from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.mapped import release
+from lightning_zero.cli.sizes import in_words, parse_bytes
+
+__all__ = ["add_parser"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MAX_SHARD_BYTES = 5 * 1024**3
+_RELEASE_BYTES = 32 * 1024**2  # written between two releases of mapped memory
+_EPILOG = """\
+CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors, or a directory of
+DeepSpeed ZeRO. Formats:
+
+  safetensors  the weights, as Hugging Face reads them: OUT is a directory with files of at most
+               --max-shard-size and an index, or one file if it ends with .safetensors
+  ckpt         everything, in one file that any Lightning strategy resumes from
+  dcp          everything, as a directory of torch.distributed.checkpoint
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a checkpoint in another format",
+        description="Writes a checkpoint in another format, tensor by tensor, so that it may be "
+        "larger than memory.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path)
+    parser.add_argument("--format", choices=["safetensors", "ckpt", "dcp"], default="safetensors")
+    parser.add_argument("--dtype", choices=_DTYPES, help="cast floating-point weights")
+    parser.add_argument(
+        "--max-shard-size",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="of a safetensors file, such as 5GiB (default) or 500MB",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="take the averaged weights of Lightning's WeightAveraging",
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--trust", action="store_true", help="unpickle any class; only for files that you trust"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    out: Path = args.out
+    _check_paths(args.checkpoint, out, args.force)
+    max_shard_bytes = _max_shard_bytes(args)
+    opened = open_checkpoint(args.checkpoint, weights_only=False if args.trust else None)
+    opened.setdefault("pytorch-lightning_version", lightning.__version__)
+    planned = plan(
+        opened,
+        args.format,
+        dtype=_DTYPES[args.dtype] if args.dtype else None,
+        max_shard_bytes=max_shard_bytes,
+        is_averaged=args.ema,
+    )
+    for note in planned.notes:
+        print(f"lightning-zero export: {note}", file=sys.stderr)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _bar(planned.nbytes, args.checkpoint) as progress:
+        planned.write(out, progress)
+    print(f"{out}: {args.format}, {in_words(planned.nbytes)} of tensors")
+    return 0
+
+
+def _check_paths(checkpoint: Path, out: Path, is_forced: bool) -> None:
+    source, target = checkpoint.resolve(), out.resolve()
+    if not checkpoint.exists():
+        raise FileNotFoundError(f"{checkpoint} does not exist.")
+    if source == target or target in source.parents or source in target.parents:
+        raise ValueError(f"{out} and {checkpoint} overlap; choose another place for the export.")
+    if os.path.lexists(out) and not is_forced:
+        raise FileExistsError(f"{out} exists; choose another place, or replace it with --force.")
+
+
+def _max_shard_bytes(args: argparse.Namespace) -> int | None:
+    limit: int | None = args.max_shard_size
+    is_file = args.out.suffix == ".safetensors"
+    if limit is not None and (is_file or args.format != "safetensors"):
+        raise ValueError(
+            "--max-shard-size is for a directory of safetensors files; leave it out, or let OUT be "
+            "a directory (no .safetensors at its end) and --format safetensors."
+        )
+    return None if is_file else limit or _MAX_SHARD_BYTES
+
+
+@contextmanager
+def _bar(total: int, checkpoint: Path) -> Iterator[Callable[[int], Any]]:
+    """A progress bar on a terminal; mapped memory is given back as reading goes on."""
+    pending = 0
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+
+        def progress(nbytes: int) -> None:
+            nonlocal pending
+            bar.update(nbytes)
+            pending += nbytes
+            if pending >= _RELEASE_BYTES:
+                pending = 0
+                release(checkpoint)
+
+        yield progress

@@ -1,0 +1,161 @@
+"""Torch files that are written in pieces, and their checksums."""
+
+import io
+import os
+import random
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.checkpoint.archive import TorchFile, find_damage, write_torch_file
+from lightning_zero.stored import StoredTensor
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint16,
+    torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def stored(values):
+    flat = values.reshape(-1)
+    return StoredTensor.of(values.shape, values.dtype, lambda a, b: flat[a:b].clone())
+
+
+def sample(dtype, shape=(3, 5)):
+    return torch.randint(0, 2, shape).to(dtype)
+
+
+def write_and_load(tree, path, **options):
+    write_torch_file(tree, path)
+    assert path.stat().st_size <= TorchFile(tree).nbytes
+    assert not find_damage(path)
+    return torch.load(path, **{"weights_only": True, **options})
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_loads_plain_and_stored_tensors(dtype, is_mapped, tmp_path):
+    values = {"plain": sample(dtype), "empty": sample(dtype, (0, 3)), "scalar": sample(dtype, ())}
+    tree = values | {f"stored {name}": stored(value) for name, value in values.items()}
+    loaded = write_and_load(tree, tmp_path / "a.pt", mmap=is_mapped)
+    for name, value in loaded.items():
+        expected = values[name.removeprefix("stored ")]
+        assert type(value) is torch.Tensor
+        assert value.dtype == dtype
+        assert value.shape == expected.shape
+        assert value.stride() == expected.stride()
+        assert torch.equal(value.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+        assert value.data_ptr() % 64 == 0 or not is_mapped
+
+
+def test_it_holds_what_torch_save_holds(tmp_path):
+    whole = torch.arange(12.0).view(3, 4)
+    tree = OrderedDict(
+        whole=whole,
+        part=whole[1:, ::2],
+        parameter=nn.Parameter(torch.ones(2), requires_grad=False),
+        shared=[whole, whole.view(-1)],
+        storage=torch.arange(3).untyped_storage(),
+        sparse=torch.eye(3).to_sparse(),
+        python={"step": 3, "name": "x", "none": None, 4: (1.5, True)},
+    )
+    ours = write_and_load(tree, tmp_path / "ours.pt", weights_only=False)
+    torch.save(tree, tmp_path / "torch.pt")
+    theirs = torch.load(tmp_path / "torch.pt", weights_only=False)
+    assert list(ours) == list(theirs)
+    assert ours["part"].stride() == theirs["part"].stride()
+    assert ours["part"].data_ptr() - ours["whole"].data_ptr() == 16
+    assert ours["shared"][1].data_ptr() == ours["whole"].data_ptr()
+    assert type(ours["parameter"]) is nn.Parameter
+    assert torch.equal(ours["sparse"].to_dense(), torch.eye(3))
+    assert ours["storage"].nbytes() == theirs["storage"].nbytes()
+    assert ours["python"] == tree["python"]
+    assert torch.equal(ours["whole"], whole)
+
+
+def test_a_stored_tensor_under_two_names_is_written_once_and_tied_again(tmp_path):
+    tied = stored(torch.rand(1000))
+    loaded = write_and_load({"a": tied, "b": tied}, tmp_path / "a.pt")
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    assert (tmp_path / "a.pt").stat().st_size < 8000
+
+
+def test_a_stored_tensor_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_zero.checkpoint.archive.PIECE_BYTES", 64)
+    values, reads, told = torch.rand(50), [], []
+
+    def read(start, stop):
+        reads.append((start, stop))
+        return values[start:stop].clone()
+
+    tree = {"x": StoredTensor.of(values.shape, values.dtype, read)}
+    write_torch_file(tree, tmp_path / "a.pt", told.append)
+    assert reads == [(0, 16), (16, 32), (32, 48), (48, 50)]
+    assert told == [64, 64, 64, 8]
+    assert torch.equal(torch.load(tmp_path / "a.pt")["x"], values)
+    assert not find_damage(tmp_path / "a.pt", told.append)
+    assert sum(told) > 400
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch", "torch to a buffer"])
+def test_one_wrong_bit_anywhere_in_a_record_is_named(writer, tmp_path):
+    path = tmp_path / "a.pt"
+    tree = {"x": torch.arange(1000.0), "y": torch.arange(50)}
+    if writer == "ours":
+        write_torch_file(tree, path)
+    elif writer == "torch":
+        torch.save(tree, path)
+    else:
+        torch.save(tree, buffer := io.BytesIO())
+        path.write_bytes(buffer.getvalue())
+    assert not find_damage(path)
+    good = path.read_bytes()
+    inside = good.index(torch.arange(1000.0).numpy().tobytes())
+    for number in range(10):
+        offset = inside + random.Random(number).randrange(4000)
+        bad = bytearray(good)
+        bad[offset] ^= 1 << number % 8
+        path.write_bytes(bad)
+        (line,) = find_damage(path)
+        assert re.match(r"record \w+/data/0 \(4000 bytes\) has checksum", line)
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.99, 0.9999])
+def test_a_truncated_file_is_an_error(kept, tmp_path):
+    path = tmp_path / "a.pt"
+    write_torch_file({"x": torch.rand(100_000)}, path)
+    os.truncate(path, int(path.stat().st_size * kept))
+    (line,) = find_damage(path)
+    assert "the directory of its records at the end is missing" in line
+
+
+def test_shares_of_the_work_cover_every_record(tmp_path):
+    path = tmp_path / "a.pt"
+    write_torch_file({str(i): torch.full((10,), float(i)) for i in range(7)}, path)
+    told = [[], []]
+    for rank in range(2):
+        assert not find_damage(path, told[rank].append, rank=rank, world_size=2)
+    alone = []
+    assert not find_damage(path, alone.append)
+    assert sum(told[0]) + sum(told[1]) == sum(alone)
+    assert min(map(sum, told)) > 0
+
+
+def test_files_without_checksums_pass(tmp_path):
+    torch.save({"x": torch.rand(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert not find_damage(tmp_path / "old.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": torch.rand(3)}, tmp_path / "unchecked.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert not find_damage(tmp_path / "unchecked.pt")
+
+
+def test_what_cannot_be_pickled_leaves_no_file(tmp_path):
+    with pytest.raises((AttributeError, TypeError), match=r"pickle|local"):
+        write_torch_file({"f": lambda: 0}, tmp_path / "a.pt")
+    assert os.listdir(tmp_path) == []

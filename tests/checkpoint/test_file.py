@@ -1,0 +1,130 @@
+"""Files that are there whole or not at all."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from lightning_zero.checkpoint.file import replacing
+from tests.full_disk import mounted_tmpfs
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    yield from mounted_tmpfs(tmp_path / "disk", 2**20)
+
+
+def write(path, data=b"new"):
+    with replacing(path, len(data)) as file:
+        file.write(data)
+
+
+def write_and_fail(path):
+    with replacing(path, 3) as file:
+        file.write(b"ne")
+        raise KeyError
+
+
+def write_too_much(path):
+    with replacing(path, 10) as file:
+        for _ in range(40):
+            file.write(bytes(2**16))
+            os.fsync(file)
+
+
+def test_a_file_appears_when_the_block_ends_and_takes_the_place_of_another(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write(path, b"old")
+    with replacing(path, 3) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path):
+    with replacing(tmp_path / "a", 10_000) as file:
+        file.write(b"short")
+    assert (tmp_path / "a").stat().st_size == 5
+
+
+def test_an_exception_leaves_what_was_there(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write(path, b"old")
+    with pytest.raises(KeyError):
+        write_and_fail(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_link_is_replaced_and_what_it_points_to_is_unchanged(tmp_path):
+    (tmp_path / "target").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("target")
+    write(tmp_path / "link")
+    assert (tmp_path / "target").read_bytes() == b"old"
+    assert not (tmp_path / "link").is_symlink()
+    assert (tmp_path / "link").read_bytes() == b"new"
+
+
+def test_a_link_to_a_directory_is_replaced_and_the_directory_is_unchanged(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("folder")
+    write(tmp_path / "link")
+    assert (tmp_path / "folder" / "file").read_bytes() == b"old"
+    assert (tmp_path / "link").read_bytes() == b"new"
+
+
+def test_a_directory_is_replaced(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"old")
+    write(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_full_disk_is_known_before_anything_is_written(small_disk):
+    path = small_disk / "a.ckpt"
+    write(path, b"old")
+    match = r"a\.ckpt was not written: it needs 2097152"
+    with pytest.raises(OSError, match=match) as caught, replacing(path, 2**21):
+        raise AssertionError("the block was entered")
+    assert caught.value.errno == errno.ENOSPC
+    assert "bytes (0.00 GiB) are free" in str(caught.value)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(small_disk) == ["a.ckpt"]
+    write(path)
+    assert path.read_bytes() == b"new"
+
+
+def test_a_disk_that_gets_full_while_writing_is_the_same_error(small_disk):
+    path = small_disk / "a.ckpt"
+    with pytest.raises(OSError, match="was not written: it needs 10 bytes"):
+        write_too_much(path)
+    assert os.listdir(small_disk) == []
+
+
+def _write_forever(path, is_at_work):
+    with replacing(path, 3) as file:
+        file.write(b"never")
+        is_at_work.set()
+        time.sleep(60)
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write(path, b"old")
+    is_at_work = multiprocessing.Event()
+    process = multiprocessing.Process(target=_write_forever, args=(path, is_at_work))
+    process.start()
+    assert is_at_work.wait(30)
+    write(path, b"one")
+    assert len(os.listdir(tmp_path)) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert path.read_bytes() == b"one"
+    write(path, b"two")
+    assert os.listdir(tmp_path) == ["a.ckpt"]

@@ -1,0 +1,242 @@
+"""The command `lightning-zero`, as a user types it."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import safetensors.torch
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from lightning_zero.cli import main
+from tests.distributed.ranks import run_ranks
+from tests.fitting import arrays, make_trainer, settings
+from tests.models import ConvModule, GPTModule, MLPModule
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "a.ckpt"
+    tied = torch.rand(100, 10)
+    state = {"wte": tied, "head": tied, "bias": torch.rand(10, dtype=torch.float64)}
+    moments = {0: {"step": torch.tensor(3.0), "exp_avg": torch.rand(100, 10)}}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save(
+        {
+            "state_dict": state, "optimizer_states": [optimizer], "epoch": 2, "global_step": 30,
+            "pytorch-lightning_version": "2.6.1",
+        },
+        path,
+    )  # fmt: skip
+    return path
+
+
+def test_export_says_what_it_wrote(checkpoint, tmp_path, capsys):
+    assert run("export", checkpoint, tmp_path / "hf", "--dtype", "bf16") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/hf: safetensors, 1.97 KiB of tensors\n"
+    loaded = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert loaded["wte"].dtype == torch.bfloat16
+
+
+def test_what_exists_is_replaced_only_by_force(checkpoint, tmp_path, capsys):
+    out = tmp_path / "out.ckpt"
+    out.write_bytes(b"before")
+    assert run("export", checkpoint, out, "--format", "ckpt") == 2
+    assert f"error: {out} exists; choose another place, or" in capsys.readouterr().err
+    assert out.read_bytes() == b"before"
+    assert run("export", checkpoint, out, "--format", "ckpt", "--force") == 0
+    assert torch.load(out)["global_step"] == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["export", "nothing", "out"], "error: nothing does not exist."),
+        (["export", "a.ckpt", "a.ckpt", "--force"], "error: a.ckpt and a.ckpt overlap"),
+        (["export", "a.ckpt", ".", "--force"], "overlap"),
+        (["export", "a.ckpt", "out", "--ema"], "error: the checkpoint holds no averaged weights"),
+        (["export", "text", "out"], "error: text is no checkpoint: its first bytes are b'hello'"),
+        (["export", "empty", "out"], "error: empty is no checkpoint: a directory that holds noth"),
+        (
+            ["export", "a.ckpt", "x.safetensors", "--max-shard-size", "1GB"],
+            "error: --max-shard-size is for a directory",
+        ),
+        (
+            ["export", "a.ckpt", "x", "--format", "dcp", "--max-shard-size", "1GB"],
+            "error: --max-shard-size is for a directory",
+        ),
+        (["export", "a.ckpt", "x", "--max-shard-size", "much"], "got 'much'"),
+        (["export", "a.ckpt", "x", "--max-shard-size", "0"], "at least one byte"),
+        (["export", "a.ckpt", "x", "--format", "onnx"], "invalid choice: 'onnx'"),
+        (["export", "a.ckpt", "text/x"], "error: "),
+        (["export", "odd.ckpt", "x"], "if you trust where it comes from, use --trust."),
+        (["inspect", "nothing"], "error: nothing does not exist."),
+        (["inspect", "cut.ckpt"], "cut.ckpt"),
+        (["inspect"], "the following arguments are required: CHECKPOINT"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, text, checkpoint, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoint.parent)
+    (checkpoint.parent / "text").write_text("hello")
+    (checkpoint.parent / "empty").mkdir()
+    (checkpoint.parent / "cut.ckpt").write_bytes(checkpoint.read_bytes()[:3000])
+    torch.save({"state_dict": {}, "rich": Rich()}, checkpoint.parent / "odd.ckpt")
+    before = sorted(checkpoint.parent.rglob("*"))
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert not printed.out
+    if "usage:" not in printed.err:
+        assert printed.err.startswith(f"lightning-zero {arguments[0]}: error: ")
+        assert printed.err.count("\n") == 1
+    assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+class Rich:
+    """What weights_only refuses."""
+
+
+def test_trust_unpickles_any_class(tmp_path):
+    torch.save({"state_dict": {"x": torch.ones(2)}, "rich": Rich()}, tmp_path / "rich.ckpt")
+    assert run("export", tmp_path / "rich.ckpt", tmp_path / "x", "--trust") == 0
+
+
+def test_inspect_says_what_is_in_it(checkpoint, capsys):
+    assert run("inspect", checkpoint, "--verify") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        f"{checkpoint}: file of torch.save",
+        "written by  Lightning 2.6.1",
+        "progress    epoch 2, step 30",
+        "weights     3 tensors, 1 of them tied to others",
+        "            1,010 elements: float32 1,000, float64 10",
+        "optimizer   float32 1,001",
+        "bytes       parameters 3.98 KiB, optimizer 3.91 KiB, other 0 bytes",
+        "largest     wte  100 x 10  float32",
+        "            bias  10  float64",
+        "entries     state_dict, optimizer_states, epoch, global_step, pytorch-lightning_version",
+        printed[10],
+        printed[11],
+        "checksums   as they were written",
+    ]
+
+
+def test_inspect_finds_damage_and_says_so_with_status_1(checkpoint, capsys):
+    data = bytearray(checkpoint.read_bytes())
+    weight = torch.load(checkpoint)["state_dict"]["wte"]
+    data[data.index(weight.numpy().tobytes())] ^= 1
+    checkpoint.write_bytes(data)
+    assert run("inspect", checkpoint, "--verify", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "data/0" in found["damage"][0]
+    assert run("inspect", checkpoint) == 0
+    assert run("inspect", checkpoint, "--verify") == 1
+    assert "checksums   DAMAGED" in capsys.readouterr().out
+
+
+def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
+    command = [sys.executable, "-m", "lightning_zero.cli", "inspect", checkpoint]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert json.loads(done.stdout)["parameters_numel"] == 1010
+    assert done.returncode == 0
+    done = subprocess.run([*command[:-1], "none"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "lightning-zero inspect: error: none does not exist.\n"
+
+
+def _save(rank, world_size, spec, factory, path):
+    trainer = make_trainer(spec)
+    module = factory()
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    return arrays(module.state_dict())
+
+
+def _resume(rank, world_size, path, factory):
+    module = factory()
+    trainer = make_trainer("ddp", max_epochs=2)
+    trainer.fit(module, ckpt_path=path)
+    return arrays(module.state_dict()), trainer.global_step
+
+
+def test_ddp_resumes_a_sharded_checkpoint_that_was_exported_as_from_a_full_one(tmp_path, capsys):
+    factory = partial(GPTModule, ranks=2, is_tied=True)
+    for form in ("full", "sharded"):
+        spec = settings(3, checkpoint=form)
+        run_ranks(2, _save, spec, factory, str(tmp_path / form), has_group=False)
+    assert run("inspect", tmp_path / "sharded", "--verify") == 0
+    printed = capsys.readouterr().out
+    assert "run         world size 2, stage 3" in printed
+    assert "checksums   as they were written" in printed
+    assert "1 of them tied" in printed
+    assert run("export", tmp_path / "sharded", tmp_path / "x.ckpt", "--format", "ckpt") == 0
+    expected = run_ranks(2, _resume, str(tmp_path / "full"), factory, has_group=False)
+    resumed = run_ranks(2, _resume, str(tmp_path / "x.ckpt"), factory, has_group=False)
+    for (ours, step), (theirs, other_step) in zip(resumed, expected, strict=True):
+        assert step == other_step
+        for name, value in theirs.items():
+            assert (ours[name] == value).all(), name
+
+
+def _validate(rank, world_size, paths, factory):
+    losses = []
+    for path in paths:
+        trainer = make_trainer(settings(3), limit_val_batches=1.0)
+        result = trainer.validate(factory(), ckpt_path=path, verbose=False)
+        losses.append(result[0]["val_loss"])
+    return losses
+
+
+def test_every_exported_format_validates_as_the_checkpoint_does(tmp_path):
+    factory = partial(ConvModule, ranks=1)
+    path = tmp_path / "a.ckpt"
+    run_ranks(1, _save, settings(2), factory, str(path), has_group=False)
+    paths = [str(path)]
+    for form in ("safetensors", "ckpt", "dcp"):
+        paths.append(str(tmp_path / form))
+        assert run("export", path, paths[-1], "--format", form) == 0
+    losses = run_ranks(1, _validate, paths, factory, has_group=False)[0]
+    assert losses == [losses[0]] * 4
+
+
+def _average(rank, world_size, path):
+    module = MLPModule(ranks=world_size)
+    trainer = make_trainer("ddp", callbacks=[EMAWeightAveraging(decay=0.5)])
+    saved = {}
+
+    def save(*_):
+        trainer.save_checkpoint(path)
+        saved.update(arrays(module.state_dict()))
+
+    module.on_train_epoch_end = save
+    trainer.fit(module)
+    return saved, torch.load(path)["state_dict"]
+
+
+def test_ema_exports_what_lightning_has_averaged(tmp_path, capsys):
+    path = tmp_path / "a.ckpt"
+    trained, average = run_ranks(2, _average, str(path), has_group=False)[0]
+    assert run("export", path, tmp_path / "ema.safetensors", "--ema") == 0
+    assert not capsys.readouterr().err
+    assert run("export", path, tmp_path / "raw.safetensors") == 0
+    assert "also holds averaged ones (--ema)" in capsys.readouterr().err
+    ema = safetensors.torch.load_file(tmp_path / "ema.safetensors")
+    raw = safetensors.torch.load_file(tmp_path / "raw.safetensors")
+    for name, value in average.items():
+        assert torch.equal(ema[name], value)
+    assert any(not torch.equal(ema[name], raw[name]) for name in raw)
+    current = torch.load(path)["current_model_state"]
+    for name, value in raw.items():
+        assert torch.equal(value, current[name])
+    assert set(trained) == set(raw)
