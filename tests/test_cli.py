@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import safetensors.torch
 import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_zero.cli import main
@@ -146,47 +147,61 @@ def test_inspect_finds_damage_and_says_so_with_status_1(checkpoint, capsys):
 
 
 def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
-    command = [sys.executable, "-m", "lightning_zero.cli", "inspect", checkpoint]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
-    assert json.loads(done.stdout)["parameters_numel"] == 1010
-    assert done.returncode == 0
-    done = subprocess.run([*command[:-1], "none"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "lightning_zero.cli", "inspect", "none"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "lightning-zero inspect: error: none does not exist.\n"
 
 
-def _save(rank, world_size, spec, factory, path):
-    trainer = make_trainer(spec)
-    module = factory()
-    trainer.fit(module)
-    trainer.save_checkpoint(path)
-    return arrays(module.state_dict())
+def test_inspect_prints_json(checkpoint, capsys):
+    assert run("inspect", checkpoint, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters_numel"] == 1010
+    assert found["files"] == {"a.ckpt": checkpoint.stat().st_size}
+    assert "damage" not in found
 
 
-def _resume(rank, world_size, path, factory):
-    module = factory()
-    trainer = make_trainer("ddp", max_epochs=2)
-    trainer.fit(module, ckpt_path=path)
-    return arrays(module.state_dict()), trainer.global_step
+def _save(rank, world_size, forms, factory, folder):
+    for form in forms:
+        seed_everything(7, verbose=False)
+        trainer = make_trainer(settings(3, checkpoint=form), limit_train_batches=2)
+        trainer.fit(factory())
+        trainer.save_checkpoint(f"{folder}/{form}")
 
 
-def test_ddp_resumes_a_sharded_checkpoint_that_was_exported_as_from_a_full_one(tmp_path, capsys):
+def _resume(rank, world_size, cases, factory):
+    found = []
+    for spec, path in cases:
+        seed_everything(7, verbose=False)
+        module = factory()
+        trainer = make_trainer(spec, max_epochs=2, limit_train_batches=2)
+        trainer.fit(module, ckpt_path=path)
+        assert trainer.global_step == 4
+        found.append(arrays(module.state_dict()))
+    return found
+
+
+def test_training_goes_on_from_an_exported_checkpoint_as_from_its_source(tmp_path, capsys):
     factory = partial(GPTModule, ranks=2, is_tied=True)
-    for form in ("full", "sharded"):
-        spec = settings(3, checkpoint=form)
-        run_ranks(2, _save, spec, factory, str(tmp_path / form), has_group=False)
+    run_ranks(2, _save, ["full", "sharded"], factory, str(tmp_path), has_group=False)
     assert run("inspect", tmp_path / "sharded", "--verify") == 0
     printed = capsys.readouterr().out
     assert "run         world size 2, stage 3" in printed
     assert "checksums   as they were written" in printed
     assert "1 of them tied" in printed
     assert run("export", tmp_path / "sharded", tmp_path / "x.ckpt", "--format", "ckpt") == 0
-    expected = run_ranks(2, _resume, str(tmp_path / "full"), factory, has_group=False)
-    resumed = run_ranks(2, _resume, str(tmp_path / "x.ckpt"), factory, has_group=False)
-    for (ours, step), (theirs, other_step) in zip(resumed, expected, strict=True):
-        assert step == other_step
-        for name, value in theirs.items():
-            assert (ours[name] == value).all(), name
+    assert run("export", tmp_path / "full", tmp_path / "numbered", "--format", "dcp") == 0
+    assert run("export", tmp_path / "sharded", tmp_path / "named", "--format", "dcp") == 0
+    pairs = [
+        ("ddp", "full", "x.ckpt"),
+        (settings(3), "sharded", "named"),
+        (settings(2), "full", "numbered"),
+    ]
+    cases = [(spec, str(tmp_path / name)) for spec, *names in pairs for name in names]
+    for results in run_ranks(2, _resume, cases, factory, has_group=False):
+        for (_, _, exported), before, after in zip(pairs, results[::2], results[1::2], strict=True):
+            for name, value in before.items():
+                assert (after[name] == value).all(), (exported, name)
 
 
 def _validate(rank, world_size, paths, factory):
@@ -200,8 +215,8 @@ def _validate(rank, world_size, paths, factory):
 
 def test_every_exported_format_validates_as_the_checkpoint_does(tmp_path):
     factory = partial(ConvModule, ranks=1)
-    path = tmp_path / "a.ckpt"
-    run_ranks(1, _save, settings(2), factory, str(path), has_group=False)
+    run_ranks(1, _save, ["full"], factory, str(tmp_path), has_group=False)
+    path = tmp_path / "full"
     paths = [str(path)]
     for form in ("safetensors", "ckpt", "dcp"):
         paths.append(str(tmp_path / form))
