@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
     0: {"stage", "config", "layout", "plan", "memory", "deepspeed"},
-    1: {"buffer", "comm", "exchange", "stored"},
+    1: {"buffer", "comm", "exchange", "stored", "tiers"},
     2: {
         "access",
         "bucket",
