@@ -86,12 +86,12 @@ class BufferPool:
 
 
 def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:
-    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Large pages save the disk driver page look-ups; some kernels have none.
     with contextlib.suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    assert tensor.data_ptr() % ALIGNMENT == 0
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+    assert tensor.data_ptr() % ALIGNMENT == 0, tensor.data_ptr()
     if pin and torch.cuda.is_available():
         runtime: Any = torch.cuda.cudart()
         code = runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)

@@ -44,7 +44,7 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
             directory.mkdir(mode=0o700)
         except OSError as error:
             raise _explained(error, path) from None
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        with contextlib.suppress(FileNotFoundError):  # removed already: begin anew
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             if _is_locked(lock, directory / _LOCK):
                 return directory, lock
@@ -58,10 +58,15 @@ def remove_abandoned(path: Path) -> list[Path]:
     Returns:
         What was removed.
     """
-    removed = []
-    for directory in sorted(path.glob(f"{_PREFIX}.*.rank*.*")):
+    removed: list[Path] = []
+    try:
+        directories = [path / name for name in sorted(os.listdir(path))]
+    except OSError:
+        return removed  # whether `path` can be used is asked elsewhere
+    here = {_word(word) for word in _machine()}
+    for directory in directories:
         words = directory.name.split(".")
-        if len(words) != 7 or not set(words[2:4]) & {_word(word) for word in _machine()}:
+        if len(words) != 7 or words[0] != _PREFIX or not here & set(words[2:4]):
             continue
         # Another user's directory cannot be opened and is not ours to remove.
         with contextlib.suppress(OSError):
@@ -85,13 +90,13 @@ def _remove_if_free(directory: Path) -> bool:
 
 
 def _is_locked(lock: int, path: Path) -> bool:
-    """Lock it; False if it was removed before. Where locks do not exist, nobody can remove it."""
+    """Lock it; False if another is about to remove it, or did."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            raise
-        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: nobody can find it free
     return path.exists() and os.fstat(lock).st_ino == path.stat().st_ino
 
 

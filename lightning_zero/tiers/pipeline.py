@@ -131,22 +131,22 @@ class Pipeline:
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs in order; writes may be on their way when it returns.
 
+        After an exception, one of a job too, nothing is read ahead any more; `cancel` waits for
+        the writes.
+
         Raises:
-            OSError: A read, or a write so far, failed; call `cancel` then.
+            OSError: A read, or a write so far, failed.
             ValueError: A job needs more than a buffer.
             RuntimeError: Others hold all buffers.
         """
         self._check(jobs)
         self._plan(jobs)
-        for _ in jobs:
-            load = self._next_load()
-            with _Clock(self, "wait_read_s"):
-                load.wait_reads()
-            with _Clock(self, "compute_s"):
-                load.job.run(load.views)
-            with self._changed:
-                self._loads.popleft()
-                self._store(load)
+        try:
+            for _ in jobs:
+                self._run_next()
+        except BaseException:
+            self._drop_loads()  # the job that failed may have changed its buffer
+            raise
 
     def drain(self) -> None:
         """Wait for all writes.
@@ -190,6 +190,18 @@ class Pipeline:
             self._waiting = deque(jobs[len(self._loads) :])
             self._fill()
 
+    def _run_next(self) -> None:
+        load = self._next_load()
+        with _Clock(self, "wait_read_s"):
+            load.wait_reads()
+        with _Clock(self, "compute_s"):
+            load.job.run(load.views)
+        with self._changed:
+            load.begin_writes()
+            self._loads.popleft()
+            self._stores.add(load)
+            self._when_written(load)
+
     def _next_load(self) -> _Load:
         with _Clock(self, "wait_write_s"), self._changed:
             self._raise_error()
@@ -213,9 +225,7 @@ class Pipeline:
             self._loads.append(load)
             load.begin_reads()
 
-    def _store(self, load: _Load) -> None:
-        self._stores.add(load)
-        load.begin_writes()
+    def _when_written(self, load: _Load) -> None:
         left = len(load.transfers)
         if left == 0:
             self._stored(load)
