@@ -30,7 +30,7 @@ class NvmeStore:
 
     directory: Path
     is_direct: bool  # whether O_DIRECT works here; else files pass through the page cache
-    block_bytes: int
+    block_bytes: int  # of transfers from now on; may be set
     bytes_read: int  # since construction
     bytes_written: int
     bytes_allocated: int
