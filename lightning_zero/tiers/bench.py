@@ -58,6 +58,11 @@ class TierSettings:
         """As users set it: elements of 4 bytes."""
         return self.buffer_bytes // 4
 
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Count and bytes."""
+        return self.buffer_count, self.buffer_bytes
+
     def describe(self) -> str:
         """In a few words."""
         return (
@@ -140,6 +145,7 @@ def measure_disk(
             f"a file of {nbytes} bytes would fill {path}, where {free_bytes(path)} bytes are free; "
             f"measure with at most {int((1 - _LEAST_FREE) * free_bytes(path))}"
         )
+    say(f"writing files of {nbytes / _GB:.1f} GB")
     settings, sweep = _sweep(path, nbytes, seconds, say)
     with _opened(path, nbytes, settings) as (store, file):
         say("reading, writing and both")
@@ -156,7 +162,8 @@ def tier_rates(
     reads = _jobs(file, settings, is_written=False)
     writes = _jobs(file, settings, is_read=False)
     both = _jobs(file, settings)
-    return Rates(*(_rate(store, settings, jobs, seconds=seconds) for jobs in (reads, writes, both)))
+    pool = _noisy_pool(settings)
+    return Rates(*(_rate(store, settings, jobs, pool, seconds) for jobs in (reads, writes, both)))
 
 
 def fio_rates(
@@ -176,7 +183,7 @@ def fio_rates(
         "ioengine": "psync",
         "bs": settings.block_bytes,
         "time_based": 1,
-        "runtime": max(1, round(seconds)),
+        "runtime": f"{max(100, round(1e3 * seconds))}ms",
         "output-format": "json",
     }
     number = settings.num_threads
@@ -209,7 +216,9 @@ def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
         NvmeStore(path, rank=0, num_read_threads=number, num_write_threads=number)
     ) as store:
         file = store.create("io-bench", nbytes)
-        _rate(store, settings, _jobs(file, settings, is_read=False), seconds=math.inf)
+        settings = replace(settings, buffer_count=2, buffer_bytes=16 * _MIB)
+        writes, pool = _jobs(file, settings, is_read=False), _noisy_pool(settings)
+        _rate(store, settings, writes, pool, math.inf)
         yield store, file
 
 
@@ -221,9 +230,10 @@ def _sweep(
 
     def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
         """Measured by turns: what a disk gives changes with what it gave before."""
+        pools = {each.buffers: _noisy_pool(each) for each in candidates}
         rounds = [
             [
-                _rate(store, each, _jobs(file, each), seconds=seconds / _ROUNDS)
+                _rate(store, each, _jobs(file, each), pools[each.buffers], seconds / _ROUNDS)
                 for each, (store, file) in zip(candidates, cycle(disks), strict=False)
             ]
             for _ in range(_ROUNDS)
@@ -267,14 +277,18 @@ def _jobs(
 
 
 def _rate(
-    store: NvmeStore, settings: TierSettings, jobs: Sequence[Job], *, seconds: float
+    store: NvmeStore,
+    settings: TierSettings,
+    jobs: Sequence[Job],
+    pool: BufferPool,
+    seconds: float,
 ) -> float:
     """Bytes per second, both ways together, of `jobs` by turns until `seconds` are over.
 
     With infinite `seconds` they run once.
     """
     store.block_bytes = settings.block_bytes
-    pipeline = Pipeline(_noisy_pool(settings))
+    pipeline = Pipeline(pool)
     size = len(jobs) if math.isinf(seconds) else 4 * settings.buffer_count
     batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
     before = store.bytes_read + store.bytes_written
