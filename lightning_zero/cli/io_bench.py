@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_zero.tiers.bench import DiskReport, Rates, measure_disk
+from lightning_zero.tiers.bench import DiskReport, measure_disk
+from lightning_zero.tiers.fio import Rates
 
 __all__ = ["add_parser", "run", "table"]
 

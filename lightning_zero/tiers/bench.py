@@ -7,11 +7,7 @@ threads, blocks and buffers that this process needs to come near it.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import shlex
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -25,13 +21,14 @@ from lightning_zero.tiers.buffers import BufferPool
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.file import NvmeFile
 from lightning_zero.tiers.files import NvmeStore
+from lightning_zero.tiers.fio import Rates, fio_rates
 from lightning_zero.tiers.pipeline import Job, Piece, Pipeline
 
-__all__ = ["DiskReport", "Rates", "TierSettings", "fio_rates", "measure_disk", "tier_rates"]
+__all__ = ["DiskReport", "TierSettings", "measure_disk", "tier_rates"]
 
 _MIB = 2**20
 _GB = 1e9
-_LEAST_BYTES = 128 * _MIB
+_LEAST_BYTES = 256 * _MIB  # a block for each thread of fio
 _LEAST_FREE = 0.1  # of the free bytes stay free
 _GOOD_ENOUGH = 0.95  # of the best rate: then fewer threads and less memory are better
 _BLOCKS_MIB = (1, 2, 4, 8, 16)
@@ -69,15 +66,6 @@ class TierSettings:
             f"{self.num_threads} threads each way, blocks of {self.block_bytes // _MIB} MiB, "
             f"{self.buffer_count} buffers of {self.buffer_bytes // _MIB} MiB"
         )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
-
-    read: float
-    write: float
-    mixed: float
 
 
 @dataclass(frozen=True)
@@ -150,7 +138,13 @@ def measure_disk(
     with _opened(path, nbytes, settings) as (store, file):
         say("reading, writing and both")
         tier = tier_rates(store, file, settings, seconds=2 * seconds)
-        fio = fio_rates(file, settings, is_direct=store.is_direct, seconds=2 * seconds)
+        fio = fio_rates(
+            file,
+            block_bytes=settings.block_bytes,
+            num_threads=settings.num_threads,
+            is_direct=store.is_direct,
+            seconds=2 * seconds,
+        )
         kind, is_direct = file_system_of(path), store.is_direct
     return DiskReport(path, kind, is_direct, nbytes, settings, sweep, tier, fio)
 
@@ -164,48 +158,6 @@ def tier_rates(
     both = _jobs(file, settings)
     pool = _noisy_pool(settings)
     return Rates(*(_rate(store, settings, jobs, pool, seconds) for jobs in (reads, writes, both)))
-
-
-def fio_rates(
-    file: NvmeFile, settings: TierSettings, *, is_direct: bool, seconds: float
-) -> Rates | None:
-    """The same by `fio`, on the same file, with as many threads; None where it is missing.
-
-    Raises:
-        OSError: fio failed.
-    """
-    if shutil.which("fio") is None:
-        return None
-    options = {
-        "filename": file.path,
-        "allow_file_create": 0,
-        "direct": int(is_direct),
-        "ioengine": "psync",
-        "bs": settings.block_bytes,
-        "time_based": 1,
-        "runtime": f"{max(100, round(1e3 * seconds))}ms",
-        "output-format": "json",
-    }
-    number = settings.num_threads
-    return Rates(
-        _fio(options, "read", file.nbytes, number),
-        _fio(options, "write", file.nbytes, number),
-        _fio(options, "rw", file.nbytes, 2 * number),  # each thread reads and writes by turns
-    )
-
-
-def _fio(options: dict[str, object], way: str, nbytes: int, num_threads: int) -> float:
-    """Bytes per second; every thread works on its own part of the file."""
-    part = nbytes // num_threads // _MIB * _MIB
-    parts = {"rw": way, "numjobs": num_threads, "size": part, "offset_increment": part}
-    words = [f"--{name}={value}" for name, value in (options | parts).items()]
-    command = ["fio", "--name=io-bench", *words, "--thread", "--group_reporting"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = done.stderr.strip() or done.stdout.strip()
-        raise OSError(f"{shlex.join(command)} failed: {reason}")
-    (group,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    return float(group["read"]["bw_bytes"] + group["write"]["bw_bytes"])
 
 
 @contextlib.contextmanager

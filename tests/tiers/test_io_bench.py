@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.cli.io_bench import add_parser, table
-from lightning_zero.tiers.bench import DiskReport, Rates, TierSettings, fio_rates
+from lightning_zero.tiers.bench import DiskReport, TierSettings
+from lightning_zero.tiers.fio import Rates, fio_rates
 from tests.tiers.conftest import PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +35,13 @@ def io_bench(*arguments):
     return args.run(args)
 
 
-QUICK = ["--size", "128MiB", "--seconds", "0.03"]
+QUICK = ["--size", "256MiB", "--seconds", "0.03"]
 
 
 def test_it_prints_rates_beside_fio_and_settings_to_use(tmp_path, capsys):
     assert io_bench(tmp_path, *QUICK, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["file_bytes"] == 128 * 2**20
+    assert found["file_bytes"] == 256 * 2**20
     assert min(found["tier_gb_per_s"].values()) > 0
     assert found["settings"]["buffer_size"] * 4 == found["settings"]["buffer_bytes"]
     assert found["settings"]["buffer_count"] >= 2
@@ -56,7 +57,7 @@ def test_it_prints_a_table_without_fio_too(tmp_path, store, monkeypatch):
     monkeypatch.setenv("PATH", "")
     settings, rates = TierSettings(buffer_count=3), Rates(1.5e9, 2e9, 2.5e9)
     file = store.create("state", PAGE)
-    fio = fio_rates(file, settings, is_direct=True, seconds=1)
+    fio = fio_rates(file, block_bytes=PAGE, num_threads=1, is_direct=True, seconds=1)
     printed = table(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates, fio))
     assert "tier        1.50    2.00    2.50" in printed
     assert "fio is not installed" in printed
@@ -64,16 +65,16 @@ def test_it_prints_a_table_without_fio_too(tmp_path, store, monkeypatch):
 
 
 def test_it_refuses_to_fill_the_disk(mounted, capsys):
-    disk = mounted("-t", "tmpfs", "-o", "size=136m", "tmpfs")
+    disk = mounted("-t", "tmpfs", "-o", "size=272m", "tmpfs")
     assert io_bench(disk, *QUICK) == 1
     said = capsys.readouterr().err
-    assert f"134217728 bytes would fill {disk}" in said
+    assert f"268435456 bytes would fill {disk}" in said
     assert not list(disk.iterdir())
 
 
 def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
     assert io_bench(tmp_path, "--size", "1MiB") == 1
-    assert "at least 134217728 bytes, got 1048576" in capsys.readouterr().err
+    assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         io_bench(tmp_path, "--size", "four")
     assert "a size such as 4GiB, got 'four'" in capsys.readouterr().err
@@ -89,7 +90,7 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_file_goes_when_it_is_stopped(tmp_path, number):
     bench = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "io-bench", str(tmp_path), "--size", "128MiB"],
+        [sys.executable, "-c", SCRIPT, "io-bench", str(tmp_path), "--size", "256MiB"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
