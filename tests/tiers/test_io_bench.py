@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -87,19 +86,22 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_file_goes_when_it_is_stopped(tmp_path, number):
-    bench = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, "io-bench", str(tmp_path), "--size", "256MiB"],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def test_the_file_goes_when_it_is_stopped(tmp_path):
+    benches = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        path = tmp_path / number.name
+        path.mkdir()
+        command = [sys.executable, "-c", SCRIPT, "io-bench", str(path), "--size", "256MiB"]
+        benches[number] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        while not list(tmp_path.glob("*/*io-bench")):
-            assert bench.poll() is None
-            time.sleep(0.05)
-        os.kill(bench.pid, number)
-        assert bench.wait(timeout=60) != 0
+        for number, bench in benches.items():
+            while not list((tmp_path / number.name).glob("*/*io-bench")):
+                assert bench.poll() is None
+                time.sleep(0.05)
+            bench.send_signal(number)
+        for number, bench in benches.items():
+            assert bench.wait(timeout=60) != 0
+            assert not list((tmp_path / number.name).iterdir())
     finally:
-        bench.kill()
-        bench.stderr.close()
-    assert not list(tmp_path.iterdir())
+        for bench in benches.values():
+            bench.kill()
