@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_zero.tiers.bench import DiskReport, Rates, measure_disk
+from lightning_zero.tiers.bench import DiskReport, measure_disk
+from lightning_zero.tiers.fio import Rates
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "run", "table"]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -31,6 +32,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
     parser.add_argument(
         "--size", type=_bytes, default="4GiB", help="of the file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.set_defaults(run=run)
@@ -48,15 +52,16 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with _terminated_as_exit():
-            report = measure_disk(args.path, nbytes=args.size, say=say)
+            report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
     except (OSError, ValueError) as error:
         say(f"lightning-zero io-bench: {error}")
         return 1
-    print(json.dumps(report.as_dict(), indent=2) if args.json else _text(report))
+    print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
     return 0
 
 
-def _text(report: DiskReport) -> str:
+def table(report: DiskReport) -> str:
+    """What was found, for people."""
     best = report.settings
     direct = "O_DIRECT" if report.is_direct else "through the page cache, which flatters a disk"
     lines = [

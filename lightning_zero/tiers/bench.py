@@ -7,11 +7,7 @@ threads, blocks and buffers that this process needs to come near it.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import shlex
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -25,13 +21,14 @@ from lightning_zero.tiers.buffers import BufferPool
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.file import NvmeFile
 from lightning_zero.tiers.files import NvmeStore
+from lightning_zero.tiers.fio import Rates, fio_rates
 from lightning_zero.tiers.pipeline import Job, Piece, Pipeline
 
-__all__ = ["DiskReport", "Rates", "TierSettings", "fio_rates", "measure_disk", "tier_rates"]
+__all__ = ["DiskReport", "TierSettings", "measure_disk", "tier_rates"]
 
 _MIB = 2**20
 _GB = 1e9
-_LEAST_BYTES = 128 * _MIB
+_LEAST_BYTES = 256 * _MIB  # a block for each thread of fio
 _LEAST_FREE = 0.1  # of the free bytes stay free
 _GOOD_ENOUGH = 0.95  # of the best rate: then fewer threads and less memory are better
 _BLOCKS_MIB = (1, 2, 4, 8, 16)
@@ -58,21 +55,17 @@ class TierSettings:
         """As users set it: elements of 4 bytes."""
         return self.buffer_bytes // 4
 
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Count and bytes."""
+        return self.buffer_count, self.buffer_bytes
+
     def describe(self) -> str:
         """In a few words."""
         return (
             f"{self.num_threads} threads each way, blocks of {self.block_bytes // _MIB} MiB, "
             f"{self.buffer_count} buffers of {self.buffer_bytes // _MIB} MiB"
         )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
-
-    read: float
-    write: float
-    mixed: float
 
 
 @dataclass(frozen=True)
@@ -140,11 +133,18 @@ def measure_disk(
             f"a file of {nbytes} bytes would fill {path}, where {free_bytes(path)} bytes are free; "
             f"measure with at most {int((1 - _LEAST_FREE) * free_bytes(path))}"
         )
+    say(f"writing files of {nbytes / _GB:.1f} GB")
     settings, sweep = _sweep(path, nbytes, seconds, say)
     with _opened(path, nbytes, settings) as (store, file):
         say("reading, writing and both")
         tier = tier_rates(store, file, settings, seconds=2 * seconds)
-        fio = fio_rates(file, settings, is_direct=store.is_direct, seconds=2 * seconds)
+        fio = fio_rates(
+            file,
+            block_bytes=settings.block_bytes,
+            num_threads=settings.num_threads,
+            is_direct=store.is_direct,
+            seconds=2 * seconds,
+        )
         kind, is_direct = file_system_of(path), store.is_direct
     return DiskReport(path, kind, is_direct, nbytes, settings, sweep, tier, fio)
 
@@ -156,49 +156,8 @@ def tier_rates(
     reads = _jobs(file, settings, is_written=False)
     writes = _jobs(file, settings, is_read=False)
     both = _jobs(file, settings)
-    return Rates(*(_rate(store, settings, jobs, seconds=seconds) for jobs in (reads, writes, both)))
-
-
-def fio_rates(
-    file: NvmeFile, settings: TierSettings, *, is_direct: bool, seconds: float
-) -> Rates | None:
-    """The same by `fio`, on the same file, with as many threads; None where it is missing.
-
-    Raises:
-        OSError: fio failed.
-    """
-    if shutil.which("fio") is None:
-        return None
-    options = {
-        "filename": file.path,
-        "allow_file_create": 0,
-        "direct": int(is_direct),
-        "ioengine": "psync",
-        "bs": settings.block_bytes,
-        "time_based": 1,
-        "runtime": max(1, round(seconds)),
-        "output-format": "json",
-    }
-    number = settings.num_threads
-    return Rates(
-        _fio(options, "read", file.nbytes, number),
-        _fio(options, "write", file.nbytes, number),
-        _fio(options, "rw", file.nbytes, 2 * number),  # each thread reads and writes by turns
-    )
-
-
-def _fio(options: dict[str, object], way: str, nbytes: int, num_threads: int) -> float:
-    """Bytes per second; every thread works on its own part of the file."""
-    part = nbytes // num_threads // _MIB * _MIB
-    parts = {"rw": way, "numjobs": num_threads, "size": part, "offset_increment": part}
-    words = [f"--{name}={value}" for name, value in (options | parts).items()]
-    command = ["fio", "--name=io-bench", *words, "--thread", "--group_reporting"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = done.stderr.strip() or done.stdout.strip()
-        raise OSError(f"{shlex.join(command)} failed: {reason}")
-    (group,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    return float(group["read"]["bw_bytes"] + group["write"]["bw_bytes"])
+    pool = _noisy_pool(settings)
+    return Rates(*(_rate(store, settings, jobs, pool, seconds) for jobs in (reads, writes, both)))
 
 
 @contextlib.contextmanager
@@ -209,7 +168,9 @@ def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
         NvmeStore(path, rank=0, num_read_threads=number, num_write_threads=number)
     ) as store:
         file = store.create("io-bench", nbytes)
-        _rate(store, settings, _jobs(file, settings, is_read=False), seconds=math.inf)
+        settings = replace(settings, buffer_count=2, buffer_bytes=16 * _MIB)
+        writes, pool = _jobs(file, settings, is_read=False), _noisy_pool(settings)
+        _rate(store, settings, writes, pool, math.inf)
         yield store, file
 
 
@@ -221,9 +182,10 @@ def _sweep(
 
     def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
         """Measured by turns: what a disk gives changes with what it gave before."""
+        pools = {each.buffers: _noisy_pool(each) for each in candidates}
         rounds = [
             [
-                _rate(store, each, _jobs(file, each), seconds=seconds / _ROUNDS)
+                _rate(store, each, _jobs(file, each), pools[each.buffers], seconds / _ROUNDS)
                 for each, (store, file) in zip(candidates, cycle(disks), strict=False)
             ]
             for _ in range(_ROUNDS)
@@ -267,14 +229,18 @@ def _jobs(
 
 
 def _rate(
-    store: NvmeStore, settings: TierSettings, jobs: Sequence[Job], *, seconds: float
+    store: NvmeStore,
+    settings: TierSettings,
+    jobs: Sequence[Job],
+    pool: BufferPool,
+    seconds: float,
 ) -> float:
     """Bytes per second, both ways together, of `jobs` by turns until `seconds` are over.
 
     With infinite `seconds` they run once.
     """
     store.block_bytes = settings.block_bytes
-    pipeline = Pipeline(_noisy_pool(settings))
+    pipeline = Pipeline(pool)
     size = len(jobs) if math.isinf(seconds) else 4 * settings.buffer_count
     batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
     before = store.bytes_read + store.bytes_written

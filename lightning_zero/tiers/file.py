@@ -46,7 +46,7 @@ class NvmeFile:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._in_flight: list[Transfer] = []
-        self._reads: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._reads: list[weakref.ref[Transfer]] = []  # whose values somebody may still use
         self._broken: list[tuple[Transfer, BaseException]] = []
 
     def read(self, offset: int, into: Tensor) -> Transfer:
@@ -69,15 +69,10 @@ class NvmeFile:
         return self._begin(offset, source, is_write=True)
 
     def cancel(self) -> None:
-        """Give up what is not under way yet and wait for the rest."""
+        """Begin no block any more that is not under way yet."""
         with self._lock:
-            transfers = list(self._in_flight)
-        for transfer in transfers:
-            transfer.cancel()
-        for transfer in transfers:
-            finished = threading.Event()
-            transfer.when_done(finished.set)
-            finished.wait()
+            for transfer in self._in_flight:
+                transfer.cancel()
 
     def _begin(self, offset: int, tensor: Tensor, *, is_write: bool) -> Transfer:
         self._store.check_open()
@@ -87,22 +82,31 @@ class NvmeFile:
         assert 0 <= offset <= self.nbytes - len(view), (offset, len(view), self.nbytes)
         new = Transfer(is_write=is_write, start=offset, stop=offset + len(view), view=view)
         with self._lock:
+            reads = [read for read in self._reads if read() is not None]
+            if is_write:
+                for read in map(weakref.ref.__call__, reads):
+                    if read is not None and read.overlaps(new):
+                        read.is_stale = True
+            else:
+                self._reads = [*reads, weakref.ref(new)]
+            # Last and at once: it is asked for, or it is not ([Note: Signals]).
+            self._store.tell(lambda: self._enter(new))
+        return new
+
+    def _enter(self, new: Transfer) -> None:
+        """Begin it when those before it are done; on the store's actor, in order of `_begin`."""
+        with self._lock:
             before = [
                 other
                 for other in self._in_flight
-                if other.overlaps(new) and (is_write or other.is_write)
+                if other.overlaps(new) and (new.is_write or other.is_write)
             ]
             self._in_flight.append(new)
-            if not is_write:
-                self._reads.add(new)
-            for read in self._reads if is_write else ():
-                read.is_stale |= read.overlaps(new)
         # One more than there are, so that it cannot begin before all are counted.
         arrived = _Countdown(len(before) + 1, lambda: self._start(new))
         for other in before:
             other.when_done(arrived)
         arrived()
-        return new
 
     def _start(self, transfer: Transfer) -> None:
         if not transfer.is_write:
@@ -119,7 +123,7 @@ class NvmeFile:
             work = _Block(self, transfer, start, min(start + size, nbytes), moved)
             try:
                 self._store.submit(work, is_write=transfer.is_write)
-            except RuntimeError as error:  # the interpreter is going down
+            except RuntimeError as error:  # the store is closed, or the interpreter going down
                 transfer.fail(error)
                 moved()
 

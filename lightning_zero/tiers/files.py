@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
+from lightning_zero.tiers.actor import Actor
 from lightning_zero.tiers.buffers import ALIGNMENT
 from lightning_zero.tiers.directory import locked_directory, remove_abandoned
 from lightning_zero.tiers.disk import allocate, explained, file_system_of, takes_direct
@@ -67,6 +68,7 @@ class NvmeStore:
         self.block_bytes = block_bytes
         self.bytes_read = self.bytes_written = self.bytes_allocated = 0
         self._pid = os.getpid()
+        self._actor = Actor("nvme")
         self._lock = threading.Lock()
         remove_abandoned(Path(path))
         self.directory, lock = locked_directory(Path(path), rank=rank)
@@ -115,10 +117,7 @@ class NvmeStore:
         """Wait for what is under way, give up what is not, and remove everything; idempotent."""
         if os.getpid() != self._pid or not self._finalizer.alive:
             return
-        for file in self._files:
-            file.cancel()
-        self._readers.shutdown()
-        self._writers.shutdown()
+        self._actor.ask(self._end)
         self._finalizer()
 
     def check_open(self) -> None:
@@ -135,9 +134,19 @@ class NvmeStore:
         if not self._finalizer.alive:
             raise RuntimeError(f"the files in {self.directory} are closed and removed")
 
+    def tell(self, call: Callable[[], object]) -> None:
+        """Have `call` run on the store's actor, after those told before it."""
+        self._actor.tell(call)
+
     def submit(self, work: Callable[[], None], *, is_write: bool) -> None:
         """Run `work` on a thread."""
         (self._writers if is_write else self._readers).submit(work)
+
+    def _end(self) -> None:
+        for file in self._files:
+            file.cancel()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
     def count(self, nbytes: int, *, is_write: bool) -> None:
         """Add to the bytes read or written."""

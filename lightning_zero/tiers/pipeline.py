@@ -6,22 +6,22 @@
     buffer 1   r1 .. *1 w1 r4 *4 w4
     buffer 2   r2 .. .. *2 w2 r5 *5 w5
 
-Jobs run on the caller's thread, in order. The thread that ends a buffer's last write begins the
-next job's reads in it, so the disk does not wait for the caller. What a job reads may have been
-read before an earlier job asked to write it: then it is read again ([Note: Order of transfers]).
+Jobs run on the caller's thread, in order; an actor ([Note: Signals]) begins reads and writes, so
+that the disk does not wait for the caller. What a job reads may have been read before an earlier
+job asked to write it: then it is read again ([Note: Order of transfers]).
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from torch import Tensor
 
+from lightning_zero.tiers.actor import Actor
 from lightning_zero.tiers.buffers import ALIGNMENT, BufferPool
 from lightning_zero.tiers.file import NvmeFile
 from lightning_zero.tiers.transfer import Transfer
@@ -49,7 +49,7 @@ class Job:
     """
 
     pieces: Sequence[Piece]
-    run: Callable[[list[Tensor]], None]
+    run: Callable[[list[Tensor]], object]
 
     @property
     def nbytes(self) -> int:
@@ -57,48 +57,11 @@ class Job:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class _Load:
-    """A job that has a buffer."""
-
-    def __init__(self, job: Job, buffer: Tensor) -> None:
-        self.job = job
-        self.buffer = buffer
-        self.views = list(buffer[: job.nbytes].split([piece.nbytes for piece in job.pieces]))
-        self.transfers: list[Transfer] = []
-
-    def begin_reads(self) -> None:
-        self._begin(self.job.pieces, is_write=False)
-
-    def begin_writes(self) -> None:
-        self._begin(self.job.pieces, is_write=True)
-
-    def _begin(self, pieces: Sequence[Piece], *, is_write: bool) -> None:
-        self.transfers = []
-        for piece, view in zip(pieces, self.views, strict=True):
-            if is_write and piece.is_written:
-                self.transfers.append(piece.file.write(piece.offset, view))
-            elif not is_write and piece.is_read:
-                self.transfers.append(piece.file.read(piece.offset, view))
-
-    def wait_reads(self) -> None:
-        for transfer in self.transfers:
-            transfer.wait()
-        while any(transfer.is_stale for transfer in self.transfers):
-            self.begin_reads()
-            for transfer in self.transfers:
-                transfer.wait()
-
-    def settle(self) -> None:
-        """Wait until no transfer touches the buffer, whatever came of them."""
-        for transfer in self.transfers:
-            with contextlib.suppress(Exception):
-                transfer.wait()
-
-
 class Pipeline:
     """Runs jobs through the buffers of a pool that nobody else uses meanwhile.
 
-    One thread at a time may call it.
+    One thread at a time may call it. After an exception, wherever it came from, it can be used
+    again.
     """
 
     wait_read_s: float  # the caller waited for reads, since construction
@@ -107,12 +70,9 @@ class Pipeline:
 
     def __init__(self, pool: BufferPool) -> None:
         self.wait_read_s = self.wait_write_s = self.compute_s = 0.0
-        self._pool = pool
-        self._changed = threading.Condition(threading.RLock())
-        self._waiting: deque[Job] = deque()  # have no buffer yet
-        self._loads: deque[_Load] = deque()  # are read or being read, in order
-        self._stores: set[_Load] = set()  # are being written
-        self._errors: list[BaseException] = []  # of writes, and of reads begun behind them
+        self._buffer_bytes = pool.nbytes
+        self._actor = Actor("pipeline")
+        self._traffic = _Traffic(pool, self._actor)
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
         """Begin to read the first jobs, as far as free buffers go.
@@ -123,10 +83,7 @@ class Pipeline:
             ValueError: A job needs more than a buffer.
         """
         self._check(jobs)
-        self._drop_loads()
-        with self._changed:
-            self._waiting.extend(jobs)
-            self._fill()
+        self._actor.ask(lambda: self._traffic.prefetch(jobs))
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs in order; writes may be on their way when it returns.
@@ -140,12 +97,14 @@ class Pipeline:
             RuntimeError: Others hold all buffers.
         """
         self._check(jobs)
-        self._plan(jobs)
+        loads: _Loads = SimpleQueue()
         try:
+            self._actor.tell(lambda: self._traffic.begin(jobs, loads))
             for _ in jobs:
-                self._run_next()
+                self._run_one(loads)
         except BaseException:
-            self._drop_loads()  # the job that failed may have changed its buffer
+            # The job that failed may have changed its buffer.
+            self._actor.tell(self._traffic.drop)
             raise
 
     def drain(self) -> None:
@@ -154,9 +113,12 @@ class Pipeline:
         Raises:
             OSError: One of them failed.
         """
-        with _Clock(self, "wait_write_s"), self._changed:
-            self._changed.wait_for(lambda: not self._stores)
-            self._raise_error()
+        idle: SimpleQueue[BaseException | None] = SimpleQueue()
+        with _Clock(self, "wait_write_s"):
+            self._actor.tell(lambda: self._traffic.when_written(idle))
+            error = idle.get()
+        if error is not None:
+            raise error
 
     def cancel(self) -> None:
         """Drop what was read, finish what is being written, and forget errors.
@@ -164,61 +126,179 @@ class Pipeline:
         Then no transfer touches a buffer and all are back. Bytes whose write failed are not
         forgotten: reading them is an error.
         """
-        self._drop_loads()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._stores)
-            self._errors.clear()
+        idle: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._actor.tell(self._traffic.drop)
+        self._actor.tell(lambda: self._traffic.when_written(idle))
+        idle.get()
 
     def _check(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            if job.nbytes > self._pool.nbytes:
+            if job.nbytes > self._buffer_bytes:
                 raise ValueError(
-                    f"expected jobs of at most {self._pool.nbytes} bytes, the size of a buffer, "
+                    f"expected jobs of at most {self._buffer_bytes} bytes, the size of a buffer, "
                     f"got one of {job.nbytes}; use a larger buffer_size"
                 )
             for piece in job.pieces:
                 assert piece.offset % ALIGNMENT == 0, piece
                 assert piece.nbytes % ALIGNMENT == 0, piece
 
-    def _plan(self, jobs: Sequence[Job]) -> None:
-        """Keep what was prefetched if it is how `jobs` begin."""
-        with self._changed:
-            loaded = [load.job.pieces for load in self._loads]
-        if loaded != [job.pieces for job in jobs[: len(loaded)]]:
-            self._drop_loads()
-        with self._changed:
-            for load, job in zip(self._loads, jobs, strict=False):
-                load.job = job
-            self._waiting = deque(jobs[len(self._loads) :])
-            self._fill()
-
-    def _run_next(self) -> None:
-        load = self._next_load()
+    def _run_one(self, loads: _Loads) -> None:
+        with _Clock(self, "wait_write_s"):
+            load = loads.get()
+        if isinstance(load, BaseException):
+            raise load
         with _Clock(self, "wait_read_s"):
-            load.wait_reads()
+            load.wait()
+            while load.is_stale:
+                self._actor.ask(load.begin_reads)
+                load.wait()
         with _Clock(self, "compute_s"):
             load.job.run(load.views)
-        with self._changed:
-            load.begin_writes()
-            self._loads.popleft()
-            self._stores.add(load)
-            self._when_written(load)
+        # Waits until the writes are asked for: the next job may have read these bytes before.
+        self._actor.ask(lambda: self._traffic.write(load))
 
-    def _next_load(self) -> _Load:
-        with _Clock(self, "wait_write_s"), self._changed:
-            self._raise_error()
-            while not self._loads:
-                if not self._stores:
-                    raise RuntimeError(
-                        f"all {self._pool.count} buffers are in use elsewhere; a pipeline needs a "
-                        "pool of its own"
-                    )
-                self._changed.wait()
-                self._raise_error()
-            return self._loads[0]
+
+class _Load:
+    """A job that has a buffer."""
+
+    def __init__(self, job: Job, buffer: Tensor) -> None:
+        self.job = job
+        self.buffer = buffer
+        self.views = list(buffer[: job.nbytes].split([piece.nbytes for piece in job.pieces]))
+        self.transfers: list[Transfer] = []
+
+    @property
+    def is_stale(self) -> bool:
+        return any(transfer.is_stale for transfer in self.transfers)
+
+    @property
+    def is_settled(self) -> bool:
+        return all(transfer.is_done for transfer in self.transfers)
+
+    def begin_reads(self) -> None:
+        self.transfers = []
+        for piece, view in zip(self.job.pieces, self.views, strict=True):
+            if piece.is_read:
+                self.transfers.append(piece.file.read(piece.offset, view))
+
+    def begin_writes(self) -> None:
+        self.transfers = []
+        for piece, view in zip(self.job.pieces, self.views, strict=True):
+            if piece.is_written:
+                self.transfers.append(piece.file.write(piece.offset, view))
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+
+    def abandon(self) -> None:
+        """Wait until no transfer touches the buffer; those that have not begun do not begin."""
+        for transfer in self.transfers:
+            transfer.cancel()
+        for transfer in self.transfers:
+            transfer.settle()
+
+
+_Loads = SimpleQueue[_Load | BaseException]
+
+
+class _Traffic:
+    """Which buffer is where. Every method runs on the actor's thread."""
+
+    def __init__(self, pool: BufferPool, actor: Actor) -> None:
+        self._pool = pool
+        self._tell = actor.tell
+        self._waiting: deque[Job] = deque()  # have no buffer yet
+        self._loads: deque[_Load] = deque()  # are read, being read or run, in order
+        self._out: _Loads | None = None  # to the caller that runs, which has got all of the loads
+        self._stores: set[_Load] = set()  # are being written
+        self._errors: list[BaseException] = []  # of writes that nobody has been told of
+        self._idle: list[SimpleQueue[BaseException | None]] = []  # wait for no more stores
+
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        self.drop()
+        self._waiting.extend(jobs)
+        try:
+            self._fill()
+        except BaseException:
+            self.drop()
+            raise
+
+    def begin(self, jobs: Sequence[Job], out: _Loads) -> None:
+        begun = [list(load.job.pieces) for load in self._loads]
+        expected = [list(job.pieces) for job in jobs[: len(begun)]]
+        # What a caller had that was interrupted may be changed.
+        if self._out is not None or begun != expected or self._errors:
+            self.drop()
+        for load, job in zip(self._loads, jobs, strict=False):
+            load.job = job
+            out.put(load)
+        self._waiting = deque(jobs[len(self._loads) :])
+        self._out = out if jobs else None
+        self._go_on()
+
+    def write(self, load: _Load) -> None:
+        """The job has run."""
+        self._loads.remove(load)
+        self._stores.add(load)
+        if not self._loads and not self._waiting:
+            self._out = None  # the caller returns: `drain` tells of errors
+        try:
+            load.begin_writes()
+        except Exception as error:
+            self._errors.append(error)
+            load.abandon()
+        tell, written = self._tell, self._written
+        for transfer in load.transfers:
+            transfer.when_done(lambda: tell(lambda: written(load)))
+        self._written(load)
+
+    def drop(self) -> None:
+        """Give back the buffers of all jobs that have not run."""
+        self._waiting.clear()
+        self._out = None
+        while self._loads:
+            load = self._loads.popleft()
+            load.abandon()
+            self._pool.give(load.buffer)
+
+    def when_written(self, idle: SimpleQueue[BaseException | None]) -> None:
+        """Answer with the first error, or None, when nothing is being written."""
+        self._idle.append(idle)
+        self._tell_idle()
+
+    def _written(self, load: _Load) -> None:
+        if load in self._stores and load.is_settled:
+            self._stores.remove(load)
+            self._errors += [t.error for t in load.transfers if t.error is not None]
+            self._pool.give(load.buffer)
+            self._go_on()
+            self._tell_idle()
+
+    def _go_on(self) -> None:
+        """Begin what can begin, and tell the caller what cannot."""
+        try:
+            self._fill()
+        except Exception as error:
+            self._errors.append(error)
+        if self._out is None:
+            return
+        if self._errors:
+            self._out.put(self._errors[0])
+            self._errors.clear()
+        elif self._waiting and not self._loads and not self._stores:
+            self._out.put(
+                RuntimeError(
+                    f"all {self._pool.count} buffers are in use elsewhere; a pipeline needs a pool "
+                    "of its own"
+                )
+            )
+        else:
+            return
+        self._out = None
+        self._waiting.clear()
 
     def _fill(self) -> None:
-        """Begin reads while there are buffers; any thread that holds the lock."""
         while self._waiting and not self._errors:
             buffer = self._pool.take()
             if buffer is None:
@@ -226,49 +306,15 @@ class Pipeline:
             load = _Load(self._waiting.popleft(), buffer)
             self._loads.append(load)
             load.begin_reads()
+            if self._out is not None:
+                self._out.put(load)
 
-    def _when_written(self, load: _Load) -> None:
-        left = len(load.transfers)
-        if left == 0:
-            self._stored(load)
-
-        def one_less() -> None:
-            nonlocal left
-            with self._changed:
-                left -= 1
-                if left == 0:
-                    self._stored(load)
-
-        for transfer in load.transfers:
-            transfer.when_done(one_less)
-
-    def _stored(self, load: _Load) -> None:
-        """The buffer is free: the next reads begin in it. The lock is held."""
-        self._errors += [t.error for t in load.transfers if t.error is not None]
-        self._stores.remove(load)
-        self._pool.give(load.buffer)
-        try:
-            self._fill()
-        except Exception as error:  # this may be a thread of the store: the caller must learn it
-            self._errors.append(error)
-        self._changed.notify_all()
-
-    def _drop_loads(self) -> None:
-        with self._changed:
-            self._waiting.clear()
-            loads, self._loads = self._loads, deque()
-        for load in loads:
-            for transfer in load.transfers:
-                transfer.cancel()
-        for load in loads:
-            load.settle()
-            self._pool.give(load.buffer)
-
-    def _raise_error(self) -> None:
-        if self._errors:
-            error = self._errors[0]
+    def _tell_idle(self) -> None:
+        if self._stores:
+            return
+        while self._idle:
+            self._idle.pop().put(self._errors[0] if self._errors else None)
             self._errors.clear()
-            raise error
 
 
 class _Clock:

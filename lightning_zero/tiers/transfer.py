@@ -21,28 +21,21 @@ class Transfer:
     # A write to the same bytes was asked for after this read: what was read is out of date.
     is_stale: bool
     is_cancelled: bool
+    is_done: bool  # the memory is free again, be it after success, failure or `cancel`
+    error: BaseException | None  # what went wrong so far
 
     def __init__(self, *, is_write: bool, start: int, stop: int, view: memoryview) -> None:
         self.is_write = is_write
         self.start = start
         self.stop = stop
-        self.is_stale = False
-        self.is_cancelled = False
-        self._view: memoryview | None = view  # None when done: the memory is free
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self.is_stale = self.is_cancelled = self.is_done = False
+        self.error = None
+        self._view: memoryview | None = view  # None when done
+        self._callbacks: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self._done = threading.Event()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the memory is free again, be it after success, failure or `cancel`."""
-        return self._done.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong so far."""
-        return self._error
+        # A lock, not an Event: it stays whole if a signal ends the wait ([Note: Signals]).
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
 
     def wait(self) -> None:
         """Return when all bytes are moved; any thread may call it, any number of times.
@@ -50,22 +43,27 @@ class Transfer:
         Raises:
             OSError: The transfer failed; says the path, the offset and the bytes.
         """
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        self.settle()
+        if self.error is not None:
+            raise self.error
+
+    def settle(self) -> None:
+        """Return when the memory is free, whatever came of it."""
+        with self._under_way:
+            pass
 
     def cancel(self) -> None:
-        """Move no block that is not under way yet; `wait` still says when the memory is free."""
+        """Move no block that is not under way yet; `settle` says when the memory is free."""
         self.is_cancelled = True
 
     def overlaps(self, other: Transfer) -> bool:
         """Whether both touch a common byte."""
         return self.start < other.stop and other.start < self.stop
 
-    def when_done(self, callback: Callable[[], None]) -> None:
+    def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` when done, on the thread that ends it, or now if it is done."""
         with self._lock:
-            if not self._done.is_set():
+            if not self.is_done:
                 self._callbacks.append(callback)
                 return
         callback()
@@ -73,8 +71,8 @@ class Transfer:
     def fail(self, error: BaseException) -> None:
         """Keep the first error and move no further block."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
         self.is_cancelled = True
 
     def block(self, start: int, stop: int) -> memoryview:
@@ -86,7 +84,8 @@ class Transfer:
         """The last block is moved or given up: the memory is free."""
         with self._lock:
             self._view = None
-            self._done.set()
+            self.is_done = True
+            self._under_way.release()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.tiers import BufferPool, Job, NvmeFile, NvmeStore, Piece, Pipeline
-from lightning_zero.tiers.bench import TierSettings, fio_rates
+from lightning_zero.tiers.fio import fio_rates
 
 NUMEL = 4 * 2**20  # of a chunk
 CHUNK_BYTES = 4 * NUMEL
@@ -109,7 +109,7 @@ class Steps:
 
 
 def fio_mixed(file: NvmeFile, is_direct: bool) -> float:
-    rates = fio_rates(file, TierSettings(), is_direct=is_direct, seconds=1)
+    rates = fio_rates(file, block_bytes=4 * 2**20, num_threads=4, is_direct=is_direct, seconds=1)
     return rates.mixed if rates else float("nan")
 
 

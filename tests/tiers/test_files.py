@@ -29,11 +29,10 @@ while True:
 
 
 def start_a_job(path):
-    """A process that writes for ever, and its directory."""
-    job = subprocess.Popen(
+    """A process that writes for ever, after it has printed its directory."""
+    return subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    return job, Path(job.stdout.readline().strip())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
@@ -158,10 +157,11 @@ def test_two_stores_on_one_path_do_not_meet(tmp_path, filled):
 
 
 def test_the_next_start_removes_what_a_killed_job_left_and_nothing_of_a_living_one(tmp_path):
-    killed, killed_directory = start_a_job(tmp_path)
-    living, living_directory = start_a_job(tmp_path)
+    killed, living = start_a_job(tmp_path), start_a_job(tmp_path)
     (tmp_path / "lightning_zero.mine.rank0.txt").mkdir()
     try:
+        killed_directory = Path(killed.stdout.readline().strip())
+        living_directory = Path(living.stdout.readline().strip())
         time.sleep(0.3)  # in the midst of a write
         killed.kill()
         killed.wait(timeout=60)

@@ -1,6 +1,7 @@
 """Jobs through a few buffers: always the numbers of the same jobs in memory."""
 
 import random
+import signal
 import threading
 import time
 
@@ -217,6 +218,51 @@ def test_after_an_exception_in_a_job_all_buffers_are_back_and_the_next_step_is_r
     pipeline.run(jobs())
     pipeline.drain()
     assert whole(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
+
+
+class InterruptedHere(Exception):
+    pass
+
+
+def test_an_interrupt_at_any_moment_leaves_no_hang_no_lost_buffer_and_no_wrong_number(tmp_path):
+    """As Ctrl-C does it: an exception between any two instructions of the main thread."""
+
+    def interrupt(*_):
+        raise InterruptedHere
+
+    def add(views):
+        views[0].add_(1)
+
+    def fill(views):
+        views[0].fill_(7)
+
+    moments, before = random.Random(0), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(100):
+            store = NvmeStore(tmp_path, rank=0, block_bytes=PAGE)
+            file = store.create("state", 12 * PAGE)
+            pool = BufferPool(3, 2 * PAGE, pin=False)
+            pipeline = Pipeline(pool)
+            jobs = [Job([Piece(file, 2 * n * PAGE, 2 * PAGE, True)], add) for n in range(6)]
+            with pytest.raises(InterruptedHere):  # noqa: PT012
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0002, 0.006))
+                while True:
+                    pipeline.run(jobs)
+                    pipeline.prefetch(jobs)
+            pipeline.cancel()
+            taken = list(iter(pool.take, None))
+            assert len(taken) == 3
+            for buffer in taken:
+                pool.give(buffer)
+            if moments.random() < 0.7:
+                pipeline.run([Job([Piece(file, 0, 2 * PAGE, True)], fill), *jobs[1:]])
+                pipeline.drain()
+                assert (whole(file)[: 2 * PAGE] == 7).all()
+            store.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_job_may_only_write_or_only_read(store, filled):

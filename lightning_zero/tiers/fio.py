@@ -1,0 +1,67 @@
+"""What `fio` finds on the same file, the measure that people know."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from lightning_zero.tiers.file import NvmeFile
+
+__all__ = ["Rates", "fio_rates"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
+
+    read: float
+    write: float
+    mixed: float
+
+
+def fio_rates(
+    file: NvmeFile, *, block_bytes: int, num_threads: int, is_direct: bool, seconds: float
+) -> Rates | None:
+    """Rates by `fio` of direct reads, writes and both on `file`; None where it is not installed.
+
+    What `file` held is lost.
+
+    Raises:
+        OSError: fio failed.
+    """
+    if shutil.which("fio") is None:
+        return None
+    options = {
+        "filename": file.path,
+        "allow_file_create": 0,
+        "direct": int(is_direct),
+        "ioengine": "psync",
+        "bs": block_bytes,
+        "time_based": 1,
+        "runtime": f"{max(100, round(1e3 * seconds))}ms",
+        "output-format": "json",
+    }
+    return Rates(
+        _fio(options, "read", file.nbytes, num_threads),
+        _fio(options, "write", file.nbytes, num_threads),
+        _fio(options, "rw", file.nbytes, 2 * num_threads),  # each thread reads and writes by turns
+    )
+
+
+def _fio(options: dict[str, object], way: str, nbytes: int, num_threads: int) -> float:
+    """Bytes per second; every thread works on its own part of the file."""
+    part = nbytes // num_threads // _MIB * _MIB
+    parts = {"rw": way, "numjobs": num_threads, "size": part, "offset_increment": part}
+    words = [f"--{name}={value}" for name, value in (options | parts).items()]
+    command = ["fio", "--name=io-bench", *words, "--thread", "--group_reporting"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = done.stderr.strip() or done.stdout.strip()
+        raise OSError(f"{shlex.join(command)} failed: {reason}")
+    (group,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    return float(group["read"]["bw_bytes"] + group["write"]["bw_bytes"])

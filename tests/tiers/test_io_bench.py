@@ -1,0 +1,107 @@
+"""`lightning-zero io-bench`: what it prints, refuses and leaves behind."""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_zero.cli.io_bench import add_parser, table
+from lightning_zero.tiers.bench import DiskReport, TierSettings
+from lightning_zero.tiers.fio import Rates, fio_rates
+from tests.tiers.conftest import PAGE
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import argparse, sys
+from lightning_zero.cli.io_bench import add_parser
+parser = argparse.ArgumentParser()
+add_parser(parser.add_subparsers())
+args = parser.parse_args()
+sys.exit(args.run(args))
+"""
+
+
+def io_bench(*arguments):
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["io-bench", *map(str, arguments)])
+    return args.run(args)
+
+
+QUICK = ["--size", "256MiB", "--seconds", "0.03"]
+
+
+def test_it_prints_rates_beside_fio_and_settings_to_use(tmp_path, capsys):
+    assert io_bench(tmp_path, *QUICK, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["file_bytes"] == 256 * 2**20
+    assert min(found["tier_gb_per_s"].values()) > 0
+    assert found["settings"]["buffer_size"] * 4 == found["settings"]["buffer_bytes"]
+    assert found["settings"]["buffer_count"] >= 2
+    assert len(found["sweep"]) >= 12
+    if shutil.which("fio"):
+        assert min(found["fio_gb_per_s"].values()) > 0
+    else:
+        assert found["fio_gb_per_s"] is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_prints_a_table_without_fio_too(tmp_path, store, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    settings, rates = TierSettings(buffer_count=3), Rates(1.5e9, 2e9, 2.5e9)
+    file = store.create("state", PAGE)
+    fio = fio_rates(file, block_bytes=PAGE, num_threads=1, is_direct=True, seconds=1)
+    printed = table(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates, fio))
+    assert "tier        1.50    2.00    2.50" in printed
+    assert "fio is not installed" in printed
+    assert "buffer_count=3, buffer_size=16777216 (3 x 64 MiB of CPU memory)" in printed
+
+
+def test_it_refuses_to_fill_the_disk(mounted, capsys):
+    disk = mounted("-t", "tmpfs", "-o", "size=272m", "tmpfs")
+    assert io_bench(disk, *QUICK) == 1
+    said = capsys.readouterr().err
+    assert f"268435456 bytes would fill {disk}" in said
+    assert not list(disk.iterdir())
+
+
+def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
+    assert io_bench(tmp_path, "--size", "1MiB") == 1
+    assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        io_bench(tmp_path, "--size", "four")
+    assert "a size such as 4GiB, got 'four'" in capsys.readouterr().err
+
+
+def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):
+    assert io_bench(tmp_path / "no", *QUICK) == 1
+    assert f"does not exist; is the disk mounted? Make the directory first: '{tmp_path}/no'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_file_goes_when_it_is_stopped(tmp_path):
+    benches = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        path = tmp_path / number.name
+        path.mkdir()
+        command = [sys.executable, "-c", SCRIPT, "io-bench", str(path), "--size", "256MiB"]
+        benches[number] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        for number, bench in benches.items():
+            while not list((tmp_path / number.name).glob("*/*io-bench")):
+                assert bench.poll() is None
+                time.sleep(0.05)
+            bench.send_signal(number)
+        for number, bench in benches.items():
+            assert bench.wait(timeout=60) != 0
+            assert not list((tmp_path / number.name).iterdir())
+    finally:
+        for bench in benches.values():
+            bench.kill()
