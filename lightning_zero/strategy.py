@@ -55,6 +55,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+from lightning_zero.requeue import RequeuedExit
 
 __all__ = ["ZeroStrategy"]
 
@@ -557,6 +558,8 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, RequeuedExit):
+            self._has_rallied = False  # all is saved, and time is short: nothing is gathered
         self._is_together()
 
     def _is_together(self) -> bool:

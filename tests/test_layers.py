@@ -29,7 +29,15 @@ LAYERS = {
         "worker",
     },
     3: {"checkpoint"},
-    4: {"callbacks", "cli", "launcher", "precision", "strategy"},
+    4: {
+        "callbacks",
+        "cli",
+        "launcher",
+        "precision",
+        "preflight",
+        "requeue",
+        "strategy",
+    },
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
