@@ -1,7 +1,7 @@
 """ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
-`_notebook`, for `Trainer(strategy=...)`.
+`_notebook`, for `Trainer(strategy=...)`, and their settings with Hydra.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -11,6 +11,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
+from lightning_zero.schema import register_schema
 from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
@@ -27,3 +28,4 @@ __all__ = [
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)
+register_schema()

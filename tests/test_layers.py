@@ -36,7 +36,9 @@ LAYERS = {
         "precision",
         "preflight",
         "requeue",
+        "schema",
         "strategy",
+        "wandb_run",
     },
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
