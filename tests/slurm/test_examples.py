@@ -49,7 +49,9 @@ def test_the_script_for_several_nodes_trains_and_keeps_its_directory(slurm, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["single_node.sbatch", "array_sweep.sbatch"])
+@pytest.mark.parametrize(
+    "name", ["single_node.sbatch", "array_sweep.sbatch", "offload_nvme.sbatch"]
+)
 def test_the_other_scripts_train(slurm, tmp_path, name):
     job = submit(slurm, tmp_path, name, options=["--ntasks-per-node=2"])
     is_array = "array" in name
