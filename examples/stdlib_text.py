@@ -7,6 +7,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["StdlibText", "Windows", "bigram_bits_per_byte", "read_files"]
+__all__ = ["ResumableLoader", "StdlibText", "Windows", "bigram_bits_per_byte", "read_files"]
 
 _SUFFIXES = (".py", ".txt", ".rst", ".md")
 _SKIPPED_FOLDERS = {
@@ -48,6 +49,31 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         start = int(self.starts[index])
         return self.text[start : start + self.length]
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Goes on behind the batch at which a checkpoint was saved, where others start over.
+
+    Lightning keeps the state in the checkpoint. For the same batches the sampler must give the same
+    order again; the one that the Trainer injects does.
+    """
+
+    num_seen = 0  # batches of this epoch that were handed out
+    num_skipped = 0  # batches that the next epoch leaves out
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.num_skipped = self.num_skipped, 0
+        self.num_seen = skipped
+        for index, batch in enumerate(super().__iter__()):
+            if index >= skipped:
+                self.num_seen += 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_seen": self.num_seen % len(self)}  # 0: the next epoch is whole
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_skipped = state["num_seen"]
 
 
 class StdlibText(pl.LightningDataModule):
@@ -102,7 +128,7 @@ class StdlibText(pl.LightningDataModule):
         last = len(self.train_text) - self.context
         starts = torch.randint(last, (len(self.train_text) // self.context,), generator=generator)
         crops = Windows(self.train_text, starts, self.context + 1)
-        return DataLoader(crops, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return ResumableLoader(crops, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self.validation_windows(), batch_size=4 * self.batch_size)

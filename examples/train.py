@@ -6,6 +6,8 @@ Every setting is in `conf/` and can be changed on the command line, as in
 
 from __future__ import annotations
 
+import os
+
 import hydra
 import lightning.pytorch as pl
 import torch
@@ -25,6 +27,9 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver(
     "devices", lambda accelerator: 2 if accelerator == "cpu" else "auto", replace=True
 )
+OmegaConf.register_new_resolver(
+    "rank_suffix", lambda: f"_rank{_rank()}" if _rank() else "", replace=True
+)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -32,11 +37,17 @@ def main(config: DictConfig) -> None:
     pl.seed_everything(config.seed, workers=True)
     data = instantiate(config.data)
     model = instantiate(config.model)
-    callbacks = list(instantiate(config.callbacks).values())
+    callbacks = [c for c in instantiate(config.callbacks).values() if c is not None]
     trainer = instantiate(config.trainer, callbacks=callbacks)
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
         _print_result(trainer, model, data)
+
+
+def _rank() -> int:
+    """Of this process, before there is a Trainer."""
+    variables = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    return next((int(os.environ[name]) for name in variables if name in os.environ), 0)
 
 
 def _print_result(trainer: pl.Trainer, model: ByteLanguageModel, data: StdlibText) -> None:

@@ -65,6 +65,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+from lightning_zero.requeue import RequeuedExit
 from lightning_zero.saving import (
     MASTERS_KEY,
     CheckpointForm,
@@ -684,6 +685,8 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, RequeuedExit):
+            self._has_rallied = False  # all is saved, and time is short: nothing is gathered
         self._is_together()
 
     def _is_together(self) -> bool:

@@ -5,16 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 from lightning_zero import ZeroStrategy
 
 CONF = Path(__file__).parents[1] / "conf"
+FILES = sorted(CONF.rglob("*.yaml"))
 CHOICES = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
-    for folder in sorted(CONF.iterdir())
-    if folder.is_dir()
+    folder.relative_to(CONF).as_posix(): sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted({path.parent for path in FILES} - {CONF})
 }
 COMBINATIONS = list(itertools.product(CHOICES["zero"], CHOICES["bucket"], CHOICES["overlap"]))
 STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3}
@@ -36,16 +38,19 @@ def test_every_file_composes(override):
     assert "logger" in config.trainer
 
 
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_says_what_it_is_and_the_command_that_uses_it(path):
     lines = path.read_text().splitlines()
     comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # Hydra wants it first
-    words = re.fullmatch(r"# (?P<what>.+): python examples/train\.py(?P<overrides>.*)", comment)
+    pattern = (
+        r"# (?P<what>.+): (srun |PYTHONPATH=examples )?python examples/train\.py(?P<overrides>.*)"
+    )
+    words = re.fullmatch(pattern, comment)
     assert words, comment
     overrides = words["overrides"].split()
-    composed(*overrides)
+    composed(*(word for word in overrides if word != "-m" and "," not in word))
     if path.parent != CONF:
-        assert f"{path.parent.name}={path.stem}" in overrides
+        assert f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" in overrides
 
 
 @pytest.mark.parametrize(("zero", "bucket", "overlap"), COMBINATIONS)
@@ -54,19 +59,86 @@ def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucke
     strategy = instantiate(config.trainer.strategy)
     assert isinstance(strategy, ZeroStrategy)
     assert strategy.config.stage == STAGES[zero]
-    assert strategy.config.overlap_comm == (overlap == "comm")
+    assert strategy.config.overlap_comm == (overlap != "none")
     assert strategy.config.reduce_bucket_size == config.trainer.strategy.reduce_bucket_size
 
 
 @pytest.mark.parametrize("choice", CHOICES["model"])
 def test_every_model_is_built_from_its_file(choice):
     config = composed(f"model={choice}", "data.context=32")
-    model = instantiate(config.model)
+    with torch.device("meta"):
+        model = instantiate(config.model)
     assert model.gpt.config.context == 32
     numel = sum(parameter.numel() for parameter in model.parameters())
-    low, high = {"tiny": (0.6e6, 0.8e6), "gpt_25m": (24e6, 26e6)}[choice]
-    assert low < numel < high
+    expected = {
+        "tiny": 0.7e6,
+        "gpt_25m": 25e6,
+        "gpt_125m": 85e6,
+        "gpt_1b": 1.2e9,
+        "llama_7b": 6.4e9,
+        "llama_70b": 64.4e9,
+    }
+    assert numel == pytest.approx(expected[choice], rel=0.1)
 
 
 def test_a_strategy_of_another_library_can_be_named():
     assert composed("trainer.strategy=ddp").trainer.strategy == "ddp"
+
+
+@pytest.mark.parametrize("choice", CHOICES["experiment"])
+def test_an_experiment_changes_what_it_says(choice):
+    strategy = composed(f"experiment={choice}").trainer.strategy
+    changed = {
+        "little_memory": ("prefetch_bucket_size", 0),
+        "gpt_1b_offload": ("offload_optimizer", "cpu"),
+    }
+    name, value = changed[choice]
+    assert strategy[name] == value
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("zero=stage4", r"Could not find 'zero/stage4'(.*\n)+.*stage1(.*\n)+.*stage3"),
+        ("zeros=stage3", "Could not override 'zeros'"),
+        ("trainer.strategy.stag=3", "Key 'stag' not in 'ZeroStrategySettings'"),
+        ("trainer.strategy.overlap_comm=perhaps", "'perhaps' is not a valid bool"),
+        ("trainer.strategy.stage=three", "'three' .* could not be converted to Integer"),
+        ("trainer.strategy.reduce_bucket_size=[1]", "incompatible with type hint"),
+    ],
+)
+def test_a_wrong_group_key_or_type_is_an_error_before_anything_runs(override, text):
+    with pytest.raises(HydraException) as caught:
+        composed(override)
+    assert re.search(text, f"{caught.value}\n{caught.value.__cause__}")
+
+
+def test_all_settings_of_the_strategy_are_shown_at_their_defaults():
+    shown = composed().trainer.strategy
+    assert {"stage", "reshard_after_forward", "param_dtype", "start_method"} <= set(shown)
+    assert instantiate(shown).config == ZeroStrategy(stage=3).config
+
+
+def test_a_setting_that_yaml_cannot_say_is_built_by_its_target():
+    timeout = "+trainer.strategy.timeout={_target_: datetime.timedelta, seconds: 7}"
+    strategy = instantiate(composed(timeout).trainer.strategy)
+    assert strategy._timeout.total_seconds() == 7
+
+
+@pytest.mark.parametrize("choice", CHOICES["offload"])
+def test_every_choice_of_offload_builds_the_strategy(choice, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVME_PATH", str(tmp_path))
+    strategy = instantiate(composed("zero=stage3", f"offload={choice}").trainer.strategy)
+    expected = {
+        "none": (None, None),
+        "cpu_optimizer": ("cpu", None),
+        "cpu": ("cpu", "cpu"),
+        "nvme_optimizer": ("nvme", None),
+        "nvme": ("nvme", "nvme"),
+        "auto": ("auto", None),
+    }
+    for name, device in zip(("offload_optimizer", "offload_param"), expected[choice], strict=True):
+        setting = getattr(strategy.config, name, None)
+        assert getattr(setting, "device", setting) == device
+        if device == "nvme":
+            assert str(setting.nvme_path) == str(tmp_path)

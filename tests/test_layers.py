@@ -37,8 +37,12 @@ LAYERS = {
         "launcher",
         "load_from_checkpoint",
         "precision",
+        "preflight",
+        "requeue",
         "saving",
+        "schema",
         "strategy",
+        "wandb_run",
     },
 }
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}

@@ -25,7 +25,19 @@ RUN_BY_CI = {
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
 LOOP = "torchrun --nproc-per-node 2 loop.py"
 CLI = [command for command in COMMANDS if command.startswith("lightning-zero ")]
-RUN_BY_A_TEST = {OVERRIDDEN, LOOP, *CLI}
+SWEEP = "python examples/train.py -m trainer.devices=2,1"
+TORCHRUN = (
+    "torchrun --nproc-per-node 2 examples/train.py trainer.devices=2 hydra.run.dir=outputs/torchrun"
+)
+RUN_BY_A_TEST = {OVERRIDDEN, LOOP, SWEEP, TORCHRUN, *CLI}
+# On a SLURM cluster, with the layout of the test's nodes: tests/slurm/test_examples.py.
+RUN_ON_SLURM = {
+    "sbatch --nodes=4 examples/slurm/multi_node.sbatch model=gpt_1b zero=stage3",
+    "PYTHONPATH=examples python examples/train.py -m hydra/launcher=slurm zero=stage2,stage3 "
+    "trainer.devices=2 hydra.launcher.tasks_per_node=2",
+}
+SMALL = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2"]
+SMALL += ["data.num_validation_windows=16"]
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": True},
@@ -44,7 +56,7 @@ def run(arguments, folder):
 
 
 def test_every_command_is_run_by_ci_or_by_a_test():
-    assert set(COMMANDS) == set(RUN_BY_CI) | RUN_BY_A_TEST
+    assert set(COMMANDS) == set(RUN_BY_CI) | RUN_BY_A_TEST | RUN_ON_SLURM
 
 
 @pytest.mark.parametrize("ending", RUN_BY_CI.values())
@@ -55,10 +67,22 @@ def test_ci_takes_its_commands_from_the_readme(ending):
 
 
 def test_the_command_with_other_groups_trains(tmp_path):
-    small = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2"]
-    small += ["data.num_validation_windows=16", f"hydra.run.dir={tmp_path}"]
+    small = [*SMALL, f"hydra.run.dir={tmp_path}"]
     printed = run([sys.executable, *shlex.split(OVERRIDDEN)[1:], *small], ROOT)
     assert "rank 1" in printed
+
+
+def test_the_sweep_trains_every_job_on_its_own_number_of_devices(tmp_path):
+    small = [*SMALL, f"hydra.sweep.dir={tmp_path}"]
+    run([sys.executable, *shlex.split(SWEEP)[1:], *small], ROOT)
+    logs = [sorted(path.name for path in (tmp_path / str(i)).glob("*.log")) for i in range(2)]
+    assert logs == [["train.log", "train_rank1.log"], ["train.log"]]
+
+
+def test_the_example_trains_under_torchrun_in_one_directory(tmp_path):
+    words = [*shlex.split(TORCHRUN)[1:-1], *SMALL, f"hydra.run.dir={tmp_path}"]
+    run([sys.executable, "-m", "torch.distributed.run", *words], ROOT)
+    assert {path.name for path in tmp_path.glob("*.log")} == {"train.log", "train_rank1.log"}
 
 
 def test_the_hand_written_loop_trains_under_torchrun(tmp_path):
@@ -103,9 +127,10 @@ def test_the_python_of_the_trainer_runs(tmp_path, monkeypatch):
 
 
 def test_the_groups_of_conf_are_listed():
-    for folder in (path for path in (ROOT / "conf").iterdir() if path.is_dir()):
-        row = re.search(rf"^\| `{folder.name}` \| (.+) \|$", README, flags=re.MULTILINE)
-        assert row, folder.name
+    for folder in {path.parent for path in (ROOT / "conf").glob("*/**/*.yaml")}:
+        name = folder.relative_to(ROOT / "conf").as_posix()
+        row = re.search(rf"^\| `{name}` \| (.+) \|$", README, flags=re.MULTILINE)
+        assert row, name
         assert set(re.findall(r"`(\w+)`", row[1])) == {path.stem for path in folder.glob("*.yaml")}
 
 

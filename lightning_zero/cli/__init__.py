@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: Of 2 for options that argparse refuses, of 0 after `--help`.
     """
     parser = argparse.ArgumentParser(
-        "lightning-zero", description="Looks at checkpoints, converts them, and measures disks.", allow_abbrev=False
+        "lightning-zero",
+        description="Looks at checkpoints, converts them, and measures disks.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=lightning_zero.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

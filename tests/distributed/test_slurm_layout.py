@@ -11,8 +11,8 @@ from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
 
-def _as_srun(rank, world_size, *, devices, num_tasks):
-    """The variables that srun sets, instead of torchrun's."""
+def as_srun(rank, *, devices, num_tasks, **options):
+    """A Trainer that sees the variables that srun sets, instead of torchrun's."""
     for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     os.environ |= {
@@ -23,13 +23,14 @@ def _as_srun(rank, world_size, *, devices, num_tasks):
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
         "SLURM_NODEID": "0",
+        "SLURM_STEP_ID": "0",
         "SLURM_NODELIST": "127.0.0.1",
     }
-    return make_trainer(settings(3), devices=devices)
+    return make_trainer(settings(3), devices=devices, **options)
 
 
 def _fit(rank, world_size):
-    trainer = _as_srun(rank, world_size, devices=2, num_tasks=2)
+    trainer = as_srun(rank, devices=2, num_tasks=2)
     trainer.fit(MLPModule(ranks=2))
     return type(trainer.strategy.cluster_environment).__name__, trainer.world_size
 
@@ -39,8 +40,8 @@ def test_ranks_started_by_srun_train_together():
 
 
 def _fit_with_wrong_layout(rank, world_size):
-    with pytest.raises(ValueError, match=r"ntasks-per-node|expects 4 ranks"):
-        _as_srun(rank, world_size, devices=4, num_tasks=2).fit(MLPModule(ranks=4))
+    with pytest.raises(ValueError, match=r"#SBATCH --ntasks-per-node=4"):
+        as_srun(rank, devices=4, num_tasks=2).fit(MLPModule(ranks=4))
 
 
 def test_another_number_of_tasks_than_devices_is_refused():

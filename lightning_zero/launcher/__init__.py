@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from lightning_zero.launcher.children import Children
+from lightning_zero.launcher.command import current_job
+from lightning_zero.launcher.script import ScriptLauncher
 
 if TYPE_CHECKING:
     from lightning_zero.strategy import ZeroStrategy
@@ -22,14 +23,22 @@ START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 def make_launcher(
     strategy: ZeroStrategy, environment: ClusterEnvironment, start_method: StartMethod
-) -> _SubprocessScriptLauncher | _MultiProcessingLauncher:
+) -> ScriptLauncher | _MultiProcessingLauncher:
     """The launcher for a start method.
 
     One is always attached, also where the ranks are started by torchrun or srun: it is what asks
     the environment whether its layout is the one that the Trainer was told.
     """
     if start_method == "popen":
-        return _SubprocessScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+        children = Children.current()
+        if children is not None and children.job != current_job():
+            children.end()  # before anything asks the environment who this process is
+        return ScriptLauncher(
+            environment,
+            strategy.num_processes,
+            strategy.num_nodes,
+            on_cuda=any(device.type == "cuda" for device in strategy.parallel_devices or ()),
+        )
     return _MultiProcessingLauncher(strategy, start_method=start_method)
 
 

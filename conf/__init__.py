@@ -1,0 +1,1 @@
+"""Hydra's config groups, for any application: `hydra.searchpath: [pkg://lightning_zero.conf]`."""

@@ -1,0 +1,113 @@
+"""Hydra jobs on several ranks: one run directory, rank 0's settings, sweeps, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import free_port
+from tests.distributed.test_launch import ROOT, run_script
+
+APP = Path(__file__).parent / "scripts" / "hydra_app" / "app.py"
+
+
+def seen_by_ranks(run_dir):
+    files = sorted(Path(run_dir).glob("rank*.json"))
+    assert [file.name for file in files] == [f"rank{i}.json" for i in range(len(files))]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+
+
+def test_both_ranks_share_a_run_dir_with_odd_characters_after_chdir_and_flags_behind_overrides(
+    tmp_path,
+):
+    run_dir = tmp_path / 'it\'s a = "run", {1} [2] \\ dir'
+    quoted = str(run_dir).replace("'", "\\'")
+    text = "a 'b' \"c\", d=e [f] \\g"
+    text_override = "text='" + text.replace("'", "\\'") + "'"
+    run_script(
+        *(APP, "x=1", f"hydra.run.dir='{quoted}'", text_override),
+        *("hydra.job.chdir=true", "+new.key=[1,2]", "--config-name", "other"),
+    )
+    assert run_dir.is_dir(), list(tmp_path.iterdir())
+    ranks = seen_by_ranks(run_dir)
+    assert [seen["world_size"] for seen in ranks] == [2, 2]
+    expected = {"x": 1, "text": text, "name": "other", "new": {"key": [1, 2]}}
+    assert ranks[1]["config"] == ranks[0]["config"] == ranks[0]["config"] | expected
+    assert {seen["cwd"] for seen in ranks} == {str(run_dir)}
+    assert {seen["output_dir"] for seen in ranks} == {str(run_dir)}
+    assert {seen["job"] for seen in ranks} == {"app"}
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted(
+        [".hydra", "app.log", "app_rank1.log", "rank0.json", "rank1.json"]
+    )
+    for log, other in (("app.log", 1), ("app_rank1.log", 0)):
+        assert f"rank {1 - other} has trained" in (run_dir / log).read_text()
+        assert f"rank {other} has trained" not in (run_dir / log).read_text()
+    assert not list((tmp_path / "start").iterdir())
+
+
+def test_a_sweep_over_device_counts_runs_every_job_once_on_its_own_ranks(tmp_path):
+    run_script(APP, "-m", "devices=2,1,2", "x=5", "hydra.sweep.dir=../sweep of mine", timeout_s=200)
+    jobs = [seen_by_ranks(tmp_path / "sweep of mine" / str(job)) for job in range(3)]
+    assert [[seen["world_size"] for seen in ranks] for ranks in jobs] == [[2, 2], [1], [2, 2]]
+    assert [ranks[0]["config"]["devices"] for ranks in jobs] == [2, 1, 2]
+    assert {ranks[0]["pid"] for ranks in jobs} == {jobs[0][0]["pid"]}
+    for ranks in jobs:
+        assert {seen["config"]["x"] for seen in ranks} == {5}
+        assert {seen["parent"] for seen in ranks[1:]} <= {ranks[0]["pid"]}
+        assert not any("devices=2,1,2" in seen["argv"] for seen in ranks[1:])
+    logs = {path.name for path in (tmp_path / "sweep of mine").rglob("*.log")}
+    assert logs == {"app.log", "app_rank1.log"}
+
+
+def test_under_torchrun_no_rank_is_started_again(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    run_script(*torchrun, APP, "x=3", f"hydra.run.dir={tmp_path}/run")
+    ranks = seen_by_ranks(tmp_path / "run")
+    assert [seen["world_size"] for seen in ranks] == [2, 2]
+    assert len({seen["parent"] for seen in ranks}) == 1
+    assert ranks[0]["pid"] != ranks[1]["parent"]
+
+
+def test_a_module_run_by_name_and_a_config_dir_of_the_command_line_reach_the_children(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "extra.yaml").write_text("defaults: [config, _self_]\nname: extra\n")
+    module = "tests.distributed.scripts.hydra_app.app"
+    flags = ["--config-dir", "../mine", "--config-name", "extra"]
+    run_script("-m", module, *flags, f"hydra.run.dir={tmp_path}/run")
+    ranks = seen_by_ranks(tmp_path / "run")
+    assert [seen["config"]["name"] for seen in ranks] == ["extra", "extra"]
+
+
+def test_a_rank_that_fails_before_training_ends_the_others(tmp_path):
+    failing = tmp_path / "failing.py"
+    failing.write_text(
+        "import os\n"
+        "import lightning_zero\n"
+        "from tests.fitting import make_trainer\n"
+        "from tests.models import MLPModule\n"
+        "class Failing(MLPModule):\n"
+        "    def setup(self, stage):\n"
+        "        if self.trainer.global_rank == 0:\n"
+        "            raise ArithmeticError('rank 0 alone')\n"
+        "        open(f'{os.path.dirname(__file__)}/pid', 'w').write(str(os.getpid()))\n"
+        "make_trainer('zero3', devices=2).fit(Failing(ranks=2))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, failing], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "ArithmeticError: rank 0 alone" in done.stderr
+    pid = (tmp_path / "pid").read_text()
+    assert not Path(f"/proc/{pid}").exists()
