@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -92,6 +93,16 @@ class Saving:
             raise ValueError(
                 f'checkpoint="sharded" writes by itself and would not use '
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
+            )
+
+    def check_callbacks(self, trainer: Trainer) -> None:
+        """Warns of a link that would point to a checkpoint before it is complete."""
+        callbacks = trainer.checkpoint_callbacks
+        if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
+            rank_zero_warn(
+                'ModelCheckpoint(save_last="link") makes its link at once, async_save completes the '
+                "checkpoint later: a job that is killed in between leaves a link to nothing; use "
+                "save_last=True."
             )
 
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
