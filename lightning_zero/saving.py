@@ -100,7 +100,7 @@ class Saving:
         callbacks = trainer.checkpoint_callbacks
         if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
             rank_zero_warn(
-                'ModelCheckpoint(save_last="link") makes its link at once, async_save completes the '
+                'ModelCheckpoint(save_last="link") makes its link at once, and async_save ends the '
                 "checkpoint later: a job that is killed in between leaves a link to nothing; use "
                 "save_last=True."
             )
@@ -121,7 +121,7 @@ class Saving:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
             state = sharded_state_dict(engine)
-        self._shards = shards_in(state)
+        self._shards |= shards_in(state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
@@ -198,8 +198,9 @@ class Saving:
         self._in_flight.when_done(partial(directory.remove, Path(filepath)))
 
     def free(self) -> None:
-        """Frees the memory that is kept from one asynchronous save to the next."""
+        """Frees what is kept from one save to the next."""
         self._memory.clear()
+        self._shards.clear()
 
 
 def find_damage_together(path: Path, rank: int, world_size: int) -> None:
