@@ -402,6 +402,8 @@ class ZeroStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._has_rallied = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self._saving.check_callbacks(trainer)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)

@@ -25,7 +25,6 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule
 
-STAGES = [0, 1, 2, 3]
 MODELS = {
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
     "batch norm": partial(ConvModule, ranks=2),
@@ -82,10 +81,7 @@ def assert_same_values(ours, reference, path="checkpoint"):
         ("tied gpt", 0),
         ("tied gpt", 3),
         ("batch norm", 1),
-        ("batch norm", 2),
         ("two groups", 2),
-        ("two groups", 3),
-        ("frozen", 0),
         ("frozen", 3),
     ],
 )
@@ -118,7 +114,7 @@ def _save_and_read(rank, world_size, spec, factory, save):
     return torch.load("whole.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_writes_one_file_with_its_share(stage, tmp_path):
     path = tmp_path / "a.ckpt"
     factory = partial(GPTModule, ranks=3, is_tied=True)
@@ -201,8 +197,9 @@ def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
                 np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("order", ["nvme to memory", "memory to nvme"])
+@pytest.mark.parametrize(
+    ("order", "is_async"), [("nvme to memory", True), ("memory to nvme", False)]
+)
 def test_one_tier_resumes_another(order, is_async):
     small = {"nvme_path": ".", "buffer_count": 3, "buffer_size": 2**16}
     disk = {name: OffloadConfig("nvme", **small) for name in ("offload_optimizer", "offload_param")}
@@ -217,8 +214,7 @@ def test_one_tier_resumes_another(order, is_async):
             np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("order", ["sharded to full", "full to sharded"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("order", "stage"), [("sharded to full", 3), ("full to sharded", 1)])
 def test_the_forms_resume_each_other_and_overwrite_each_other(stage, order, tmp_path):
     specs = [sharded(stage), settings(stage, checkpoint="full")]
     if order == "full to sharded":
@@ -313,7 +309,7 @@ def _save_early(rank, world_size, spec):
     assert second.losses == first.losses
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_evaluation_reads_a_directory_with_all_or_with_weights_only(stage):
     ours = run_ranks(2, _validate, sharded(stage), has_group=False)
     reference = run_once(2, _validate, "ddp")
@@ -343,8 +339,7 @@ def _validate(rank, world_size, spec):
 # -------------------------------------------------------------------- callbacks and hooks
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "is_async"), [(1, False), (3, True)])
 def test_model_checkpoint_keeps_the_best_and_the_last_as_under_ddp(stage, is_async):
     ours = run_ranks(2, _files, sharded(stage, async_save=is_async), has_group=False)
     reference = run_once(2, _files, "ddp")
@@ -448,7 +443,7 @@ class FindingRate(LearningRateFinder):
         self.smoothed = self.optimal_lr.results["loss"]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [True])
 def test_the_learning_rate_finder_restores_what_it_saved(is_async):
     ours = run_ranks(2, _find_rate, sharded(3, async_save=is_async), has_group=False)
     reference = run_once(2, _find_rate, "ddp")
@@ -468,7 +463,7 @@ def _find_rate(rank, world_size, spec):
     return finder.smoothed, module.losses[-12:]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [2])
 def test_averaged_weights_are_saved_and_resumed_as_under_ddp(stage):
     ours = run_ranks(2, _resume_average, sharded(stage), has_group=False)
     reference = run_once(2, _resume_average, "ddp")
@@ -525,6 +520,21 @@ def _load_with_hyperparameters(rank, world_size, path):
     assert loaded.hparams == {"width": 5, "shape": Path("a")}
     for name, value in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_a_link_to_what_is_not_complete_is_warned_of():
+    from lightning_zero import ZeroStrategy
+
+    strategy = ZeroStrategy(checkpoint="sharded", async_save=True)
+    trainer = make_trainer(
+        "auto",
+        strategy=strategy,
+        devices=1,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(save_last="link")],
+    )
+    with pytest.warns(UserWarning, match="leaves a link to nothing"):
+        strategy._saving.check_callbacks(trainer)
 
 
 def test_settings_that_do_not_fit_are_errors_at_construction():
