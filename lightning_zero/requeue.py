@@ -103,7 +103,9 @@ class Requeueing:
             return
         rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")
         self.trainer.save_checkpoint(self.path)
-        self.trainer.strategy.checkpoint_io.teardown()  # whole on the disk, also if asynchronous
+        # Whole on the disk, also if asynchronous.
+        self.trainer.strategy.finish_saving()  # type: ignore[attr-defined]
+        self.trainer.strategy.checkpoint_io.teardown()
         self.trainer.strategy.barrier()
         is_queued = self.trainer.strategy.broadcast(self._requeue(agreed))
         if is_queued:
