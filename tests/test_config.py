@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_zero import ZeroConfig
+from lightning_zero import OffloadConfig, ZeroConfig
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -126,6 +126,42 @@ def test_a_dtype_that_is_not_floating_is_refused_by_name(build, name, value):
 @pytest.mark.parametrize("value", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_a_dtype_may_be_a_name_or_a_dtype(value):
     assert ZeroConfig(reduce_dtype=value).reduce_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("value", ["disk", True, 3, ["cpu"], {"device": "disk"}])
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_what_is_no_offload_is_refused(build, name, value):
+    with pytest.raises((TypeError, ValueError), match=r"got ('disk'|True|3|\['cpu'\])"):
+        build(stage=3, **{name: value})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_can_be_offloaded_in_stage_3_only(build, stage):
+    with pytest.raises(ValueError, match=rf"offload_param needs stage 3, got stage {stage}"):
+        build(stage=stage, offload_param="cpu")
+
+
+@pytest.mark.parametrize("settings", [{"offload_optimizer": "cpu"}, {"overlap_step": True}])
+def test_offload_and_overlapped_steps_are_refused_where_nothing_is_sharded(build, settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=rf"{name} needs stage 1, 2 or 3, got stage 0"):
+        build(stage=0, **settings)
+
+
+def test_a_bad_value_inside_an_offload_is_refused_by_its_name(build):
+    with pytest.raises(ValueError, match="ratio must be from 0"):
+        build(stage=1, offload_optimizer={"device": "cpu", "ratio": 7})
+    with pytest.raises(ValueError, match="offload_optimizer has no path; it has device"):
+        build(stage=1, offload_optimizer={"device": "nvme", "path": "/swap"})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_may_be_a_name_a_mapping_or_a_config(stage):
+    config = OffloadConfig("nvme", nvme_path="/swap")
+    for value in (config, {"device": "nvme", "nvme_path": "/swap"}):
+        assert ZeroConfig(stage=stage, offload_optimizer=value).offload_optimizer == config
+    for value in (None, "none", {"device": "none"}):
+        assert ZeroConfig(stage=stage, offload_optimizer=value).offload_optimizer is None
 
 
 class EmptyModule(LightningModule):

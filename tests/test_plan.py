@@ -6,6 +6,7 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.config import ZeroConfig
+from lightning_zero.offload import BucketTiers, OffloadConfig, Tier
 from lightning_zero.plan import make_plan
 
 
@@ -110,3 +111,54 @@ def test_a_bucket_grows_with_the_number_of_ranks():
     module = nn.ParameterList(nn.Parameter(torch.empty(2**20)) for _ in range(64))
     assert len(plan(module, world_size=8, stage=1).buckets) == 16
     assert len(plan(module, world_size=64, stage=1).buckets) == 4
+
+
+def tiers_of(**settings):
+    return [bucket.tiers for bucket in plan(gpt(), **settings).buckets]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_buckets_rest_where_the_settings_say(device):
+    tier = Tier(device)
+    for tiers in tiers_of(stage=3, offload_optimizer=device, offload_param=device):
+        assert tiers == BucketTiers(param=tier, optim=tier, grad=Tier.CPU)
+    for tiers in tiers_of(stage=2, offload_optimizer=device):
+        assert tiers == BucketTiers(param=Tier.DEVICE, optim=tier, grad=Tier.CPU)
+    for tiers in tiers_of(stage=3, offload_param=device):
+        assert tiers == BucketTiers(param=tier)
+
+
+def test_what_is_never_stepped_stays_out_of_the_optimizers_tier():
+    module = gpt()
+    module.blocks.requires_grad_(False)
+    optimizer = {p: 0 for p in module.parameters() if p.requires_grad}
+    config = ZeroConfig(stage=3, offload_optimizer="cpu", offload_param="cpu")
+    for bucket in make_plan(module, config, world_size=4, optimizer_of=optimizer).buckets:
+        is_trained = bucket.is_trainable
+        assert bucket.tiers.param is Tier.CPU
+        assert bucket.tiers.optim is (Tier.CPU if is_trained else Tier.DEVICE)
+
+
+def test_half_of_the_bytes_are_offloaded_with_a_ratio_of_one_half():
+    config = OffloadConfig("cpu", ratio=0.5)
+    buckets = plan(gpt(), stage=2, reduce_bucket_size=40_000, offload_optimizer=config).buckets
+    away = sum(b.layout.shard_numel for b in buckets if b.tiers.optim is Tier.CPU)
+    whole = sum(b.layout.shard_numel for b in buckets)
+    assert abs(away / whole - 0.5) <= max(b.layout.shard_numel for b in buckets) / 2 / whole
+
+
+def test_auto_counts_the_bytes_of_masters_and_moments_of_a_shard():
+    # Stage 3, bf16 parameters on 4 ranks: of each element 2 bytes PARAM, 12 OPTIM, 4 GRAD.
+    (_, block, *_) = plan(gpt(), stage=3, param_dtype="bf16").buckets
+    numel = block.layout.shard_numel
+    settings = {"stage": 3, "param_dtype": "bf16"}
+
+    def optim_tiers(device_bytes, cpu_bytes):
+        config = OffloadConfig("auto", max_in_device_bytes=device_bytes, max_in_cpu_bytes=cpu_bytes)
+        buckets = plan(gpt(), **settings, offload_optimizer=config).buckets
+        return [b.tiers.optim for b in buckets if b.name.startswith("blocks")]
+
+    root = plan(gpt(), **settings).buckets[0].layout.shard_numel * 16
+    three = optim_tiers(root + 16 * numel, 16 * numel)
+    assert three == [Tier.DEVICE, Tier.CPU, Tier.NVME]
+    assert optim_tiers(root + 16 * numel - 1, 16 * numel) == [Tier.CPU, Tier.NVME, Tier.NVME]
