@@ -241,7 +241,8 @@ class ZeroStrategy(ParallelStrategy):
         settings = vars(translation.config)
         if kwargs.get("stage", settings["stage"]) != settings["stage"]:
             # Sizes of the file's own stage may have no meaning in the other one.
-            settings = {name: settings[name] for name in _SETTINGS_OF_EVERY_STAGE}
+            kept = [*_SETTINGS_OF_EVERY_STAGE, *(["offload_optimizer"] if kwargs["stage"] else [])]
+            settings = {name: settings[name] for name in kept}
         strategy = cls(**{**settings, **kwargs})
         strategy.translation = translation
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)

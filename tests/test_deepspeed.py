@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_zero import ZeroConfig
+from lightning_zero import OffloadConfig, ZeroConfig, ZeroStrategy
 from lightning_zero.deepspeed import build_optimizer, build_scheduler, translate
 
 FROM_THE_DOCS = {
@@ -72,10 +72,12 @@ STAGE_3 = {
 TABLE = [
     pytest.param(
         FROM_THE_DOCS,
-        ZeroConfig(stage=3, overlap_comm=True, reduce_bucket_size=500_000_000),
+        ZeroConfig(
+            stage=3, overlap_comm=True, reduce_bucket_size=500_000_000, offload_optimizer="cpu"
+        ),
         {"precision": "16-mixed", "accumulate_grad_batches": 1},
         8,
-        {"contiguous_gradients", "sub_group_size", "offload_optimizer"},
+        {"contiguous_gradients", "sub_group_size"},
         id="the example of the documentation",
     ),
     pytest.param(
@@ -191,19 +193,143 @@ def test_a_translation_shares_nothing_with_the_source():
     assert found.optimizer == {"type": "SGD", "params": {"lr": 0.1}}
 
 
+# Offload.
+
+
+def nvme(**settings):
+    return OffloadConfig("nvme", nvme_path="/nvme", **settings)
+
+
+def at_nvme(**settings):
+    return {"device": "nvme", "nvme_path": "/nvme", **settings}
+
+
+OFFLOADS = [
+    ({"offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": OffloadConfig("cpu")}, set()),
+    (
+        {"offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.3}},
+        {"offload_optimizer": OffloadConfig("cpu", pin_memory=False, ratio=0.3)},
+        set(),
+    ),
+    (
+        {"offload_optimizer": at_nvme(pin_memory=True, buffer_count=5, fast_init=False)},
+        {"offload_optimizer": nvme(buffer_count=5)},
+        {"offload_optimizer.fast_init"},
+    ),
+    (
+        {"offload_optimizer": at_nvme(buffer_count=0, pipeline_read=True, pipeline_write=True)},
+        {"offload_optimizer": nvme(buffer_count=2)},
+        {"offload_optimizer.pipeline_read", "offload_optimizer.pipeline_write"},
+    ),
+    (
+        {"offload_param": at_nvme(buffer_count=5, buffer_size=1e8)},
+        {"offload_param": nvme(buffer_count=5, buffer_size=10**8)},
+        set(),
+    ),
+    (
+        {"offload_param": at_nvme(buffer_size=1000, max_in_cpu=0)},
+        {"offload_param": nvme(buffer_size=2**16)},
+        set(),
+    ),
+    (
+        {"offload_param": at_nvme(max_in_cpu=1e9)},
+        {
+            "offload_param": OffloadConfig(
+                "auto",
+                nvme_path="/nvme",
+                max_in_device_bytes=0,
+                max_in_cpu_bytes=4 * 10**9,
+            )
+        },
+        set(),
+    ),
+    (
+        {"offload_param": {"device": "cpu", "buffer_count": 5, "buffer_size": 1e8}},
+        {"offload_param": OffloadConfig("cpu")},
+        {"offload_param.buffer_count", "offload_param.buffer_size"},
+    ),
+    (
+        {"offload_param": {"device": "cpu", "nvme_path": "/nvme", "max_in_cpu": 1e9}},
+        {"offload_param": OffloadConfig("cpu")},
+        {"offload_param.nvme_path", "offload_param.max_in_cpu"},
+    ),
+    (
+        {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 1e9},
+        {"offload_optimizer": OffloadConfig("cpu")},
+        {"sub_group_size"},
+    ),
+    ({"cpu_offload": True}, {"offload_optimizer": OffloadConfig("cpu")}, set()),
+    (
+        {"cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": False},
+        {
+            "offload_optimizer": OffloadConfig("cpu", pin_memory=False),
+            "offload_param": OffloadConfig("cpu", pin_memory=False),
+        },
+        set(),
+    ),
+    ({"cpu_offload_param": True}, {"offload_param": OffloadConfig("cpu")}, set()),
+    ({"cpu_offload": False, "cpu_offload_params": False}, {}, set()),
+    ({"cpu_offload_use_pin_memory": True}, {}, {"cpu_offload_use_pin_memory"}),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected", "ignored"), OFFLOADS, ids=str)
+def test_offload_is_where_deepspeed_has_it(write, settings, expected, ignored):
+    found = translate(write(zero(**settings)))
+    assert found.config == ZeroConfig(stage=3, **expected)
+    assert set(found.ignored) == ignored
+
+
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "expected", "ignored"),
     [
-        ({"offload_optimizer": {"device": "cpu"}}, "offload_optimizer to cpu"),
-        ({"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, "offload_param to nvme"),
-        ({"cpu_offload": True}, "cpu_offload"),
+        ({"offload_optimizer": {"device": "cpu"}}, "cpu", set()),
+        ({"cpu_offload": True}, "cpu", set()),
+        # What DeepSpeed calls NVMe is CPU memory in these stages, and all of it.
+        ({"offload_optimizer": at_nvme()}, "cpu", {"offload_optimizer.nvme_path"}),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "cpu",
+            {"offload_optimizer.ratio"},
+        ),
+        ({"offload_param": {"device": "cpu"}}, None, {"offload_param"}),
+        ({"offload_param": at_nvme()}, None, {"offload_param"}),
+        ({"cpu_offload_params": True}, None, {"cpu_offload_params"}),
     ],
+    ids=str,
 )
-def test_offload_cannot_be_missed(settings, sentence):
-    found = translate(zero(**settings))
-    (warning,) = [warning for warning in found.warnings if "offload" in warning]
-    assert warning == (f"{sentence}: offload is not available yet; the state stays on the device.")
-    assert warning in found.message()
+def test_below_stage_3_parameters_stay_and_the_optimizer_goes_to_cpu_memory(
+    settings, expected, ignored, stage
+):
+    found = translate({"zero_optimization": {"stage": stage, **settings}})
+    assert found.config == ZeroConfig(stage=stage, offload_optimizer=expected)
+    assert set(found.ignored) == ignored
+
+
+@pytest.mark.parametrize("key", ["offload_optimizer", "offload_param"])
+def test_stage_0_offloads_nothing_and_says_so(key):
+    found = translate({"zero_optimization": {"stage": 0, key: {"device": "cpu"}}})
+    assert found.config == ZeroConfig(stage=0)
+    assert set(found.ignored) == {key}
+    assert f"  {key}: it needs" in found.message()
+
+
+def test_elements_kept_in_cpu_memory_are_counted_in_bytes_of_the_precision():
+    section = zero(offload_param=at_nvme(max_in_cpu=1000))
+    for precision, itemsize in (({}, 4), ({"bf16": {"enabled": True}}, 2)):
+        offload = translate({**section, **precision}).config.offload_param
+        assert (offload.device, offload.max_in_cpu_bytes) == ("auto", 1000 * itemsize)
+
+
+def test_the_strategy_offloads_what_the_file_says(write):
+    path = write(zero(offload_optimizer=at_nvme(), offload_param={"device": "cpu"}))
+    config = ZeroStrategy.from_deepspeed(path).config
+    assert (config.offload_optimizer, config.offload_param) == (nvme(), OffloadConfig("cpu"))
+    lower = ZeroStrategy.from_deepspeed(path, stage=2).config
+    assert (lower.offload_optimizer, lower.offload_param) == (nvme(), None)
+    assert ZeroStrategy.from_deepspeed(path, stage=0).config.offload_optimizer is None
+    assert ZeroStrategy.from_deepspeed(path, offload_param=None).config.offload_param is None
 
 
 @pytest.mark.parametrize("off", [None, False, {}, {"device": "none"}, {"device": None}])
@@ -383,6 +509,21 @@ def test_gradients_are_summed_in_float32_unless_lowered(source, dtype, ignored):
             "one setting with two values",
         ),
         (zero(offload_param={"device": "disk"}), 'must be "none", "cpu" or "nvme", got \'disk\''),
+        (zero(offload_optimizer={"device": "hpu"}), "offload_optimizer.device must be"),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 2}), "ratio must be a number from 0"),
+        (zero(offload_optimizer={"device": "cpu", "pin_memory": 1}), "pin_memory must be true"),
+        (zero(offload_param={"device": "nvme", "nvme_path": 3}), "nvme_path must be the path"),
+        (
+            zero(offload_param={"device": "cpu", "buffer_size": "1e8"}),
+            "buffer_size must be a whole",
+        ),
+        (zero(offload_param={"device": "cpu", "max_in_cpu": -1}), "max_in_cpu must be a whole"),
+        (zero(offload_optimizer={"device": "cpu", "buffer_size": 1}), "buffer_size is not"),
+        (
+            zero(cpu_offload=True, offload_optimizer={"device": "cpu"}),
+            "cpu_offload is the old name of zero_optimization.offload_optimizer",
+        ),
+        (zero(cpu_offload=1), "cpu_offload must be true or false"),
         ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"zero_optimization": {"stage": "auto"}}, "stage must be 0, 1, 2 or 3, got 'auto'"),
         ({"zero_optimization": {"stage": True}}, "stage must be a whole number"),

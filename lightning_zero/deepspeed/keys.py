@@ -111,7 +111,6 @@ REFUSED: dict[str, Rule] = {
 _LIGHTNING_LOGS = "Lightning's loggers and progress bar report the run"
 _PROFILER = "use Trainer(profiler=...)"
 _CHECKPOINT = "checkpoints are written by Lightning's ModelCheckpoint"
-_OFFLOAD_ONLY = "it tunes offload, which is not available yet"
 
 IGNORED: dict[str, str] = {
     "steps_per_print": _LIGHTNING_LOGS,
@@ -129,8 +128,8 @@ IGNORED: dict[str, str] = {
     "checkpoint": _CHECKPOINT,
     "nebula": _CHECKPOINT,
     "datastates_ckpt": _CHECKPOINT,
-    "aio": _OFFLOAD_ONLY,
-    "zero_force_ds_cpu_optimizer": _OFFLOAD_ONLY,
+    "aio": "the NVMe tier has block sizes and threads of its own",
+    "zero_force_ds_cpu_optimizer": "any torch optimizer steps offloaded states, fused=True fast",
     "zero_allow_untested_optimizer": "every optimizer is checked when training starts",
     "prescale_gradients": "the mean is the same; only rounding in a 16-bit sum could differ",
     "gradient_predivide_factor": "the mean is the same; only rounding in a 16-bit sum could differ",
@@ -155,9 +154,8 @@ ZERO_IGNORED: dict[str, str] = {
     "round_robin_gradients": _ONE_BUFFER,
     "grad_hooks": "gradients are reduced as they arrive",
     "legacy_stage1": "there is one engine for all stages",
-    "sub_group_size": _OFFLOAD_ONLY,
-    "cpu_offload_use_pin_memory": _OFFLOAD_ONLY,
-    "save_muon_momentum_buffer_in_memory": _OFFLOAD_ONLY,
+    "sub_group_size": "a bucket is what is stepped at once, or a buffer where it is on NVMe",
+    "save_muon_momentum_buffer_in_memory": "Muon is not supported",
     "max_reuse_distance": "reshard_after_forward says whether a unit stays for its backward",
     "model_persistence_threshold": "param_persistence_threshold alone decides",
     "module_granularity_threshold": _UNITS,
@@ -217,6 +215,7 @@ _ZERO_TRANSLATED = (
     "cpu_offload",
     "cpu_offload_param",
     "cpu_offload_params",
+    "cpu_offload_use_pin_memory",
 )
 _WITH_STAGE3_PREFIX = (
     "prefetch_bucket_size",

@@ -20,6 +20,7 @@ from lightning_zero.deepspeed.keys import (
     ZERO_KNOWN,
     ZERO_REFUSED,
 )
+from lightning_zero.deepspeed.offload import offload_settings
 from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer
 from lightning_zero.deepspeed.precision import precision, reduce_dtype
 from lightning_zero.deepspeed.schedule import build_scheduler
@@ -28,7 +29,6 @@ from lightning_zero.stage import STAGES
 __all__ = ["Translation", "translate"]
 
 _PRECISIONS = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
-_NO_OFFLOAD = "offload is not available yet; the state stays on the device"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def translate(
     file.refuse(REFUSED)
     notes.ignored.update((key, why) for key, why in IGNORED.items() if file.has(key))
     dtype, grad_scaler_kwargs = precision(file, notes.ignored)
-    config = _zero_config(file, reduce_dtype(file, dtype, notes.ignored), notes)
+    itemsize = dtype.itemsize if dtype in _PRECISIONS else torch.float32.itemsize
+    config = _zero_config(file, reduce_dtype(file, dtype, notes.ignored), itemsize, notes)
     steps, batch_size = _batch(file, world_size, notes)
     clip = _gradient_clipping(file, notes)
     optimizer, scheduler = file.section("optimizer").values, file.section("scheduler").values
@@ -211,7 +212,9 @@ def _without_world_size(
     return steps, micro
 
 
-def _zero_config(file: Section, dtype: torch.dtype | None, notes: _Notes) -> ZeroConfig:
+def _zero_config(
+    file: Section, dtype: torch.dtype | None, param_itemsize: int, notes: _Notes
+) -> ZeroConfig:
     zero = _zero_section(file, notes)
     check_keys(zero, ZERO_KNOWN)
     zero.refuse(ZERO_REFUSED)
@@ -224,8 +227,8 @@ def _zero_config(file: Section, dtype: torch.dtype | None, notes: _Notes) -> Zer
         why = ZERO_IGNORED.get(key.removeprefix(STAGE3_PREFIX))
         if why is not None and zero.has(key):
             notes.ignored[key] = why
-    _offload(zero, notes)
     settings: dict[str, Any] = _sizes(zero, stage, notes)
+    settings.update(offload_settings(zero, STAGES[stage], param_itemsize, notes.ignored))
     overlap = zero.flag("overlap_comm")
     if overlap is not None:
         settings["overlap_comm"] = overlap
@@ -266,20 +269,3 @@ def _sizes(zero: Section, stage: int, notes: _Notes) -> dict[str, int]:
                 may_be_zero = name in ("prefetch_bucket_size", "param_persistence_threshold")
                 sizes[name] = value if may_be_zero else max(value, 1)
     return sizes
-
-
-def _offload(zero: Section, notes: _Notes) -> None:
-    for key in ("cpu_offload", "cpu_offload_param", "cpu_offload_params"):
-        if zero.flag(key):
-            notes.ignored[key] = _NO_OFFLOAD
-            notes.warnings.append(f"{key}: {_NO_OFFLOAD}.")
-    for key in ("offload_optimizer", "offload_param"):
-        if zero.values.get(key) is False:
-            continue
-        offload = zero.section(key)
-        device = offload.values.get("device") if offload.has("device") else "none"
-        if device not in ("none", "cpu", "nvme"):
-            raise offload.error("device", '"none", "cpu" or "nvme"')
-        if device != "none":
-            notes.ignored[key] = _NO_OFFLOAD
-            notes.warnings.append(f"{key} to {device}: {_NO_OFFLOAD}.")
