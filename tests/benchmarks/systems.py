@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 import lightning_zero
 
-__all__ = ["ADAMW", "SYSTEMS", "Lap", "System"]
+__all__ = ["ADAMW", "SYSTEMS", "DeepSpeed", "Lap", "LightningZero", "System", "make_available"]
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
@@ -159,15 +159,17 @@ class FSDP2:
 
 
 class LightningZero:
-    """This package's engine, without Lightning."""
+    """This package's engine, without Lightning; `settings` are further ones of `ZeroConfig`."""
 
-    def __init__(self, *, stage: int) -> None:
+    def __init__(self, *, stage: int, settings: Mapping[str, Any] | None = None) -> None:
         self.stage = stage
+        self.settings = settings or {}
 
     def build(self, model: nn.Module, param_dtype: torch.dtype) -> None:
         config = lightning_zero.ZeroConfig(
             stage=self.stage,
             param_dtype=None if param_dtype is torch.float32 else param_dtype,
+            **self.settings,
         )
         self.model = model
         optimizer = AdamW(model.parameters(), **ADAMW)
@@ -185,6 +187,8 @@ class LightningZero:
         return loss.detach()
 
     def settle(self) -> None:
+        if self.settings.get("overlap_step"):
+            self.engine.memory_report()  # waits for the steps
         if self.gathers_after_step:
             with lightning_zero.gathered(self.model):
                 pass
@@ -195,10 +199,14 @@ class LightningZero:
 
 
 class DeepSpeed:
-    """DeepSpeed's engine around torch's AdamW."""
+    """DeepSpeed's engine around torch's AdamW, or its own for offloaded states.
 
-    def __init__(self, *, stage: int) -> None:
+    `settings` are further ones of its zero_optimization section.
+    """
+
+    def __init__(self, *, stage: int, settings: Mapping[str, Any] | None = None) -> None:
         self.stage = stage
+        self.settings = settings or {}
 
     def build(self, model: nn.Module, param_dtype: torch.dtype) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -209,11 +217,17 @@ class DeepSpeed:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": param_dtype is torch.bfloat16},
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **self.settings},
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
         }
-        optimizer = AdamW(model.parameters(), **ADAMW)
+        if "offload_optimizer" in self.settings:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            ours = {key: value for key, value in ADAMW.items() if key != "fused"}
+            optimizer = DeepSpeedCPUAdam(model.parameters(), **ours)
+        else:
+            optimizer = AdamW(model.parameters(), **ADAMW)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(self, ids: Tensor, targets: Tensor, lap: Lap) -> Tensor:
@@ -259,11 +273,15 @@ def _system_makers() -> dict[str, Callable[[], System] | str]:
     for stage in (0, 1, 2, 3):
         ours = partial(LightningZero, stage=stage)
         makers[f"zero{stage}"] = ours if has_engine else "not available"
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     for stage in (1, 2, 3):
         theirs = partial(DeepSpeed, stage=stage)
-        makers[f"deepspeed{stage}"] = theirs if has_deepspeed else "not installed"
+        makers[f"deepspeed{stage}"] = make_available("deepspeed", theirs)
     return makers
+
+
+def make_available(package: str, maker: Callable[[], System]) -> Callable[[], System] | str:
+    """`maker`, or why it cannot be called."""
+    return maker if importlib.util.find_spec(package) is not None else "not installed"
 
 
 SYSTEMS = _system_makers()
