@@ -75,8 +75,10 @@ class BufferPool:
     def give(self, buffer: Tensor) -> None:
         """Give back what `take` gave; nothing may use its memory any more."""
         with self._lock:
+            if self.count == 0:  # closed
+                return
             self._free.append(buffer)
-            assert len(self._free) <= self.count
+            assert len(self._free) <= self.count, self.count
 
     def close(self) -> None:
         """Let go of the buffers; `take` returns None from now on."""

@@ -60,8 +60,8 @@ class Job:
 class Pipeline:
     """Runs jobs through the buffers of a pool that nobody else uses meanwhile.
 
-    One thread at a time may call it. After an exception, wherever it came from, it can be used
-    again.
+    One thread at a time may call it; only `cancel` may come from another one, and ends `run` there.
+    After an exception, wherever it came from, it can be used again.
     """
 
     wait_read_s: float  # the caller waited for reads, since construction
@@ -94,7 +94,7 @@ class Pipeline:
         Raises:
             OSError: A read, or a write so far, failed.
             ValueError: A job needs more than a buffer.
-            RuntimeError: Others hold all buffers.
+            RuntimeError: Others hold all buffers, or another thread called `cancel`.
         """
         self._check(jobs)
         loads: _Loads = SimpleQueue()
@@ -238,7 +238,13 @@ class _Traffic:
         self._go_on()
 
     def write(self, load: _Load) -> None:
-        """The job has run."""
+        """The job has run.
+
+        Raises:
+            RuntimeError: It was dropped meanwhile.
+        """
+        if load not in self._loads:
+            raise _cancelled()
         self._loads.remove(load)
         self._stores.add(load)
         if not self._loads and not self._waiting:
@@ -256,7 +262,9 @@ class _Traffic:
     def drop(self) -> None:
         """Give back the buffers of all jobs that have not run."""
         self._waiting.clear()
-        self._out = None
+        if self._out is not None:
+            self._out.put(_cancelled())  # a thread may wait there
+            self._out = None
         while self._loads:
             load = self._loads.popleft()
             load.abandon()
@@ -315,6 +323,10 @@ class _Traffic:
         while self._idle:
             self._idle.pop().put(self._errors[0] if self._errors else None)
             self._errors.clear()
+
+
+def _cancelled() -> RuntimeError:
+    return RuntimeError("the pipeline was cancelled while it ran jobs")
 
 
 class _Clock:

@@ -245,6 +245,9 @@ def test_a_pool_gives_what_it_has():
     assert pool.take() is None
     pool.give(first)
     assert pool.take().data_ptr() == first.data_ptr()
+    pool.close()
+    pool.give(second)
+    assert pool.take() is None
     with pytest.raises(ValueError, match="got 0 and 5"):
         BufferPool(0, 5, pin=False)
 

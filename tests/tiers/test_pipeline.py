@@ -220,6 +220,39 @@ def test_after_an_exception_in_a_job_all_buffers_are_back_and_the_next_step_is_r
     assert whole(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_cancel_from_another_thread_ends_a_run_that_waits_or_works(store, is_running):
+    file, pool = store.create("state", 2 * PAGE), BufferPool(1, PAGE, pin=False)
+    pipeline, failed, began = Pipeline(pool), [], threading.Event()
+    cancelled = threading.Event()
+
+    def work(_):
+        began.set()
+        cancelled.wait(30 if is_running else 0)
+
+    jobs = [Job([Piece(file, n * PAGE, PAGE, True)], work) for n in range(2)]
+
+    def run():
+        try:
+            while True:
+                pipeline.run(jobs)
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert began.wait(30)
+    pipeline.cancel()
+    cancelled.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "cancelled while it ran jobs" in str(failed[0])
+    pipeline.cancel()
+    pool.give(pool.take())
+    pipeline.run(jobs)
+    pipeline.drain()
+
+
 class InterruptedHere(Exception):
     pass
 
