@@ -12,6 +12,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.load_from_checkpoint import accept_every_format
 from lightning_zero.memory import MemoryReport
+from lightning_zero.offload import OffloadConfig
 from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
@@ -19,6 +20,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Engine",
     "MemoryReport",
+    "OffloadConfig",
     "ZeroConfig",
     "ZeroStrategy",
     "__version__",

@@ -7,13 +7,22 @@
     STEP        this rank's slice of the master, 1-D         plain     while the optimizer steps
 
 The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
-themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard).
+themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Shards rest in homes:
+in memory, or in files, and then `parameter.data` is empty at rest.
+
+[Note: Stepped by stand-ins] A bucket that is stepped by itself never enters STEP: stand-ins of its
+parameters do that (bucket_step.py). `begin_step` marks the parameters as in flight, `end_step`
+issues the gather of their new values. A worker may do the work between the two; every use of the
+bucket waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +30,17 @@ from torch.profiler import record_function
 
 from lightning_zero.buffer import FlatBuffer, slice_shard
 from lightning_zero.comm import Communicator, Pending
+from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
+from lightning_zero.offload import Tier
 from lightning_zero.plan import BucketPlan
 from lightning_zero.stage import State
-from lightning_zero.stored import read_flat
+from lightning_zero.state_keys import is_elementwise_state
+from lightning_zero.stored import StoredTensor, read_flat
+from lightning_zero.tiers import Home, InFile, InMemory, ParamReader, Storage
+from lightning_zero.worker import StepWorker
+from lightning_zero.written import Fingerprint
 
 __all__ = ["Bucket", "Phase"]
 
@@ -57,8 +72,9 @@ class Bucket:
         plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
+        landing: Landing,
+        worker: StepWorker,
         *,
-        device: torch.device,
         grad_dtype: torch.dtype,
         make_whole: Callable[[Bucket, str], None],
     ) -> None:
@@ -69,15 +85,26 @@ class Bucket:
         self.pins = 0
         self.is_shown = False
         self.own_dtypes = [p.dtype for p in parameters]
-        self.grads = Gradients(plan, parameters, comm, grad_dtype)
+        self.storage: Storage = landing.storage
+        self._worker = worker
+        self._grad_home: GradHome | None = None
+        if self.storage.is_elsewhere(plan.tiers.grad):
+            numel = plan.layout.shard_numel
+            self._grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
+        self.grads = Gradients(plan, parameters, comm, grad_dtype, self._grad_home)
         self._pending: Pending | None = None
-        self._master: Tensor | None = None  # 1-D, own part, master dtype
+        self._stepping: Future[None] | None = None  # a worker steps this bucket
         self._make_whole = make_whole
-        self._device = device
-        self._whole = FlatBuffer(plan.layout, plan.dtype, device)
+        self._device = self.storage.device
+        self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
+        self._master: Home | None = None  # 1-D, own part, master dtype
         # 1-D, shard_numel, param dtype: what a gather sends; None where nothing is gathered before
         # use.
-        self._param_shard: Tensor | None = None
+        self._param: Home | None = None
+        self._stepped: Tensor | None = None  # the master in memory while in STEP
+        self._reader: ParamReader | None = None  # of a `_param` in a file
+        self._print: Fingerprint | None = None  # of the own part of the whole parameters
+        self.state_homes: dict[str, Home] = {}  # optimizer states in files, by key
         self._take_in()
 
     # ---------------------------------------------------------------- setup and teardown
@@ -89,11 +116,12 @@ class Bucket:
         self._comm.broadcast_(exact.tensor)
         if exact is not self._whole:
             self._whole.tensor.copy_(exact.tensor)
-        if not self._has_master_of_its_own:
-            self._master = self._whole.tensor if self.steps_whole else self._whole.shard(rank)
+        if not self.has_master_of_its_own:
+            self._master = InMemory(self.own_whole, Tier.DEVICE)
         elif self._needs_master:
-            part = exact.tensor if self.steps_whole else exact.shard(rank)
-            self._master = part.to(plan.master_dtype, copy=True)
+            self._master = self._keep_master(
+                exact.tensor if self.steps_whole else exact.shard(rank)
+            )
         for index, (slot, parameter) in enumerate(
             zip(plan.layout.slots, self.parameters, strict=True)
         ):
@@ -106,11 +134,17 @@ class Bucket:
                 parameter.grad_dtype = None  # gradients may be wider than the parameter
         if plan.stage.has_shard(State.PARAM):
             shard = self._whole.shard(rank).clone()
-            if self._has_master_of_its_own:
-                self._param_shard = shard
-            else:
-                self._master = self._param_shard = shard
+            self._param = self.storage.keep_param(plan.name, shard, plan.tiers.param)
+            if not self.has_master_of_its_own:
+                self._master = self._param
+            if isinstance(self._param, InFile):
+                self._reader = ParamReader(self._param, self.storage.param_pool)
             self.release()
+        self.mark_written()
+
+    def _keep_master(self, part: Tensor) -> Home:
+        values = part.to(self.plan.master_dtype, copy=True)
+        return self.storage.keep_master(self.plan.name, values, self.plan.tiers.optim)
 
     def _exact_copy(self) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
@@ -139,7 +173,7 @@ class Bucket:
             if self.plan.dtype.is_floating_point:
                 parameter.grad_dtype = self.own_dtypes[index]
             parameter.data = value
-        self._master = self._param_shard = None
+        self._master = self._param = None
         self._whole.free()
 
     # ---------------------------------------------------------------- PARAM
@@ -163,19 +197,36 @@ class Bucket:
             self.finish_gather()
             self._comm.all_gather(self._whole.tensor, self.plan.name).wait()
             return
+        self.wait_for_step()
         self._whole.allocate()
-        assert self._param_shard is not None
-        self._whole.shard(self._comm.rank).copy_(self._param_shard)
-        self._issue_gather()
-
-    def _issue_gather(self) -> None:
-        self._pending = self._comm.all_gather(self._whole.tensor, self.plan.name)
+        self._pending = self._send_shard()
         for parameter in self.parameters:
             guard(parameter)
         self.phase = Phase.GATHERING
 
+    def _send_shard(self) -> Pending:
+        """Issues the gather of this rank's shard, from where it rests."""
+        source = None
+        if self._reader is not None:
+            self._reader.copy_to(self.own_whole)
+        elif isinstance(self._param, InMemory):
+            source = self._param.tensor
+        return self._comm.all_gather(self._whole.tensor, self.plan.name, source)
+
+    def read_ahead(self) -> bool:
+        """Begins to read a shard that rests in a file; whether there was a buffer for it."""
+        if self._reader is None or self.is_whole or self._stepping is not None:
+            return True
+        return self._reader.begin()
+
+    def stop_reading(self) -> None:
+        """Gives the buffers of a read ahead back that nobody has used."""
+        if self._reader is not None:
+            self._reader.cancel()
+
     def finish_gather(self) -> None:
         """Waits for a gather under way; the parameters are whole and plain."""
+        self.wait_for_step()
         if self.phase is not Phase.GATHERING:
             return
         assert self._pending is not None
@@ -216,7 +267,8 @@ class Bucket:
         """Gathers stepped parameters anew after `cancel_gather`. Collective."""
         if self.plan.stage.gathers_after_step:
             self.cast_master()
-            self._issue_gather()
+            self._mark_in_flight()
+            self.end_step()
 
     def _use(self, name: str) -> None:
         """The guard's call: somebody applies a torch function to parameter `name`."""
@@ -226,9 +278,11 @@ class Bucket:
             self.finish_gather()
 
     def _resting_parts(self) -> list[Tensor]:
-        resting = self._master if self._master is not None else self._param_shard
-        assert resting is not None
-        return slice_shard(self.plan.layout, resting, self._comm.rank)
+        """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
+        resting = self._master if self._master is not None else self._param
+        if isinstance(resting, InMemory):
+            return slice_shard(self.plan.layout, resting.tensor, self._comm.rank)
+        return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.parameters]
 
     # ---------------------------------------------------------------- OPTIM
 
@@ -238,8 +292,14 @@ class Bucket:
         return not self.plan.stage.has_shard(State.OPTIM)
 
     @property
-    def _has_master_of_its_own(self) -> bool:
+    def has_master_of_its_own(self) -> bool:
+        """The master is another tensor than the parameters, in another dtype."""
         return self.plan.master_dtype != self.plan.dtype
+
+    @property
+    def own_whole(self) -> Tensor:
+        """The part of the whole buffer that this rank steps: 1-D, a view."""
+        return self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
 
     @property
     def _needs_master(self) -> bool:
@@ -248,21 +308,44 @@ class Bucket:
         return is_trained or any(d.itemsize > self.plan.dtype.itemsize for d in self.own_dtypes)
 
     @property
-    def master(self) -> Tensor:
-        """This rank's part of the master: 1-D; made from the parameters where there is none yet."""
+    def master(self) -> Home:
+        """This rank's part of the master; made from the parameters where there is none yet."""
         if self._master is None:
-            part = self._param_shard
-            if part is None:
-                whole = self._whole
-                part = whole.tensor if self.steps_whole else whole.shard(self._comm.rank)
-            self._master = part.to(self.plan.master_dtype, copy=True)
+            part = self._param.fetch(0, self._param.numel) if self._param else self.own_whole
+            self._master = self._keep_master(part)
         return self._master
 
-    def master_parts(self) -> list[Tensor]:
-        """By slot, the part of the master this rank steps: 1-D slices, n-D views in stage 0."""
-        if not self.steps_whole:
-            return slice_shard(self.plan.layout, self.master, self._comm.rank)
-        return [self.master[s.start : s.stop].view(s.shape) for s in self.plan.layout.slots]
+    @property
+    def param(self) -> Home:
+        """What takes the values of this rank's elements after they were stepped."""
+        return self._param or InMemory(self.own_whole, Tier.DEVICE)
+
+    def own_range(self, index: int) -> range:
+        """Elements of slot `index`, counted within the part that this rank steps."""
+        slot = self.plan.layout.slots[index]
+        if self.steps_whole:
+            return range(slot.start, slot.stop)
+        return self.plan.layout.within_shard(slot, self._comm.rank)
+
+    def state_home(self, key: str, dtype: torch.dtype) -> Home:
+        """The file of optimizer state `key`, as long as the shard; zeros at first."""
+        if key not in self.state_homes:
+            name, numel = f"{self.plan.name}.{key}", self.plan.layout.shard_numel
+            self.state_homes[key] = self.storage.make_optim(name, numel, dtype)
+        return self.state_homes[key]
+
+    def look_at_state(self, index: int, key: str) -> Tensor:
+        """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
+        own = self.own_range(index)
+        return self.state_homes[key].look(own.start, own.stop)
+
+    def adopt_state(self, index: int, state: dict[str, Any]) -> None:
+        """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
+        own = self.own_range(index)
+        for key, value in state.items():
+            if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
+                self.state_home(key, value.dtype).store(own.start, value)
+                state[key] = self.look_at_state(index, key)
 
     def owned(self, index: int) -> range:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
@@ -273,11 +356,12 @@ class Bucket:
 
     def slice_state(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
+        device = self.storage.step_device(self.plan.tiers.optim)
         if self.steps_whole:
-            return whole.to(self._device, self.plan.master_dtype, copy=True)
+            return whole.to(device, self.plan.master_dtype, copy=True)
         owned = self.owned(index)
         part = read_flat(whole, owned.start, owned.stop)
-        return part.to(self._device, self.plan.master_dtype, copy=True)
+        return part.to(device, self.plan.master_dtype, copy=True)
 
     def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """By slot, whole n-D optimizer states from every rank's slices. Collective.
@@ -301,43 +385,109 @@ class Bucket:
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
         parameters, which are the rounded master in every element that nobody has touched.
         """
-        if self.is_gathered_before_use or not self._has_master_of_its_own or self._master is None:
+        if self.is_gathered_before_use or not self.has_master_of_its_own or self._master is None:
             return
-        own = self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
+        own = self.own_whole
+        if self._print is not None and self._print.matches(own):
+            return
+        master = self._master.fetch(0, own.numel())
+        values = own.to(master.device)
         with torch.no_grad():
-            is_changed = own != self._master.to(own.dtype)
+            is_changed = values != master.to(own.dtype)
             # On a device this look would wait for it, which costs more than writing in any case.
-            if own.device.type != "cpu" or is_changed.any():
-                torch.where(is_changed, own.to(self._master.dtype), self._master, out=self._master)
+            if master.device.type != "cpu" or is_changed.any():
+                torch.where(is_changed, values.to(master.dtype), master, out=master)
+                self._master.store(0, master)
+
+    def mark_written(self) -> None:
+        """Remembers the whole parameters as they follow from a master that is not beside them."""
+        if self.is_gathered_before_use or not self.has_master_of_its_own or self._master is None:
+            return
+        if self.storage.is_elsewhere(self._master.tier):
+            self._print = Fingerprint(self.own_whole)
+
+    # ---------------------------------------------------------------- the step
+
+    def begin_step(self, stepping: Future[None] | None = None) -> None:
+        """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
+
+        Args:
+            stepping: Done when a worker has ended the step; None: the caller ends it.
+        """
+        self.finish_gather()
+        self.absorb_changes()
+        self.stop_reading()  # what was read ahead is about to change
+        if self.is_gathered_before_use:
+            self._point_at_rest()
+        elif self.plan.stage.gathers_after_step:
+            self._mark_in_flight()
+        self._stepping = stepping
+
+    def _mark_in_flight(self) -> None:
+        for parameter in self.parameters:
+            guard(parameter)
+        self.phase = Phase.GATHERING
+
+    def end_step(self) -> None:
+        """The new values are there; issues their gather where parameters rest whole. Collective."""
+        self.mark_written()
+        if self.plan.stage.gathers_after_step:
+            self._pending = self._comm.all_gather(self._whole.tensor, self.plan.name)
+
+    def wait_for_step(self) -> None:
+        """Waits until a worker has stepped this bucket.
+
+        Raises:
+            RuntimeError: The step failed.
+        """
+        if self._stepping is None:
+            return
+        stepping, self._stepping = self._stepping, None
+        try:
+            stepping.result()
+        except BaseException as error:
+            raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
 
     def enter_step(self, *, has_grads: bool = True) -> None:
-        """Points parameters at their masters and `.grad` at their reduced gradients, if wanted."""
+        """Points parameters at their masters and `.grad` at their reduced gradients, if wanted.
+
+        For optimizers that step all slices in one call: a master that rests in a file is in memory
+        until `leave_step`.
+        """
         self.finish_gather()
         self.absorb_changes()
         grads: list[Tensor | None] = [None] * len(self.parameters)
         if has_grads:
             grads = self.grads.fetch_all(self.plan.master_dtype)
-        for parameter, part, grad in zip(self.parameters, self.master_parts(), grads, strict=True):
+        self._stepped = self.master.fetch(0, self.master.numel)
+        parts = self._cut(self._stepped)
+        for parameter, slot, part, grad in zip(
+            self.parameters, self.plan.layout.slots, parts, grads, strict=True
+        ):
             parameter.grad = None
             unguard(parameter)
-            parameter.data = part
+            parameter.data = part.view(slot.shape) if self.steps_whole else part
             if grad is not None:
-                parameter.grad = grad
+                grad = grad.read() if isinstance(grad, StoredTensor) else grad
+                parameter.grad = grad.to(part.device)
         self.phase = Phase.STEP
 
     def leave_step(self, *, is_changed: bool) -> None:
         """Points everything back, casts changed masters to parameters and issues their gather."""
         for parameter in self.parameters:
             parameter.grad = None
-        if is_changed:
+        if is_changed and self._stepped is not None:
+            self.master.store(0, self._stepped)
             self.cast_master()
+        self._stepped = None
         self._point_at_rest()
         self.grads.show()
         if is_changed and self.plan.stage.gathers_after_step:
-            self._issue_gather()
+            self._mark_in_flight()
+            self.end_step()
 
     def _point_at_rest(self) -> None:
-        """From STEP to where parameters rest: their slice, or the whole buffer."""
+        """To where parameters rest: their slice, or the whole buffer."""
         is_shard = self.is_gathered_before_use
         targets = self._resting_parts() if is_shard else self._whole.views
         for parameter, target in zip(self.parameters, targets, strict=True):
@@ -350,26 +500,27 @@ class Bucket:
 
     def undo_step(self) -> None:
         """Back to rest after an optimizer that failed in its step."""
+        with suppress(RuntimeError):
+            self.wait_for_step()
         if self.phase is Phase.STEP:
             self.leave_step(is_changed=True)
+        elif self.phase is Phase.GATHERING and self._pending is None:
+            self.end_step()
 
     def owns(self, tensor: Tensor) -> bool:
         """`tensor` is a view of the whole buffer."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or isinstance(tensor, StoredTensor):
             return False
         storage = self._whole.tensor.untyped_storage()
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
     def cast_master(self) -> None:
         """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
-        if not self._has_master_of_its_own or self._master is None:
+        if not self.has_master_of_its_own or self._master is None:
             return
-        target = self._param_shard
-        if target is None:
-            own = self._whole.shard(self._comm.rank)
-            target = self._whole.tensor if self.steps_whole else own
         with record_function(f"zero::cast {self.plan.name}"):
-            target.copy_(self._master)
+            self.param.store(0, self._master.fetch(0, self._master.numel))
+        self.mark_written()
 
     # ---------------------------------------------------------------- whole masters
 
@@ -377,7 +528,7 @@ class Bucket:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         self.finish_gather()
         self.absorb_changes()
-        is_exact = self._master is None or not self._has_master_of_its_own
+        is_exact = self._master is None or not self.has_master_of_its_own
         if is_exact and self.phase is Phase.WHOLE:
             return self._whole.views
         return self.gather_master().views
@@ -387,13 +538,15 @@ class Bucket:
         return self.gather_parts(self._exact())
 
     def _exact(self) -> Tensor:
-        """The elements that this rank steps, in the fullest precision there is: 1-D, a view."""
+        """The elements that this rank steps, in the fullest precision there is: 1-D.
+
+        A view of memory, a copy of a file.
+        """
+        self._worker.drain()
         self.finish_gather()
         self.absorb_changes()
-        part = self._master if self._master is not None else self._param_shard
-        if part is None:
-            part = self._whole.tensor if self.steps_whole else self._whole.shard(self._comm.rank)
-        return part
+        home = self._master or self._param
+        return self.own_whole if home is None else home.fetch(0, home.numel)
 
     def exact_parts(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, views, to be read at once.
@@ -421,14 +574,15 @@ class Bucket:
                 values = read(index, self.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
+            self.stop_reading()
+            (self._master or self.param).store(0, exact)
             self.cast_master()
             if self.phase is Phase.WHOLE and not self.steps_whole:
-                if self._param_shard is not None:
-                    self._whole.shard(self._comm.rank).copy_(self._param_shard)
-                self._comm.all_gather(self._whole.tensor, self.plan.name).wait()
+                self._send_shard().wait()
 
     def gather_parts(self, part: Tensor) -> FlatBuffer:
         """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""
+        self._worker.drain()  # its gathers and this one must have one order on all ranks
         with torch.no_grad():
             exact = FlatBuffer(self.plan.layout, part.dtype, self._device)
             if self.steps_whole:
@@ -463,34 +617,47 @@ class Bucket:
         rank = self._comm.rank
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
+            own = exact.tensor if self.steps_whole else exact.shard(rank)
+            self.stop_reading()
             if self._master is not None:
-                self._master.copy_(exact.tensor if self.steps_whole else exact.shard(rank))
-            if self._param_shard is not None:
-                self._param_shard.copy_(exact.shard(rank))
+                self._master.store(0, own)
+            if self._param is not None:
+                self._param.store(0, own)
             if self._whole.is_allocated:
                 self._whole.tensor.copy_(exact.tensor)
+        self.mark_written()
 
     # ---------------------------------------------------------------- bytes
 
-    def allocated_bytes(self) -> dict[State, int]:
-        """Bytes held at this moment in parameters, gradients and masters.
+    def allocated_bytes(self) -> dict[tuple[Tier, State], int]:
+        """Bytes held at this moment in parameters, gradients and masters, by tier.
 
-        A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
+        A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper; so do
+        optimizer states in files.
         """
-        params = self._whole.allocated_bytes
-        if self._param_shard is not None:
-            params += self._param_shard.untyped_storage().nbytes()
-        optim = 0
-        if self._has_master_of_its_own and self._master is not None:
-            optim = self._master.untyped_storage().nbytes()
-        return {State.PARAM: params, State.GRAD: self.grads.allocated_bytes, State.OPTIM: optim}
+        held: dict[tuple[Tier, State], int] = {
+            (Tier.DEVICE, State.PARAM): self._whole.allocated_bytes,
+            (Tier.DEVICE, State.GRAD): self.grads.allocated_bytes,
+        }
+
+        def add(home: Home | GradHome | None, tier: Tier, state: State) -> None:
+            if home is not None:
+                held[tier, state] = held.get((tier, state), 0) + home.nbytes
+
+        add(self._param, self.plan.tiers.param, State.PARAM)
+        add(self._grad_home, self.plan.tiers.grad, State.GRAD)
+        if self.has_master_of_its_own:
+            add(self._master, self.plan.tiers.optim, State.OPTIM)
+        for home in self.state_homes.values():
+            add(home, Tier.NVME, State.OPTIM)
+        return held
 
     def data_parallel_bytes(self) -> dict[State, int]:
         """Bytes these parameters need whole on every rank; optimizer state without its moments."""
         numel = self.plan.layout.parameter_numel
         is_trained = any(parameter.requires_grad for parameter in self.parameters)
         params = numel * self.plan.dtype.itemsize
-        master = numel * self.plan.master_dtype.itemsize if self._has_master_of_its_own else 0
+        master = numel * self.plan.master_dtype.itemsize if self.has_master_of_its_own else 0
         return {
             State.PARAM: params,
             State.GRAD: params if is_trained else 0,

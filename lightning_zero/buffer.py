@@ -113,10 +113,5 @@ class Scratch:
 
 def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
     """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
-    first = layout.shard(rank).start
-    slices = []
-    for slot in layout.slots:
-        owned = layout.owned(slot, rank)
-        start = slot.start + owned.start - first if owned else 0
-        slices.append(shard[start : start + len(owned)])
-    return slices
+    parts = [layout.within_shard(slot, rank) for slot in layout.slots]
+    return [shard[part.start : part.stop] for part in parts]

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -92,10 +93,16 @@ class Communicator:
             return PeerToPeer(self._group, self.rank, self.size)
         return Native(self._gather_group, self._group, self.rank, self.size, self.device)
 
-    def all_gather(self, whole: Tensor, name: str = "") -> Pending:
-        """Fills `whole` (1-D, size x shard) in place from every rank's own shard of it."""
+    def all_gather(self, whole: Tensor, name: str = "", source: Tensor | None = None) -> Pending:
+        """Fills `whole` (1-D, size x shard) in place from every rank's own shard of it.
+
+        Args:
+            whole: The whole buffer.
+            name: Bucket, for the profiler.
+            source: This rank's shard, 1-D, where it is not in `whole` yet; it may be in CPU memory.
+        """
         with record_function(f"zero::all_gather {name}"):
-            return self._exchange.all_gather(whole)
+            return self._exchange.all_gather(whole, source)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, name: str = "") -> Pending:
         """Averages `whole` over ranks; this rank's shard of the mean lands in `out`.
@@ -126,6 +133,14 @@ class Communicator:
         if self._group is not None and self.size > 1:
             dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
+
+    def min_ints(self, values: Sequence[int]) -> list[int]:
+        """Elementwise minimum over ranks."""
+        if self.size == 1:
+            return list(values)
+        lowest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._control)
+        return [int(value) for value in lowest.tolist()]
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable object, on every rank."""
@@ -190,6 +205,25 @@ class Communicator:
         bits = torch.tensor(mask, dtype=torch.uint8)
         dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._control)
         return [bool(bit) for bit in bits.tolist()]
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Around work that each rank does alone and that may fail on some: then all of them fail.
+
+        Raises:
+            RuntimeError: Another rank failed; says which and how.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failed = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(failed):
+            if message is not None:
+                raise RuntimeError(f"rank {rank} failed where all must succeed: {message}")
 
     def abort(self) -> None:
         """Makes the other ranks fail where they wait for this one. Never waits itself.
@@ -264,5 +298,9 @@ class Communicator:
 
     def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._group is not None and self.size > 1:
-            dist.all_reduce(tensor, op=op, group=self._group)
+            # Offloaded gradients are summed on the CPU.
+            travelling = tensor.to(self.device)
+            dist.all_reduce(travelling, op=op, group=self._group)
+            if travelling is not tensor:
+                tensor.copy_(travelling)
         return tensor

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lightning_zero.offload import OffloadConfig
 from lightning_zero.stage import STAGES, Stage, State
 
 __all__ = ["ZeroConfig"]
@@ -61,6 +63,13 @@ class ZeroConfig:
             first forward after a step, as DistributedDataParallel does.
         assume_elementwise: Skip the check that an optimizer treats every element by itself. For an
             optimizer that draws random numbers, say; a wrong promise trains wrongly.
+        offload_optimizer: Stages 1 to 3: where optimizer shards rest, with the gradients that step
+            them: None (the device), "cpu", "nvme", "auto", a mapping or an OffloadConfig. They are
+            stepped on the CPU then.
+        offload_param: Stage 3: where parameter shards rest; likewise.
+        overlap_step: Step bucket by bucket beside the next forward, which waits for each bucket
+            where it needs it. The same values as without. Between the step and the next forward
+            `optimizer.state` may still be changing; `optimizer.state_dict()` waits.
 
     Raises:
         ValueError: A value out of range, or an option that has no meaning in this stage.
@@ -79,18 +88,31 @@ class ZeroConfig:
     param_dtype: torch.dtype | str | None = None
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
+    offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
+    offload_param: OffloadConfig | str | Mapping[str, Any] | None = None
+    overlap_step: bool = False
 
     def __post_init__(self) -> None:
         _check_stage(self.stage)
         for name in _SIZES:
             _set(self, name, _check_size(name, getattr(self, name)))
-        for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise"):
+        for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise", "overlap_step"):
             _check_bool(name, getattr(self, name))
         if self.reshard_after_forward is not None:
             _check_bool("reshard_after_forward", self.reshard_after_forward)
         for name in ("reduce_dtype", "param_dtype"):
             _set(self, name, _check_dtype(name, getattr(self, name)))
+        for name in ("offload_optimizer", "offload_param"):
+            _set(self, name, OffloadConfig.of(name, getattr(self, name)))
         self._check_options_of_other_stages()
+
+    @property
+    def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:
+        """Where parameter and optimizer shards rest."""
+        param, optimizer = self.offload_param, self.offload_optimizer
+        assert param is None or isinstance(param, OffloadConfig)
+        assert optimizer is None or isinstance(optimizer, OffloadConfig)
+        return param, optimizer
 
     @property
     def states(self) -> Stage:
@@ -120,6 +142,17 @@ class ZeroConfig:
                 f"allgather_bucket_size needs stage 1 or 2, got stage {self.stage}, which {where}; "
                 "use stage=1 or stage=2, or leave allgather_bucket_size out."
             )
+        if self.offload_param is not None and not states.has_shard(State.PARAM):
+            raise ValueError(
+                f"offload_param needs stage 3, got stage {self.stage}, in which parameters rest "
+                "whole on the device; use stage=3, or offload_optimizer alone."
+            )
+        for name in ("offload_optimizer", "overlap_step"):
+            if getattr(self, name) and not states.has_shard(State.OPTIM):
+                raise ValueError(
+                    f"{name} needs stage 1, 2 or 3, got stage {self.stage}, in which every rank "
+                    f"steps everything on the device; use stage=1, or leave {name} out."
+                )
 
 
 def _set(config: ZeroConfig, name: str, value: object) -> None:

@@ -11,6 +11,7 @@ Usable by itself in a hand-written loop:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -23,16 +24,22 @@ from torch.optim import Optimizer
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
+from lightning_zero.grad_home import Landing
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
+from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.plan import Plan, make_plan
 from lightning_zero.probe import NotElementwiseError, StepKind, probe
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import State
 from lightning_zero.step import OptimizerStep
+from lightning_zero.stored import StoredTensor
+from lightning_zero.tiers import Storage
+from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 from lightning_zero.unit import Unit
+from lightning_zero.worker import StepWorker
 
 __all__ = ["Engine"]
 
@@ -84,19 +91,42 @@ class Engine:
             for parameter in _parameters_of(optimizer)
         }
         self.plan: Plan = make_plan(
-            module, self.config, world_size=self.comm.size, optimizer_of=optimizer_of
+            module,
+            self.config,
+            world_size=self.comm.size,
+            optimizer_of=optimizer_of,
+            budgets=self._measure_budgets(),
         )
+        self.storage = self._open_storage()
+        self._worker = StepWorker(self.device)
         self.buckets: list[Bucket] = []
         units = self._build_units()
         self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
         self._steps: list[OptimizerStep] = []
         self._syncs = True
-        self._is_closed = False
+        self._is_closed = self._lacks_states = False
         for optimizer, kind in zip(optimizers, kinds, strict=True):
             self._attach(optimizer, kind)
 
+    def _open_storage(self) -> Storage:
+        param, optimizer = self.config.offloads
+        with self.comm.failing_together():
+            return Storage(
+                self.device, rank=self.comm.rank, offload_param=param, offload_optimizer=optimizer
+            )
+
+    def _measure_budgets(self) -> Budgets:
+        """What "auto" may use where the configuration does not say; the same on every rank."""
+        asked = [config for config in self.config.offloads if config and config.device == "auto"]
+        if not asked:
+            return Budgets()
+        cpu = available_memory_bytes() // (2 * local_world_size())
+        free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else 0
+        return Budgets(*self.comm.min_ints([free, cpu]))
+
     def _build_units(self) -> list[Unit]:
         named = dict(self.module.named_parameters())
+        landing = Landing(self.storage)
         units = []
         for index, unit_plan in enumerate(self.plan.units):
             of_unit = [
@@ -104,7 +134,8 @@ class Engine:
                     plan,
                     [named[slot.name] for slot in plan.layout.slots],
                     self.comm,
-                    device=self.device,
+                    landing,
+                    self._worker,
                     grad_dtype=self.plan.grad_dtype(plan),
                     make_whole=self._make_whole,
                 )
@@ -134,14 +165,28 @@ class Engine:
 
     def _attach(self, optimizer: Optimizer, kind: StepKind) -> None:
         shard_initial_state(optimizer)
+        if kind is StepKind.AT_ONCE and self.comm.rank == 0:
+            self._warn_of_states_in_memory(optimizer)
         self._steps.append(
             OptimizerStep(
                 optimizer,
                 kind,
                 before=self.finish_reductions,
                 order=self.schedule.step_order,
+                storage=self.storage,
+                worker=self._worker if self.config.overlap_step else None,
             )
         )
+
+    def _warn_of_states_in_memory(self, optimizer: Optimizer) -> None:
+        members = set(_parameters_of(optimizer))
+        buckets = [b for b in self.buckets if any(p in members for p in b.parameters)]
+        if any(bucket.plan.tiers.optim is Tier.NVME for bucket in buckets):
+            warnings.warn(
+                f"{type(optimizer).__name__} can only step all parameters in one call: its states "
+                "stay in CPU memory, not on NVMe, and masters are read for each step at once.",
+                stacklevel=2,
+            )
 
     def _examine(self, optimizer: Optimizer) -> StepKind:
         own = set(self.module.parameters())
@@ -172,6 +217,8 @@ class Engine:
 
     def backward_context(self) -> AbstractContextManager[None]:
         """Around a backward that somebody else calls."""
+        if self._syncs and len(self._steps) == 1:
+            self._steps[0].read_ahead()
         return self.schedule.backward_context(reduces=self._syncs)
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -248,11 +295,15 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
-        held = dict.fromkeys(State, 0)
+        self._worker.drain()
         alone = dict.fromkeys(State, 0)
+        used = {Tier.DEVICE}
+        for plan in self.plan.buckets:
+            used |= {plan.tiers.param, plan.tiers.optim, plan.tiers.grad}
+        held = {tier: dict.fromkeys(State, 0) for tier in Tier if tier in used}
         for bucket in self.buckets:
-            for state, nbytes in bucket.allocated_bytes().items():
-                held[state] += nbytes
+            for (tier, state), nbytes in bucket.allocated_bytes().items():
+                held[tier][state] += nbytes
             for state, nbytes in bucket.data_parallel_bytes().items():
                 alone[state] += nbytes
         for optimizer in self.optimizers:
@@ -261,12 +312,16 @@ class Engine:
                 for value in state.values():
                     if not isinstance(value, Tensor):
                         continue
-                    nbytes = value.untyped_storage().nbytes()
-                    held[State.OPTIM] += nbytes
+                    if not isinstance(value, StoredTensor):  # those are counted by their bucket
+                        tier = placement.bucket.plan.tiers.optim
+                        tier = Tier.CPU if tier is Tier.NVME else tier
+                        of_tier = held.setdefault(tier, dict.fromkeys(State, 0))
+                        of_tier[State.OPTIM] += value.untyped_storage().nbytes()
                     is_slice = value.dim() == 1 or value.shape == placement.shape
                     numel = placement.shape.numel() if is_slice else value.numel()
                     alone[State.OPTIM] += numel * value.element_size()
-        return MemoryReport(self.comm.rank, self.comm.size, {"device": held}, alone)
+        tiers = {tier.value: states for tier, states in held.items()}
+        return MemoryReport(self.comm.rank, self.comm.size, tiers, alone)
 
     # ---------------------------------------------------------------- failures and the end
 
@@ -288,6 +343,25 @@ class Engine:
         self.schedule.recover()
         return True
 
+    def _fits_in_memory(self) -> bool:
+        """Whether states that rest on NVMe may come to memory; the same on every rank."""
+        nbytes = sum(_stored_bytes(optimizer) for optimizer in self.optimizers)
+        room = available_memory_bytes() // (2 * local_world_size())
+        return bool(self.comm.min_ints([room - nbytes])[0] >= 0)
+
+    def check_has_states(self) -> None:
+        """Whether a closed engine can still tell the optimizer states.
+
+        Raises:
+            RuntimeError: They rested on NVMe and were too large to keep.
+        """
+        if self._lacks_states:
+            raise RuntimeError(
+                "the optimizer states rested on NVMe, were too large for memory and went with "
+                "their files when training ended; save a checkpoint before fit returns, as "
+                "ModelCheckpoint does, or save the weights only."
+            )
+
     def abandon(self) -> None:
         """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
         self._is_closed = True
@@ -295,6 +369,8 @@ class Engine:
             step.detach()
         self.schedule.detach()
         self.schedule.abandon()
+        self._worker.close()
+        self.storage.close()
         self.comm.close()
 
     def close(
@@ -306,24 +382,38 @@ class Engine:
             device: Where parameters and optimizer states are to be; None: where they are.
             keeps_optimizer_shards: Leave each rank its part of the optimizer states, from which
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
+                States on NVMe that would fill more than half of the memory are dropped instead
+                (`check_has_states` then raises), for their files go.
         """
         if self._is_closed:
             return
         self._is_closed = True
         device = device or self.device
+        self._worker.drain()
         for step in self._steps:
             step.detach()
         self.schedule.detach()
         self.schedule.reset()
+        self._lacks_states = keeps_optimizer_shards and not self._fits_in_memory()
         for optimizer in self.optimizers:
-            if keeps_optimizer_shards:
+            if self._lacks_states:
+                optimizer.state.clear()
+            elif keeps_optimizer_shards:
                 _move_state(optimizer, device)
             else:
                 join_optimizer_state(optimizer, self.buckets, device)
         for bucket in self.buckets:
             bucket.give_back(device)
+        self._worker.close()
+        self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()
+
+
+def _stored_bytes(optimizer: Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    stored = [value for value in values if isinstance(value, StoredTensor)]
+    return sum(value.numel() * value.element_size() for value in stored)
 
 
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -34,8 +34,8 @@ class Pending(Protocol):
 class Exchange(Protocol):
     """How the data plane moves flat tensors. See `Communicator` for the arguments."""
 
-    def all_gather(self, whole: Tensor) -> Pending:
-        """Fills `whole` in place from every rank's own part of it."""
+    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+        """Fills `whole` in place from every rank's own part, which is first taken from `source`."""
 
     def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
         """Leaves this rank's part of the mean in `out`."""
@@ -55,7 +55,7 @@ def backend_for(device: torch.device) -> str:
 class Closed:
     """Takes the place of an exchange whose group is gone."""
 
-    def all_gather(self, whole: Tensor) -> Pending:
+    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
         """See `Exchange`."""
         raise RuntimeError("the engine is closed; no collective is possible any more.")
 
@@ -106,8 +106,10 @@ class PeerToPeer:
         self._gather_tag = 0
         self._reduce_tag = 1
 
-    def all_gather(self, whole: Tensor) -> Pending:
+    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
         """See `Exchange`."""
+        if source is not None:
+            whole.chunk(self._size)[self._rank].copy_(source)
         self._gather_tag += 2
         return self._gather(whole, self._gather_tag)
 
@@ -239,12 +241,15 @@ class Native:
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
         self._has_mean = backend_for(device) == "nccl"
 
-    def all_gather(self, whole: Tensor) -> Pending:
+    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
         """See `Exchange`."""
         own = whole.chunk(self._size)[self._rank]
         with self._on(self._gather_stream):
+            if source is not None:
+                own.copy_(source, non_blocking=True)
             _all_gather_single(whole, own, group=self._gather_group)
-            return self._event(self._gather_stream, whole)
+            tensors = (whole,) if source is None else (whole, source)
+            return self._event(self._gather_stream, *tensors)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
         """See `Exchange`."""

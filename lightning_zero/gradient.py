@@ -10,20 +10,27 @@ first gradient an addition into zeros: twice the memory traffic, for the same re
 reduced by itself; the sum over ranks is made and kept in `reduce_dtype`. Where whole gradients
 outlive a backward (micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer
 has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
+
+[Note: Gradients elsewhere] Where the optimizer shard is not stepped on the device, the mean goes to
+a `GradHome` right after its reduction, while backward goes on; `publish`, at the end of backward,
+waits for it. `shard` is then what the home shows: a CPU tensor, or one that is read when it is
+used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.buffer import FlatBuffer, slice_shard
 from lightning_zero.comm import Communicator, Pending
+from lightning_zero.grad_home import GradHome
 from lightning_zero.plan import BucketPlan
 from lightning_zero.sharded_grad import ShardedGrad
 from lightning_zero.stage import State
+from lightning_zero.tiers import Home
 
 __all__ = ["Gradients"]
 
@@ -48,11 +55,13 @@ class Gradients:
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         dtype: torch.dtype,
+        home: GradHome | None = None,
     ) -> None:
         self._plan = plan
         self._parameters = list(parameters)
         self._comm = comm
         self._dtype = dtype  # of the reduced gradients
+        self._home = home  # where the mean rests, if not on the device
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
         self.whole: FlatBuffer | None = None
@@ -141,7 +150,7 @@ class Gradients:
             return
         if self._is_in_place:
             self._out = whole.shard(self._comm.rank)
-        elif self.shard is None or self._holds_mean:
+        elif self.shard is None or self._holds_mean or self._home is not None:
             numel = self._plan.layout.shard_numel
             self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
         else:
@@ -156,7 +165,10 @@ class Gradients:
         out = self._out
         assert out is not None
         self._pending = self._out = None
-        if self.shard is None or self._is_in_place:
+        if self._home is not None:
+            self._home.put(out, is_added=self._holds_mean)
+            self._adopt(self._home.shard)
+        elif self.shard is None or self._is_in_place:
             self._adopt(out)
             if self._carry is not None:
                 out.add_(self._carry)
@@ -172,6 +184,8 @@ class Gradients:
         Args:
             touched: By slot, the same on every rank.
         """
+        if self._home is not None:
+            self._home.settle()
         for index, is_touched in enumerate(touched):
             self.is_reduced[index] |= is_touched
         self.is_touched = [False] * len(self._parameters)
@@ -192,10 +206,11 @@ class Gradients:
             if not self.is_reduced[index] or self.is_local[index]:
                 continue
             data, view = parameter.data, self._views[index]
-            if data.shape == view.shape:
+            if data.shape == view.shape and data.device == view.device:
                 parameter.grad = view
             else:
-                parameter.data = self.slices[index]
+                like = torch.empty(1, dtype=data.dtype, device=view.device)
+                parameter.data = like.expand(view.shape)  # of that size, without memory
                 parameter.grad = view
                 parameter.data = data
 
@@ -218,6 +233,29 @@ class Gradients:
             self._take_over(index, grad)
         return self.slices[index]
 
+    def apply_(
+        self, change: Callable[[Tensor], object], indices: Sequence[int] | None = None
+    ) -> None:
+        """Changes mean gradients in place, wherever they rest.
+
+        Args:
+            change: Changes a tensor elementwise, in place.
+            indices: Slots that have a gradient; None: all at once, with padding, which must stay
+                zero.
+        """
+        assert self.shard is not None
+        if indices is None and self._home is not None:
+            self._home.apply_(change, 0, self._plan.layout.shard_numel)
+        elif indices is None:
+            change(self.shard)
+        for index in indices or ():
+            if self._home is None:
+                change(self.slices[index])
+            else:
+                slot = self._plan.layout.slots[index]
+                part = self._plan.layout.within_shard(slot, self._comm.rank)
+                self._home.apply_(change, part.start, part.stop)
+
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
         """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
         fetched = [self.fetch(index) for index in range(len(self._parameters))]
@@ -228,6 +266,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Forgets everything, after an exception or a teardown; every `.grad` is None."""
+        if self._home is not None:
+            self._home.drop()
         if self._pending is not None:
             self._comm.forget(self._pending)
             self.whole = None if self._is_sharded else self.whole
@@ -240,10 +280,15 @@ class Gradients:
         self._close()
 
     @property
+    def home(self) -> Home | None:
+        """Where the mean rests, if not on the device."""
+        return None if self._home is None else self._home.home
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes held at this moment."""
         whole = self.whole.allocated_bytes if self.whole is not None else 0
-        if self.shard is None or self._is_in_place:
+        if self.shard is None or self._is_in_place or self._home is not None:
             return whole
         return whole + self.shard.untyped_storage().nbytes()
 
@@ -254,6 +299,7 @@ class Gradients:
         """The mean lands in the whole buffer itself."""
         return (
             not self._is_sharded
+            and self._home is None
             and self.whole is not None
             and self.whole.tensor.dtype == self._dtype
         )
@@ -295,20 +341,24 @@ class Gradients:
             self._holds_mean = False
             self._carry = None
         elif not all(self.is_reduced):
-            mean = self.shard if self._carry is None else self._carry
-            assert mean is not None
-            for part, is_reduced in zip(self._cut(mean), self.is_reduced, strict=True):
-                if not is_reduced:
-                    part.zero_()
+            zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
+            if self._carry is None:
+                self.apply_(Tensor.zero_, zeroed)
+            else:
+                parts = self._cut(self._carry)
+                for index in zeroed:
+                    parts[index].zero_()
 
     def _widen(self) -> None:
         """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
         if self._is_sharded or self._is_in_place or self._dtype == self._plan.dtype:
             return
+        if self.whole is not None and self.whole.tensor.dtype == self._dtype:
+            return
         wide = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
         if self.whole is not None:
             wide.tensor.copy_(self.whole.tensor)
-        if self.shard is not None:
+        if self.shard is not None and self._home is None:
             own = wide.shard(self._comm.rank)
             own.copy_(self.shard)
             self._adopt(own)
@@ -318,13 +368,24 @@ class Gradients:
                 parameter.grad = wide.views[index]
 
     def _adopt(self, mean: Tensor) -> None:
-        if self.shard is not None and self.shard.data_ptr() == mean.data_ptr():
+        if self.shard is mean or (
+            self._home is None
+            and self.shard is not None
+            and self.shard.data_ptr() == mean.data_ptr()
+        ):
             return
         self.shard = mean
-        self.slices = self._cut(mean)
+        self.slices = self._cut(mean) if self._home is None else self._look()
         self._views = self.slices
         if not self._is_whole_mean:
             self._views = [ShardedGrad.wrap(part, self._comm) for part in self.slices]
+
+    def _look(self) -> list[Tensor]:
+        """By slot, what the home shows of the mean."""
+        assert self._home is not None
+        layout, rank = self._plan.layout, self._comm.rank
+        parts = [layout.within_shard(slot, rank) for slot in layout.slots]
+        return [self._home.look(part.start, part.stop) for part in parts]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
         layout = self._plan.layout
@@ -337,15 +398,21 @@ class Gradients:
         if self.shard is None:
             layout = self._plan.layout
             numel = layout.numel if self._is_whole_mean else layout.shard_numel
-            self._adopt(torch.zeros(numel, dtype=self._dtype, device=self._comm.device))
+            zeros = torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
+            if self._home is not None:
+                self._home.put(zeros, is_added=False)
+                self._home.settle()
+                zeros = self._home.shard
+            self._adopt(zeros)
         slot = self._plan.layout.slots[index]
         target = self.slices[index]
         local = grad.local if isinstance(grad, ShardedGrad) else grad
         if local.shape == target.shape:
-            target.copy_(local)
+            self.apply_(lambda part: part.copy_(local), [index])
         elif tuple(local.shape) == slot.shape:
             owned = self._plan.layout.owned(slot, self._comm.rank)
-            target.copy_(local.reshape(-1)[owned.start : owned.stop])
+            own = local.reshape(-1)[owned.start : owned.stop]
+            self.apply_(lambda part: part.copy_(own), [index])
         else:
             raise ValueError(
                 f"the gradient set on {slot.name} has shape {tuple(local.shape)}; expected the "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GuardedParameter", "Placement", "guard", "placement_of", "unguard"]
+__all__ = ["GuardedParameter", "Placement", "attributes_of", "guard", "placement_of", "unguard"]
 
 _ATTRIBUTE = "_zero_placement"
 
@@ -81,6 +81,11 @@ class GuardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placement = placement_of(self)
         return f"Parameter {placement.name} of shape {tuple(placement.shape)}, not gathered"
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What a user has written on `parameter`, such as flags that an optimizer reads."""
+    return {key: value for key, value in parameter.__dict__.items() if key != _ATTRIBUTE}
 
 
 def guard(parameter: nn.Parameter) -> None:

@@ -89,6 +89,12 @@ class Layout:
         """Elements of `slot`, counted from its own first one, that `rank` owns; possibly empty."""
         return self.within(slot, self.shard(rank))
 
+    def within_shard(self, slot: Slot, rank: int) -> range:
+        """The same elements, counted from the first one of the shard of `rank`."""
+        owned = self.owned(slot, rank)
+        start = slot.start + owned.start - rank * self.shard_numel if owned else 0
+        return range(start, start + len(owned))
+
     @staticmethod
     def within(slot: Slot, part: range) -> range:
         """Elements of `slot`, counted from its own first one, that lie in `part`."""

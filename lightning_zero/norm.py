@@ -8,7 +8,7 @@ part: what `torch.nn.utils.clip_grad_norm_` computes on whole gradients, without
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,10 @@ def total_norm(
     if not parts:
         total = torch.zeros((), device=comm.device)
     else:
-        norms = torch.stack(
-            [torch.linalg.vector_norm(p, order, dtype=_at_least_fp32(p)) for p in parts]
-        )
-        total = norms.max() if math.isinf(order) else (norms**order).sum()
+        # One part at a time: some are read from a file.
+        norms = [torch.linalg.vector_norm(p, order, dtype=_at_least_fp32(p)) for p in parts]
+        each = torch.stack([norm.to(comm.device) for norm in norms])
+        total = each.max() if math.isinf(order) else (each**order).sum()
     if math.isinf(order):
         return comm.max_(total)
     return comm.sum_(total) ** (1.0 / order)
@@ -66,9 +66,12 @@ def clip_by_norm(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1.0:
         return total  # on a device this look would wait for it; there the scaling is cheap
+
+    def multiply(part: Tensor) -> None:
+        part.mul_(scale.to(part.device, part.dtype))
+
     for bucket in buckets:
-        for part in _scaled_parts(bucket, parameters):
-            part.mul_(scale.to(part.device, part.dtype))
+        _change(bucket, parameters, multiply)
     return total
 
 
@@ -77,8 +80,7 @@ def clip_by_value(
 ) -> None:
     """Clamps every element of the gradients to [-limit, limit]. Local."""
     for bucket in buckets:
-        for part in _scaled_parts(bucket, parameters):
-            part.clamp_(-limit, limit)
+        _change(bucket, parameters, lambda part: part.clamp_(-limit, limit))
 
 
 def _at_least_fp32(part: Tensor) -> torch.dtype:
@@ -114,11 +116,10 @@ def _owned_parts(
         yield part[owned.start : owned.stop] if is_whole else part
 
 
-def _scaled_parts(bucket: Bucket, parameters: set[nn.Parameter] | None) -> Iterator[Tensor]:
-    """The mean gradients that rest on this rank."""
+def _change(
+    bucket: Bucket, parameters: set[nn.Parameter] | None, change: Callable[[Tensor], object]
+) -> None:
+    """Changes the mean gradients that rest on this rank, in place."""
     slots = _fetched(bucket, parameters)
-    if slots and len(slots) == len(bucket.parameters):
-        assert bucket.grads.shard is not None
-        yield bucket.grads.shard
-    else:
-        yield from (bucket.grads.slices[index] for index in slots)
+    if slots:
+        bucket.grads.apply_(change, None if len(slots) == len(bucket.parameters) else slots)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.guard import placement_of
+from lightning_zero.state_keys import SCALAR_KEYS, is_elementwise_state
 
 __all__ = [
     "is_elementwise",
@@ -167,21 +168,15 @@ def _joined(
                     yield bucket.parameters[index], key, views[index]
 
 
-# One number for a parameter in torch's optimizers, also where the parameter is one number itself.
-_SCALARS = {"step", "mu_product", "eta", "mu"}
-
-
 def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape and key not in _SCALARS
+    return isinstance(value, Tensor) and value.shape == shape and key not in SCALAR_KEYS
 
 
 def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
     """Whether a state of slot `index` has one number for each element that this rank steps."""
-    if not isinstance(value, Tensor) or key in _SCALARS:
-        return False
-    if value.dim() == 0 and not bucket.steps_whole:
-        return False
-    return value.numel() == len(bucket.owned(index))
+    if bucket.steps_whole and isinstance(value, Tensor) and value.dim() == 0:
+        return key not in SCALAR_KEYS and value.numel() == len(bucket.owned(index))
+    return is_elementwise_state(key, value, len(bucket.owned(index)))
 
 
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:

@@ -14,16 +14,18 @@ blocks; 2. other modules with parameters of their own above a size: embeddings, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.layout import Layout
-from lightning_zero.stage import STAGES, Stage
+from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, assign_tiers
+from lightning_zero.stage import STAGES, Stage, State
 
 __all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan"]
 
@@ -44,6 +46,8 @@ class BucketPlan:
         dtype: Dtype of the whole parameters while the module computes.
         master_dtype: Dtype in which they are stepped.
         stage: Which states rest as shards.
+        is_trainable: The optimizer steps it.
+        tiers: Where the shards rest.
     """
 
     name: str
@@ -51,6 +55,8 @@ class BucketPlan:
     dtype: torch.dtype
     master_dtype: torch.dtype
     stage: Stage
+    is_trainable: bool = True
+    tiers: BucketTiers = field(default_factory=BucketTiers)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ def make_plan(
     *,
     world_size: int,
     optimizer_of: Mapping[nn.Parameter, int] | None = None,
+    budgets: Budgets | None = None,
 ) -> Plan:
     """Plans units and buckets of `module`. Pure: no tensor is touched, meta tensors will do.
 
@@ -122,6 +129,7 @@ def make_plan(
         world_size: Number of shards.
         optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do
             not share a bucket.
+        budgets: What offload "auto" may use; None: nothing but NVMe.
 
     Raises:
         ValueError: The module has no parameters, or some whose dtype is not floating.
@@ -153,7 +161,34 @@ def make_plan(
         units.append(UnitPlan(unit, tuple(buckets)))
     reduce_dtype = config.reduce_dtype
     assert not isinstance(reduce_dtype, str)
-    return Plan(tuple(units), world_size, reduce_dtype)
+    plan = Plan(tuple(units), world_size, reduce_dtype)
+    return _with_tiers(plan, config, budgets or Budgets())
+
+
+def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
+    """The plan with a tier for every shard."""
+    shards = [_shard_bytes(plan, bucket) for bucket in plan.buckets]
+    tiers = iter(assign_tiers(shards, *config.offloads, budgets))
+    units = tuple(
+        dataclasses.replace(
+            unit,
+            buckets=tuple(dataclasses.replace(b, tiers=next(tiers)) for b in unit.buckets),
+        )
+        for unit in plan.units
+    )
+    return dataclasses.replace(plan, units=units)
+
+
+def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
+    numel = bucket.layout.shard_numel
+    is_stepped = bucket.is_trainable and bucket.stage.has_shard(State.OPTIM)
+    has_own_master = bucket.master_dtype != bucket.dtype
+    master = bucket.master_dtype.itemsize
+    return ShardBytes(
+        param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
+        optim=numel * master * (2 + has_own_master) if is_stepped else 0,
+        grad=numel * plan.grad_dtype(bucket).itemsize if is_stepped else 0,
+    )
 
 
 def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
@@ -234,7 +269,9 @@ def _cut(
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""
         label += f"[{number}]" if len(runs) > 1 else ""
-        yield BucketPlan(label, layout, kind.dtype, kind.master_dtype, stage)
+        yield BucketPlan(
+            label, layout, kind.dtype, kind.master_dtype, stage, is_trainable=kind.is_trainable
+        )
 
 
 def _find_units(module: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:

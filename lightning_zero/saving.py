@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -94,6 +95,16 @@ class Saving:
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
             )
 
+    def check_callbacks(self, trainer: Trainer) -> None:
+        """Warns of a link that would point to a checkpoint before it is complete."""
+        callbacks = trainer.checkpoint_callbacks
+        if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
+            rank_zero_warn(
+                'ModelCheckpoint(save_last="link") makes its link at once, and async_save ends the '
+                "checkpoint later: a job that is killed in between leaves a link to nothing; use "
+                "save_last=True."
+            )
+
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
         """Whether the next checkpoint is written in the sharded form."""
         if self._form != "auto":
@@ -110,7 +121,7 @@ class Saving:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
             state = sharded_state_dict(engine)
-        self._shards = shards_in(state)
+        self._shards |= shards_in(state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
@@ -187,8 +198,9 @@ class Saving:
         self._in_flight.when_done(partial(directory.remove, Path(filepath)))
 
     def free(self) -> None:
-        """Frees the memory that is kept from one asynchronous save to the next."""
+        """Frees what is kept from one save to the next."""
         self._memory.clear()
+        self._shards.clear()
 
 
 def find_damage_together(path: Path, rank: int, world_size: int) -> None:

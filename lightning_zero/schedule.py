@@ -334,6 +334,10 @@ class Schedule:
         return 2 * len(self.units) + 1
 
     def _prefetch(self) -> None:
+        self._gather_ahead()
+        self._read_ahead()
+
+    def _gather_ahead(self) -> None:
         budget = self._config.prefetch_bucket_size
         if not self._config.overlap_comm or (budget is None and self._num_whole() > 1):
             return
@@ -348,6 +352,12 @@ class Schedule:
                     return
                 self._gather_next(unit)
             if budget is None:
+                return
+
+    def _read_ahead(self) -> None:
+        """Begins to read shards that rest in files, as far ahead as there are buffers."""
+        for unit in self._trace.upcoming():
+            if not all(bucket.read_ahead() for bucket in unit.buckets):
                 return
 
     def _drop_unclaimed(self, wanted: Unit | None) -> None:
@@ -405,6 +415,7 @@ class Schedule:
         touched = self._touched.get(self._trainable())
         self._eager = [b for b in self._reduce_order if self._reduces and _is_eager(b, touched)]
         for bucket in self._buckets:
+            bucket.wait_for_step()
             expected = touched.get(bucket) if touched is not None else None
             bucket.grads.prepare(outlives_backward=not self._reduces, expected=expected)
         self._backward_trace.begin()
@@ -549,6 +560,7 @@ class Schedule:
         """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""
         for bucket in self._buckets:
             bucket.undo_step()
+            bucket.stop_reading()
             bucket.grads.drop()
         self._comm.free_scratch()
         self._reducing = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Communicator
+from lightning_zero.stored import StoredTensor
 
 __all__ = ["ShardedGrad"]
 
@@ -30,8 +31,15 @@ class ShardedGrad(Tensor):
 
     @staticmethod
     def wrap(local: Tensor, comm: Communicator) -> ShardedGrad:
-        """`local` (1-D, possibly empty) as this rank's part of one gradient; memory is shared."""
-        grad: ShardedGrad = local.as_subclass(ShardedGrad)
+        """`local` (1-D, possibly empty) as this rank's part of one gradient; memory is shared.
+
+        A StoredTensor stays one: its elements are read when they are used, and never written.
+        """
+        grad: ShardedGrad
+        if isinstance(local, StoredTensor):
+            grad = _StoredGrad.like(local)
+        else:
+            grad = local.as_subclass(ShardedGrad)
         grad._comm = comm
         return grad
 
@@ -72,6 +80,22 @@ class ShardedGrad(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         local = self.local
         return f"ShardedGrad(local={local.numel()} elements, dtype={local.dtype})"
+
+
+class _StoredGrad(ShardedGrad, StoredTensor):  # type: ignore[misc]  # as above, in __repr__
+    """A slice that rests in a file: reductions read it, writing is refused."""
+
+    @staticmethod
+    def like(stored: StoredTensor) -> _StoredGrad:
+        grad = Tensor._make_wrapper_subclass(_StoredGrad, stored.shape, dtype=stored.dtype)
+        assert isinstance(grad, _StoredGrad)
+        grad._read = stored._read
+        return grad
+
+    @property
+    def local(self) -> Tensor:
+        """The slice, read now."""
+        return self.read()
 
 
 def _plain(grad: Tensor) -> Tensor:

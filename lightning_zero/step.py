@@ -3,27 +3,38 @@
 [Note: One step of the user's optimizer] The optimizer object is kept as it is; a pre-hook and a
 post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a
 GradScaler, a hand-written loop. The pre-hook runs a closure first (parameters must be whole in it),
-then steps bucket after bucket by calling the optimizer's own step function on the bucket's
-parameters alone: the gather of a stepped bucket travels while the next one is stepped. The body
-that follows finds no gradients and does nothing. An optimizer that counts calls in its groups
-cannot be called once for each bucket; it runs its body once over all of them instead. `probe` finds
-out which kind an optimizer is.
+then steps bucket after bucket with stand-ins (stand_in.py): the gather of a stepped bucket travels
+while the next one is stepped, and what rests in files is read ahead of its step. The body that
+follows finds no gradients and does nothing. An optimizer that counts calls in its groups cannot be
+called once for each bucket; it runs its body once over all of them instead. `probe` finds out which
+kind an optimizer is.
+
+[Note: Steps beside the next forward] With `overlap_step` a worker steps the buckets, in the order
+in which the next forward needs them. A bucket is only needed again at its next use, so every use of
+its parameters waits for it (`Bucket.wait_for_step`), and whoever looks from outside waits for all.
+The settings of the optimizer are taken when `step()` is called, the gradients stay as they are
+until the next backward, which waits too: the values are those of a step that nothing overlaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from lightning_zero.bucket import Bucket
+from lightning_zero.bucket_step import BucketStep
+from lightning_zero.chunk import chunks_of
 from lightning_zero.guard import has_placement
-from lightning_zero.probe import StepKind, raw_step
+from lightning_zero.offload import Tier
+from lightning_zero.probe import StepKind
+from lightning_zero.stand_in import Template
+from lightning_zero.tiers import Job, Storage
+from lightning_zero.worker import StepWorker
 
 __all__ = ["OptimizerStep"]
 
@@ -43,17 +54,23 @@ class OptimizerStep:
         *,
         before: Callable[[], None],
         order: Callable[[], Sequence[Bucket]],
+        storage: Storage,
+        worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
         self.kind = kind
         self._before = before  # waits for what the step must not overtake
         self._order = order  # all buckets, in the order in which the next forward needs them
         self._stepping: list[Bucket] = []
+        self._storage = storage
+        self._worker = worker if kind is StepKind.BY_BUCKET else None  # None: step at once
         # A subclass's step may call its parent's, which calls hooks too.
         self._is_inside = self._is_inside_bucket = False
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_hook),
             optimizer.register_step_post_hook(self._post_hook),
+            optimizer.register_state_dict_pre_hook(self._drain),
+            optimizer.register_load_state_dict_pre_hook(self._drain),
         ]
 
     def detach(self) -> None:
@@ -83,12 +100,14 @@ class OptimizerStep:
         ]
         self._is_inside = True
         if self.kind is StepKind.BY_BUCKET:
+            self._is_inside_bucket = True
             try:
-                for bucket in self._stepping:
-                    self._step_bucket(bucket)
+                self._step_by_bucket()
             except BaseException:
                 self._is_inside = False
                 raise
+            finally:
+                self._is_inside_bucket = False
             for bucket in self._stepping:
                 _hide_grads(bucket)
         else:
@@ -107,15 +126,80 @@ class OptimizerStep:
                 bucket.grads.show()
         self._stepping = []
 
-    def _step_bucket(self, bucket: Bucket) -> None:
-        with record_function(f"zero::step {bucket.plan.name}"), self._only(bucket):
-            bucket.enter_step()
-            self._is_inside_bucket = True
-            try:
-                raw_step(self.optimizer)
-            finally:
-                self._is_inside_bucket = False
-                bucket.leave_step(is_changed=True)
+    def _step_by_bucket(self) -> None:
+        template = Template(self.optimizer)
+        steps = [BucketStep(bucket, template) for bucket in self._stepping]
+        stepping: list[Future[None]] = []
+        work: list[tuple[Bucket, Future[None], list[Job]]] = []
+        for step in steps:
+            future: Future[None] = Future()
+            stepping.append(future)
+            step.bucket.begin_step(future if self._worker is not None else None)
+            work.append((step.bucket, future, step.jobs()))
+        if self._worker is not None:
+            self._worker.submit(lambda: self._run(work), stepping)
+        else:
+            self._run(work)
+
+    def _drain(self, *_: Any) -> None:
+        if self._worker is not None:
+            self._worker.drain()
+
+    def _run(self, work: Sequence[tuple[Bucket, Future[None], list[Job]]]) -> None:
+        """Runs the jobs of every bucket; a bucket has been stepped when its writes have begun."""
+        stepped: list[tuple[Bucket, Future[None]]] = []
+
+        def finish() -> None:
+            while stepped:
+                bucket, future = stepped.pop()
+                bucket.end_step()
+                future.set_result(None)
+
+        def after(job: Job, bucket: Bucket, future: Future[None], is_last: bool) -> Job:
+            def run(views: list[Tensor]) -> None:
+                finish()
+                job.run(views)
+                if is_last:
+                    stepped.append((bucket, future))
+
+            return Job(job.pieces, run)
+
+        in_memory: list[Job] = []  # run with the next job that needs a buffer
+        in_files: list[Job] = []
+        for bucket, future, of_bucket in work:
+            for job in of_bucket:
+                in_memory.append(after(job, bucket, future, job is of_bucket[-1]))
+                if job.pieces:
+                    in_files.append(_in_turn(in_memory))
+                    in_memory = []
+        if in_files:
+            self._storage.pipeline.run(in_files)
+        for job in in_memory:
+            job.run([])
+        finish()
+
+    def read_ahead(self) -> None:
+        """Begins to read what the next step will need, as far as there are buffers for it."""
+        if self.kind is not StepKind.BY_BUCKET or not self._reads_files:
+            return
+        self._drain()
+        members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        jobs = []
+        for bucket in self._order():
+            slots = [
+                index
+                for index, parameter in enumerate(bucket.parameters)
+                if parameter.requires_grad and parameter in members
+            ]
+            jobs += [Job(chunk.pieces, _ignore) for chunk in chunks_of(bucket, slots) if slots]
+        self._storage.pipeline.prefetch([job for job in jobs if job.pieces])
+
+    @property
+    def _reads_files(self) -> bool:
+        """There are states in files, and no gradients, which are written before the step."""
+        buckets = self._order()
+        has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
+        return any(bucket.state_homes for bucket in buckets) and not has_grads
 
     def _members(self) -> set[nn.Parameter]:
         """The optimizer's parameters.
@@ -133,19 +217,21 @@ class OptimizerStep:
                 )
         return members
 
-    @contextmanager
-    def _only(self, bucket: Bucket) -> Iterator[None]:
-        """Restricts the optimizer's groups to the parameters of `bucket`."""
-        members = set(bucket.parameters)
-        groups = self.optimizer.param_groups
-        kept = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [p for p in group["params"] if p in members]
-        try:
-            yield
-        finally:
-            for group, parameters in zip(groups, kept, strict=True):
-                group["params"] = parameters
+
+def _in_turn(jobs: list[Job]) -> Job:
+    """One job that runs all of `jobs`, of which only the last has pieces."""
+    *before, last = jobs
+
+    def run(views: list[Tensor]) -> None:
+        for job in before:
+            job.run([])
+        last.run(views)
+
+    return Job(last.pieces, run)
+
+
+def _ignore(views: list[Tensor]) -> None:
+    """The work of a job that is only read ahead."""
 
 
 def _hide_grads(bucket: Bucket) -> None:

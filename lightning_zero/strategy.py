@@ -62,6 +62,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
 from lightning_zero.memory import MemoryReport
+from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
 from lightning_zero.saving import (
@@ -78,14 +79,27 @@ __all__ = ["ZeroStrategy"]
 _COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 _RALLY_DEADLINE = timedelta(seconds=60)
+# The offloading ones mean what Lightning's DeepSpeed names of the same form mean.
+_REGISTERED: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+}
 
 
 class ZeroStrategy(ParallelStrategy):
-    """ZeRO stages 1-3 for any LightningModule. Registered as `zero1`, `zero2`, `zero3`.
+    """ZeRO stages 1-3 for any LightningModule.
+
+    Registered as `zero1`, `zero2`, `zero3`, `zero1_offload`, `zero2_offload`, `zero3_offload` and
+    `zero3_offload_nvme`, each also with `_notebook`.
 
     Args:
         stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3.
-        reduce_bucket_size: See `ZeroConfig` for this and the following, up to `assume_elementwise`.
+        reduce_bucket_size: See `ZeroConfig` for this and the following, up to `overlap_step`.
         allgather_bucket_size: Stages 1 and 2, in elements.
         prefetch_bucket_size: Stage 3, in elements.
         param_persistence_threshold: Stage 3, in elements.
@@ -98,6 +112,10 @@ class ZeroStrategy(ParallelStrategy):
             bytes.
         broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
         assume_elementwise: Skip the check that an optimizer can be sharded.
+        offload_optimizer: Stages 1 to 3: None, "cpu", "nvme", "auto", a mapping or an
+            `OffloadConfig`: where optimizer shards rest, with their gradients.
+        offload_param: Stage 3: likewise for parameter shards.
+        overlap_step: Step beside the next forward.
         checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
             writes its own part. "auto": full below 2^31 parameter elements.
         async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
@@ -134,6 +152,9 @@ class ZeroStrategy(ParallelStrategy):
         param_dtype: str | None = None,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
+        offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None,
+        offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
+        overlap_step: bool = False,
         checkpoint: CheckpointForm = "auto",
         async_save: bool = False,
         accelerator: Accelerator | None = None,
@@ -158,6 +179,9 @@ class ZeroStrategy(ParallelStrategy):
             param_dtype=param_dtype,
             broadcast_buffers=broadcast_buffers,
             assume_elementwise=assume_elementwise,
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+            overlap_step=overlap_step,
         )
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
@@ -226,13 +250,12 @@ class ZeroStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for stage in (1, 2, 3):
+        for name, settings in _REGISTERED.items():
             for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
-                name = f"zero{stage}{suffix}"
-                if name not in strategy_registry:
-                    description = f"ZeRO stage {stage}, processes started by {start_method}"
+                if name + suffix not in strategy_registry:
+                    description = f"ZeRO {settings}, processes started by {start_method}"
                     strategy_registry.register(
-                        name, cls, description, stage=stage, start_method=start_method
+                        name + suffix, cls, description, start_method=start_method, **settings
                     )
 
     # ---------------------------------------------------------------- who and where
@@ -378,6 +401,8 @@ class ZeroStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._has_rallied = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self._saving.check_callbacks(trainer)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -535,6 +560,7 @@ class ZeroStrategy(ParallelStrategy):
             return super().optimizer_state(optimizer)
         if not self._is_together():
             return {}
+        engine.check_has_states()
         if self._is_sharded:
             return self._saving.optimizer_state(optimizer, engine)
         return optimizer_state_dict(optimizer, engine.buckets, is_recipient=self.is_global_zero)
@@ -551,6 +577,11 @@ class ZeroStrategy(ParallelStrategy):
             return
         engine = self._engine
         if (owner := engine or self._last_engine) is not None and self._is_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
+                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                )
             last_masters = self._last_masters if engine is None else None
             self._saving.save(checkpoint, filepath, owner, last_masters=last_masters)
             return
@@ -634,11 +665,19 @@ class ZeroStrategy(ParallelStrategy):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
 
+    def finish_saving(self) -> None:
+        """Waits until a checkpoint that is written while training goes on is complete. Local.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        self._saving.finish()
+
     # ---------------------------------------------------------------- failure and the end
 
     @override
     def on_train_end(self) -> None:
-        self._saving.finish()
+        self.finish_saving()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -667,6 +706,7 @@ class ZeroStrategy(ParallelStrategy):
         try:
             self._saving.finish(warns=has_failed)
         finally:
+            self._saving.free()
             self._tear_down()
 
     def _tear_down(self) -> None:

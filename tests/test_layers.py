@@ -7,12 +7,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
-    0: {"stage", "config", "layout", "plan", "memory", "deepspeed"},
-    1: {"buffer", "channel", "comm", "exchange", "stored"},
+    0: {"stage", "config", "layout", "offload", "plan", "memory", "deepspeed"},
+    1: {"buffer", "channel", "comm", "exchange", "state_keys", "stored", "tiers", "written"},
     2: {
         "access",
         "bucket",
+        "bucket_step",
+        "chunk",
         "engine",
+        "grad_home",
         "gradient",
         "guard",
         "norm",
@@ -20,8 +23,10 @@ LAYERS = {
         "probe",
         "schedule",
         "sharded_grad",
+        "stand_in",
         "step",
         "unit",
+        "worker",
     },
     3: {"checkpoint"},
     4: {

@@ -115,5 +115,11 @@ def test_every_option_of_the_engine_is_listed():
     from lightning_zero import ZeroConfig
 
     listed = re.findall(r"^\| `(\w+)` \| (?:all|3|1, 2|) ?\|", README, flags=re.MULTILINE)
-    of_the_strategy = ["timeout", "process_group_backend", "start_method"]
+    of_the_strategy = [
+        "checkpoint",
+        "async_save",
+        "timeout",
+        "process_group_backend",
+        "start_method",
+    ]
     assert sorted(listed) == sorted([field.name for field in fields(ZeroConfig)] + of_the_strategy)

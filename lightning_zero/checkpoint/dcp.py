@@ -166,8 +166,9 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(tree.get("model"), dict):
         checkpoint = dict(tree)
         checkpoint["state_dict"] = checkpoint.pop("model")
-        named = [checkpoint.pop(key) for key in ("optimizer", "optim") if key in checkpoint]
-        states = [state for state in named if isinstance(state, dict)]
+        # Others flatten an optimizer's state; that stays under the name it has.
+        named = [key for key in ("optimizer", "optim") if _is_optimizer_state(checkpoint.get(key))]
+        states = [checkpoint.pop(key) for key in named]
     else:
         return {"state_dict": tree}
     for state in states:
@@ -178,3 +179,7 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
     if states:
         checkpoint["optimizer_states"] = states
     return checkpoint
+
+
+def _is_optimizer_state(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("param_groups"), list)

@@ -14,6 +14,7 @@ Lightning's `ModelParallelStrategy` writes: `state_dict.NAME`, `optimizer_0.stat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,18 +44,16 @@ def sharded_state_dict(engine: Engine) -> dict[str, Any]:
     written: before the next step.
     """
     state: dict[str, Any] = engine.module.state_dict(keep_vars=True)
-    parts: dict[Bucket, list[Tensor]] = {}
+    exact = _ExactParts()
     for key, value in state.items():
         if isinstance(value, nn.Parameter) and has_placement(value):
             placement = placement_of(value)
             bucket, index = placement.bucket, placement.index
-            if bucket not in parts:
-                parts[bucket] = bucket.exact_parts()
             state[key] = _shard(
                 f"parameter {placement.name}",
                 bucket,
                 index,
-                parts[bucket][index],
+                partial(exact.part, bucket, index),
                 bucket.own_dtypes[index],
                 engine,
             )
@@ -71,7 +70,7 @@ def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, 
         if isinstance(value, nn.Parameter):
             name = names.setdefault(value, f"parameter {key}")
             owned = _equal_share(value.numel(), rank, world_size)
-            read = _reader(value.detach(), 0)
+            read = _reader(partial(_itself, value.detach()), 0)
             state[key] = ShardTensor.of(name, value.shape, value.dtype, owned, read)
         elif isinstance(value, Tensor):
             state[key] = value.detach()
@@ -84,15 +83,16 @@ def sharded_masters(engine: Engine) -> dict[str, ShardTensor]:
     Empty unless the module itself is 16-bit (precision "bf16-true").
     """
     masters: dict[str, ShardTensor] = {}
+    exact = _ExactParts()
     for bucket in engine.buckets:
         dtype = bucket.plan.master_dtype
         if not any(own.itemsize < dtype.itemsize for own in bucket.own_dtypes):
             continue
         if not any(p.requires_grad for p in bucket.parameters):
             continue
-        for index, part in enumerate(bucket.exact_parts()):
-            name = bucket.plan.layout.slots[index].name
-            masters[name] = _shard(f"master {name}", bucket, index, part, dtype, engine)
+        for index, slot in enumerate(bucket.plan.layout.slots):
+            part = partial(exact.part, bucket, index)
+            masters[slot.name] = _shard(f"master {slot.name}", bucket, index, part, dtype, engine)
     return masters
 
 
@@ -124,7 +124,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
                         f"{key} of {name} in optimizer {number}",
                         bucket,
                         index,
-                        value,
+                        partial(_itself, value),
                         value.dtype,
                         engine,
                     )
@@ -154,10 +154,30 @@ def shards_in(tree: Any) -> dict[str, ShardTensor]:
     return found
 
 
+class _ExactParts:
+    """Parameters of one bucket at a time in full precision: where they rest on a disk, a copy."""
+
+    def __init__(self) -> None:
+        self._bucket: Bucket | None = None
+        self._parts: list[Tensor] = []  # by slot, 1-D
+
+    def part(self, bucket: Bucket, index: int) -> Tensor:
+        """This rank's elements of slot `index`, 1-D."""
+        if bucket is not self._bucket:
+            self._parts = []
+            self._bucket, self._parts = bucket, bucket.exact_parts()
+        return self._parts[index]
+
+
 def _shard(
-    source: str, bucket: Bucket, index: int, part: Tensor, dtype: torch.dtype, engine: Engine
+    source: str,
+    bucket: Bucket,
+    index: int,
+    part: Callable[[], Tensor],
+    dtype: torch.dtype,
+    engine: Engine,
 ) -> ShardTensor:
-    """`part`, the elements of slot `index` that this rank steps, as what this rank writes."""
+    """`part()`, the elements of slot `index` that this rank steps, as what this rank writes."""
     stepped = bucket.owned(index)
     written = stepped
     if bucket.steps_whole:
@@ -166,8 +186,12 @@ def _shard(
     return ShardTensor.of(source, shape, dtype, written, _reader(part, stepped.start))
 
 
-def _reader(part: Tensor, origin: int) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: read_flat(part, start - origin, stop - origin)
+def _reader(part: Callable[[], Tensor], origin: int) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: read_flat(part(), start - origin, stop - origin)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _equal_share(numel: int, rank: int, world_size: int) -> range:

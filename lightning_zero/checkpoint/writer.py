@@ -81,10 +81,15 @@ class ShardedSave:
 
         channel.attempt(read_dict)
         target, entries = channel.broadcast((target, agreed))
-        if not is_first:
-            mine = {name: shards[source].cast(dtype) for name, (source, dtype) in entries.items()}
-            planner.set_up_planner(mine)
-            planner.mappings = {}  # rank 0's has all names, in their order
+
+        def bring_shards() -> None:
+            if not is_first:
+                planner.set_up_planner(
+                    {name: shards[source].cast(dtype) for name, (source, dtype) in entries.items()}
+                )
+                planner.mappings = {}  # rank 0's has all names, in their order
+
+        channel.attempt(bring_shards)
         return cls(target, planner, rest.getvalue(), channel)
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
@@ -160,11 +165,8 @@ class ShardedSave:
         """What to say when the disk was full, after the files are gone again. Collective."""
         shards = [v for v in self.planner.state_dict.values() if isinstance(v, ShardTensor)]
         needed = self.channel.gather(sum(shard.owned_bytes for shard in shards))
-        free = 0
-        if needed is not None:
-            disk = os.statvfs(self.target.parent)
-            free = disk.f_bavail * disk.f_frsize
-        total, free = self.channel.broadcast((sum(needed or []), free))
+        measured = self.channel.attempt(lambda: shutil.disk_usage(self.target.parent).free)
+        total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
         return OSError(
             errno.ENOSPC,
             f"the disk is full: the checkpoint needs {total} bytes, and {free} are free there; "

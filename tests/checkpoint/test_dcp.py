@@ -117,6 +117,8 @@ def test_a_model_and_its_optimizer_by_torchs_usual_names_are_understood(tmp_path
     assert torch.equal(checkpoint["state_dict"]["w"].read(), values((2, 2)))
     assert checkpoint["optimizer_states"][0]["param_groups"] == [{"params": ["w"]}]
     assert checkpoint["step"] == 7
+    save({"model": {"w": values((2, 2))}, "optim": {"param_groups.w.lr": 0.1}}, tmp_path / "flat")
+    assert open_sharded(tmp_path / "flat")["optim"] == {"param_groups.w.lr": 0.1}
 
 
 def test_what_is_missing_is_named(tmp_path):

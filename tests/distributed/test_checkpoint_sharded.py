@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
+from lightning_zero import OffloadConfig
 from lightning_zero.checkpoint import open_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule
 
-STAGES = [0, 1, 2, 3]
 MODELS = {
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
     "batch norm": partial(ConvModule, ranks=2),
@@ -74,8 +75,16 @@ def assert_same_values(ours, reference, path="checkpoint"):
         assert ours == reference, path
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        ("tied gpt", 0),
+        ("tied gpt", 3),
+        ("batch norm", 1),
+        ("two groups", 2),
+        ("frozen", 3),
+    ],
+)
 def test_the_directory_has_what_ddp_writes_by_name(model, stage, tmp_path):
     # After fit for odd stages, when every rank holds the whole module; else before its end.
     save = _save if stage % 2 else _save_at_end
@@ -105,7 +114,7 @@ def _save_and_read(rank, world_size, spec, factory, save):
     return torch.load("whole.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_writes_one_file_with_its_share(stage, tmp_path):
     path = tmp_path / "a.ckpt"
     factory = partial(GPTModule, ranks=3, is_tied=True)
@@ -165,9 +174,18 @@ def _uninterrupted(rank, world_size, spec, factory, num_epochs):
     return arrays(module.state_dict()), module.losses[-4:]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("model", ["tied gpt", "batch norm", "two groups"])
+@pytest.mark.parametrize(
+    ("model", "is_async", "stage"),
+    [
+        ("tied gpt", False, 3),
+        ("tied gpt", True, 2),
+        ("batch norm", False, 1),
+        ("batch norm", True, 3),
+        ("two groups", False, 0),
+        ("two groups", True, 1),
+        ("two groups", False, 2),
+    ],
+)
 def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
     specs = [sharded(stage, async_save=is_async)] * 2
     ours = run_ranks(2, _resume, specs, MODELS[model], "saved", has_group=False)
@@ -179,8 +197,24 @@ def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
                 np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("order", ["sharded to full", "full to sharded"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("order", "is_async"), [("nvme to memory", True), ("memory to nvme", False)]
+)
+def test_one_tier_resumes_another(order, is_async):
+    small = {"nvme_path": ".", "buffer_count": 3, "buffer_size": 2**16}
+    disk = {name: OffloadConfig("nvme", **small) for name in ("offload_optimizer", "offload_param")}
+    specs = [sharded(3, async_save=is_async, **disk), sharded(3, async_save=is_async)]
+    if order == "memory to nvme":
+        specs.reverse()
+    ours = run_ranks(2, _resume, specs, MODELS["tied gpt"], "saved", has_group=False)
+    whole = run_once(2, _uninterrupted, settings(3), MODELS["tied gpt"], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+        assert losses == expected_losses
+        for name, value in expected.items():
+            np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(("order", "stage"), [("sharded to full", 3), ("full to sharded", 1)])
 def test_the_forms_resume_each_other_and_overwrite_each_other(stage, order, tmp_path):
     specs = [sharded(stage), settings(stage, checkpoint="full")]
     if order == "full to sharded":
@@ -230,6 +264,11 @@ def _resume_bf16(rank, world_size, specs, folder):
     assert {value.dtype for value in masters.values()} == {torch.float32}
     state = open_checkpoint(path)["state_dict"]
     assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    if trainer.max_epochs == 2:
+        trainer.save_checkpoint("late.ckpt")  # from the masters that are kept after fit
+        late = open_checkpoint("late.ckpt")["lightning_zero_masters"]
+        for name, value in masters.items():
+            assert torch.equal(late[name].clone(), value.clone())
     return arrays(module.state_dict())
 
 
@@ -270,7 +309,7 @@ def _save_early(rank, world_size, spec):
     assert second.losses == first.losses
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_evaluation_reads_a_directory_with_all_or_with_weights_only(stage):
     ours = run_ranks(2, _validate, sharded(stage), has_group=False)
     reference = run_once(2, _validate, "ddp")
@@ -300,8 +339,7 @@ def _validate(rank, world_size, spec):
 # -------------------------------------------------------------------- callbacks and hooks
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "is_async"), [(1, False), (3, True)])
 def test_model_checkpoint_keeps_the_best_and_the_last_as_under_ddp(stage, is_async):
     ours = run_ranks(2, _files, sharded(stage, async_save=is_async), has_group=False)
     reference = run_once(2, _files, "ddp")
@@ -405,7 +443,7 @@ class FindingRate(LearningRateFinder):
         self.smoothed = self.optimal_lr.results["loss"]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [True])
 def test_the_learning_rate_finder_restores_what_it_saved(is_async):
     ours = run_ranks(2, _find_rate, sharded(3, async_save=is_async), has_group=False)
     reference = run_once(2, _find_rate, "ddp")
@@ -425,7 +463,7 @@ def _find_rate(rank, world_size, spec):
     return finder.smoothed, module.losses[-12:]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [2])
 def test_averaged_weights_are_saved_and_resumed_as_under_ddp(stage):
     ours = run_ranks(2, _resume_average, sharded(stage), has_group=False)
     reference = run_once(2, _resume_average, "ddp")
@@ -446,6 +484,57 @@ def _resume_average(rank, world_size, spec):
 
 
 # -------------------------------------------------------------------- errors
+
+
+class WithWidth(MLPModule):
+    """Has hyperparameters, of which one is an object.
+
+    Args:
+        width: Any number.
+        shape: Any object.
+        **kwargs: Of `MLPModule`.
+    """
+
+    def __init__(self, width=3, shape=None, **kwargs):
+        super().__init__(**kwargs)
+        self.save_hyperparameters("width", "shape")
+
+
+def test_a_module_and_its_rich_hyperparameters_are_loaded_from_a_directory(tmp_path):
+    run_ranks(2, _load_with_hyperparameters, str(tmp_path / "a.ckpt"), has_group=False)
+
+
+def _load_with_hyperparameters(rank, world_size, path):
+    seed_everything(7, verbose=False)
+    module = WithWidth(width=5, shape=Path("a"), ranks=world_size)
+    trainer = make_trainer(sharded(3))
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        make_trainer(sharded(3), max_epochs=2).fit(WithWidth(ranks=world_size), ckpt_path=path)
+    resumed = WithWidth(ranks=world_size)
+    trainer = make_trainer(sharded(3), max_epochs=2)
+    trainer.fit(resumed, ckpt_path=path, weights_only=False)
+    assert trainer.global_step == 8
+    loaded = WithWidth.load_from_checkpoint(path, weights_only=False, ranks=world_size)
+    assert loaded.hparams == {"width": 5, "shape": Path("a")}
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_a_link_to_what_is_not_complete_is_warned_of():
+    from lightning_zero import ZeroStrategy
+
+    strategy = ZeroStrategy(checkpoint="sharded", async_save=True)
+    trainer = make_trainer(
+        "auto",
+        strategy=strategy,
+        devices=1,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(save_last="link")],
+    )
+    with pytest.warns(UserWarning, match="leaves a link to nothing"):
+        strategy._saving.check_callbacks(trainer)
 
 
 def test_settings_that_do_not_fit_are_errors_at_construction():
@@ -484,7 +573,7 @@ def _load_damaged(rank, world_size, spec):
     if rank == 0:
         os.truncate(file, file.stat().st_size // 2)
     trainer.strategy.barrier()
-    with pytest.raises(ValueError, match=r"incomplete: __1_0\.distcp has"):
+    with pytest.raises(ValueError, match=r"is damaged: __1_0\.distcp \(\d+ bytes\)"):
         make_trainer(spec).validate(fresh, ckpt_path="a.ckpt")
     with pytest.raises(ValueError, match=r"is no checkpoint: a directory that holds notes\.txt"):
         make_trainer(spec).validate(fresh, ckpt_path="foreign")

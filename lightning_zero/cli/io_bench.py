@@ -1,0 +1,99 @@
+"""`lightning-zero io-bench PATH`: what a disk gives the NVMe tier, and the settings to use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_zero.tiers.bench import DiskReport, Rates, measure_disk
+
+__all__ = ["add_parser"]
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to what `ArgumentParser.add_subparsers` gave."""
+    parser = subparsers.add_parser(
+        "io-bench",
+        help="measure a disk as NVMe tier",
+        description="Measure a disk as the NVMe tier uses it, beside fio where that is installed, "
+        "and print the settings to use. The file that it makes goes whatever happens.",
+    )
+    parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
+    parser.add_argument(
+        "--size", type=_bytes, default="4GiB", help="of the file (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Returns:
+        0, or 1 if the disk cannot be used; the reason is printed then.
+    """
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        with _terminated_as_exit():
+            report = measure_disk(args.path, nbytes=args.size, say=say)
+    except (OSError, ValueError) as error:
+        say(f"lightning-zero io-bench: {error}")
+        return 1
+    print(json.dumps(report.as_dict(), indent=2) if args.json else _text(report))
+    return 0
+
+
+def _text(report: DiskReport) -> str:
+    best = report.settings
+    direct = "O_DIRECT" if report.is_direct else "through the page cache, which flatters a disk"
+    lines = [
+        f"{report.path} ({report.file_system}, {direct}), {report.nbytes / 2**30:.1f} GiB",
+        f"{'GB/s':<8}{'read':>8}{'write':>8}{'mixed':>8}",
+        _line("tier", report.tier),
+        _line("fio", report.fio) if report.fio else "fio is not installed",
+        "",
+        f"offload: buffer_count={best.buffer_count}, buffer_size={best.buffer_size} "
+        f"({best.buffer_count} x {best.buffer_bytes // 2**20} MiB of CPU memory)",
+        f"measured with {best.describe()}",
+    ]
+    return "\n".join(lines)
+
+
+def _line(name: str, rates: Rates) -> str:
+    read, write, mixed = (rate / 1e9 for rate in (rates.read, rates.write, rates.mixed))
+    return f"{name:<8}{read:>8.2f}{write:>8.2f}{mixed:>8.2f}"
+
+
+def _bytes(text: str) -> int:
+    """Bytes of "4GiB", "512M" or "1000000"; units are powers of 1024."""
+    found = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected a size such as 4GiB, got {text!r}")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind, so that the file goes."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

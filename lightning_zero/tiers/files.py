@@ -1,0 +1,175 @@
+"""Files on an NVMe disk that hold shards, in a directory that goes with the process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import quote
+
+from lightning_zero.tiers.buffers import ALIGNMENT
+from lightning_zero.tiers.directory import locked_directory, remove_abandoned
+from lightning_zero.tiers.disk import allocate, explained, file_system_of, takes_direct
+from lightning_zero.tiers.file import GUARD_BYTES, NvmeFile
+
+__all__ = ["NvmeFile", "NvmeStore"]
+
+
+class NvmeStore:
+    """The files of one process under `path`, and the threads that move their bytes.
+
+    They lie in a directory of their own that goes with `close`, with the process or, if it was
+    killed, with the next store under `path` (see [Note: Whose directory]). A forked child can
+    neither use nor remove it. Any thread may use it.
+    """
+
+    directory: Path
+    is_direct: bool  # whether O_DIRECT works here; else files pass through the page cache
+    block_bytes: int  # of transfers from now on; may be set
+    bytes_read: int  # since construction
+    bytes_written: int
+    bytes_allocated: int
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int,
+        num_read_threads: int = 4,
+        num_write_threads: int = 4,
+        block_bytes: int = 4 * 2**20,
+    ) -> None:
+        """Make the directory and look whether the disk takes O_DIRECT.
+
+        Args:
+            path: An existing directory, to be shared with other jobs or not.
+            rank: Of this process, for the directory's name.
+            num_read_threads: Blocks that are read at once.
+            num_write_threads: Blocks that are written at once.
+            block_bytes: Bytes that a thread moves at once, a multiple of 4096.
+
+        Raises:
+            OSError: `path` is missing, no directory, not writable, or full.
+            ValueError: A number is out of range.
+        """
+        if min(num_read_threads, num_write_threads) < 1:
+            raise ValueError(
+                "expected at least 1 thread each to read and to write, got "
+                f"num_read_threads={num_read_threads}, num_write_threads={num_write_threads}"
+            )
+        if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT:
+            raise ValueError(f"block_bytes must be a multiple of {ALIGNMENT}, got {block_bytes}")
+        self.block_bytes = block_bytes
+        self.bytes_read = self.bytes_written = self.bytes_allocated = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        remove_abandoned(Path(path))
+        self.directory, lock = locked_directory(Path(path), rank=rank)
+        self._files: list[NvmeFile] = []
+        self._descriptors = [lock]
+        # Runs at exit too, after the threads have ended.
+        self._finalizer = weakref.finalize(
+            self, _remove, self.directory, self._descriptors, self._pid
+        )
+        # An inherited lock would outlive this process in the child.
+        os.register_at_fork(after_in_child=_closing(self._descriptors))
+        self._readers = ThreadPoolExecutor(num_read_threads, "nvme-read")
+        self._writers = ThreadPoolExecutor(num_write_threads, "nvme-write")
+        try:
+            self.is_direct = takes_direct(self.directory)
+        except OSError as error:
+            self._finalizer()
+            raise explained(error, self.directory, "write", 0, ALIGNMENT) from None
+        if not self.is_direct and _local_rank(rank) == 0:
+            warnings.warn(
+                f"{path} ({file_system_of(Path(path))}) refuses O_DIRECT: its files pass through "
+                "the page cache, which takes CPU time and memory; use a local NVMe disk.",
+                stacklevel=2,
+            )
+
+    def create(self, name: str, nbytes: int) -> NvmeFile:
+        """Make a file with room for `nbytes`, rounded up to 4096; its bytes are zero.
+
+        Raises:
+            OSError: The disk is full, or the directory is gone.
+        """
+        self.check_open()
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            path = self.directory / f"{len(self._files):04d}-{quote(name, safe='')[:100]}"
+            allocate(path, nbytes + GUARD_BYTES)
+            flags = os.O_RDWR | (os.O_DIRECT if self.is_direct else 0)
+            descriptor = os.open(path, flags)
+            self._descriptors.append(descriptor)
+            file = NvmeFile(self, path, nbytes, descriptor)
+            self._files.append(file)
+            self.bytes_allocated += nbytes + GUARD_BYTES
+        return file
+
+    def close(self) -> None:
+        """Wait for what is under way, give up what is not, and remove everything; idempotent."""
+        if os.getpid() != self._pid or not self._finalizer.alive:
+            return
+        for file in self._files:
+            file.cancel()
+        self._readers.shutdown()
+        self._writers.shutdown()
+        self._finalizer()
+
+    def check_open(self) -> None:
+        """Refuse to work in a forked child and after `close`.
+
+        Raises:
+            RuntimeError: It is one of these moments.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"the files in {self.directory} belong to process {self._pid}; a forked child "
+                "(a DataLoader worker, say) must not use them"
+            )
+        if not self._finalizer.alive:
+            raise RuntimeError(f"the files in {self.directory} are closed and removed")
+
+    def submit(self, work: Callable[[], None], *, is_write: bool) -> None:
+        """Run `work` on a thread."""
+        (self._writers if is_write else self._readers).submit(work)
+
+    def count(self, nbytes: int, *, is_write: bool) -> None:
+        """Add to the bytes read or written."""
+        with self._lock:
+            if is_write:
+                self.bytes_written += nbytes
+            else:
+                self.bytes_read += nbytes
+
+
+def _remove(directory: Path, descriptors: list[int], pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    # The lock, the first one, goes last: until then nobody else looks into the directory.
+    while len(descriptors) > 1:
+        os.close(descriptors.pop())
+    shutil.rmtree(directory, ignore_errors=True)
+    if descriptors:
+        os.close(descriptors.pop())
+
+
+def _closing(descriptors: list[int]) -> Callable[[], None]:
+    def close() -> None:
+        while descriptors:
+            os.close(descriptors.pop())
+
+    return close
+
+
+def _local_rank(rank: int) -> int:
+    """The rank on this machine where a launcher tells it."""
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return rank

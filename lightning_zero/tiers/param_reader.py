@@ -1,0 +1,69 @@
+"""Parameters from their file, read ahead of their use into buffers shared by all of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from torch import Tensor
+
+from lightning_zero.tiers.buffers import BufferPool, aligned_empty
+from lightning_zero.tiers.home import PAGE_BYTES, InFile
+from lightning_zero.tiers.transfer import Transfer
+
+__all__ = ["ParamReader"]
+
+
+class ParamReader:
+    """Reads one shard in chunks of at most one buffer, as far ahead as buffers are free."""
+
+    def __init__(self, home: InFile, pool: BufferPool) -> None:
+        self._home = home
+        self._pool = pool
+        step = pool.nbytes // home.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
+        self._chunks = [
+            (start, min(start + step, home.numel)) for start in range(0, home.numel, step)
+        ]
+        self._begun: list[tuple[Tensor, Transfer]] = []  # reads of the first chunks
+
+    def begin(self) -> bool:
+        """Begins to read what free buffers can take; whether that is all of it."""
+        while len(self._begun) < len(self._chunks):
+            buffer = self._pool.take()
+            if buffer is None:
+                return False
+            chunk = self._chunks[len(self._begun)]
+            self._begun.append((buffer, self._home.begin_fetch(*chunk, buffer)))
+        return True
+
+    def copy_to(self, target: Tensor) -> None:
+        """Fills `target`: 1-D, all elements of the home, on any device. Waits until it is done."""
+        begun, self._begun = self._begun, []
+        for index, (start, stop) in enumerate(self._chunks):
+            if index < len(begun):
+                buffer, transfer = begun[index]
+                is_pooled = True
+            else:
+                taken = self._pool.take()
+                is_pooled = taken is not None
+                buffer = taken if taken is not None else self._spare(start, stop)
+                transfer = self._home.begin_fetch(start, stop, buffer)
+            try:
+                transfer.wait()
+                nbytes = (stop - start) * self._home.dtype.itemsize
+                target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
+            finally:
+                if is_pooled:
+                    self._pool.give(buffer)
+
+    def _spare(self, start: int, stop: int) -> Tensor:
+        """Memory for one chunk while all buffers hold what others will need."""
+        nbytes = (stop - start) * self._home.dtype.itemsize
+        return aligned_empty(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, pin=False)
+
+    def cancel(self) -> None:
+        """Gives buffers back whose content nobody will use."""
+        for buffer, transfer in self._begun:
+            with suppress(OSError):  # nobody wants the values any more
+                transfer.wait()
+            self._pool.give(buffer)
+        self._begun = []

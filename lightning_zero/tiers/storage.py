@@ -1,0 +1,161 @@
+"""The tiers of one rank: makes homes for its shards, and owns files and buffers.
+
+[Note: Apart or together] On a CUDA device the CPU tier is other memory, and what is stepped there
+travels. Where the module computes on the CPU both tiers are the same memory, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_zero.offload import OffloadConfig, Tier
+from lightning_zero.tiers.buffers import BufferPool, aligned_empty
+from lightning_zero.tiers.files import NvmeStore
+from lightning_zero.tiers.home import Home, InFile, InMemory, padded_bytes
+from lightning_zero.tiers.pipeline import Pipeline
+from lightning_zero.tiers.uploader import Uploader
+
+__all__ = ["Storage"]
+
+_ELEMENT_BYTES = 4  # of `buffer_size`
+
+
+class Storage:
+    """Homes for the shards of one rank.
+
+    Attributes:
+        device: Where the module computes.
+        is_apart: The CPU tier is other memory than the device's. See [Note: Apart or together].
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rank: int,
+        offload_param: OffloadConfig | None = None,
+        offload_optimizer: OffloadConfig | None = None,
+    ) -> None:
+        self.device = device
+        self.is_apart = device.type != "cpu"
+        self._rank = rank
+        self._param = offload_param or OffloadConfig()
+        self._optimizer = offload_optimizer or OffloadConfig()
+        self._stores: dict[str, NvmeStore] = {}  # by folder
+        self._pools: list[BufferPool] = []
+        self._pipeline: Pipeline | None = None
+        self._param_pool: BufferPool | None = None
+        self._uploader: Uploader | None = None
+        for config in (offload_param, offload_optimizer):
+            if config is not None and config.device != "cpu":
+                self._store(config)
+
+    # ---------------------------------------------------------------- homes
+
+    def step_device(self, tier: Tier) -> torch.device:
+        """Where an optimizer shard that rests in `tier` is stepped."""
+        return self.device if tier is Tier.DEVICE else torch.device("cpu")
+
+    def is_elsewhere(self, tier: Tier) -> bool:
+        """A tensor of the device must travel to rest in `tier`."""
+        return tier is Tier.NVME or (tier is Tier.CPU and self.is_apart)
+
+    def keep_param(self, name: str, values: Tensor, tier: Tier) -> Home:
+        """A home for a parameter shard with these `values` (1-D), which it may take over."""
+        return self._keep(f"{name}.param", values, tier, self._param)
+
+    def keep_master(self, name: str, values: Tensor, tier: Tier) -> Home:
+        """A home for a master with these `values` (1-D), which it may take over."""
+        return self._keep(f"{name}.master", values, tier, self._optimizer)
+
+    def make_optim(self, name: str, numel: int, dtype: torch.dtype) -> InFile:
+        """A file for an optimizer state or a gradient of `numel` elements."""
+        return InFile(self._store(self._optimizer), name, numel, dtype)
+
+    def cpu_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """CPU memory from and to which the device can copy beside its computation: 1-D."""
+        if not self.is_apart:
+            return torch.empty(numel, dtype=dtype)
+        pin = self._optimizer.pin_memory and self.device.type == "cuda"
+        return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
+
+    def upload(self, values: Tensor, home: Home, start: int) -> None:
+        """Casts stepped values (1-D, on the CPU or where `home` is) into `home` from `start` on."""
+        is_far = isinstance(home, InMemory) and home.tensor.device.type == "cuda"
+        if not is_far or values.device.type == "cuda":
+            home.store(start, values)
+            return
+        if self._uploader is None:
+            self._uploader = Uploader(self.device, pin=self._optimizer.pin_memory)
+        self._uploader.send(values, home.fetch(start, start + values.numel()))
+
+    def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> Home:
+        if tier is Tier.NVME:
+            home = InFile(self._store(config), name, values.numel(), values.dtype)
+            home.store(0, values)
+            return home
+        if tier is Tier.CPU and self.is_apart:
+            memory = self.cpu_empty(values.numel(), values.dtype)
+            memory.copy_(values)
+            return InMemory(memory, tier)
+        return InMemory(values, tier)
+
+    def _store(self, config: OffloadConfig) -> NvmeStore:
+        folder = config.folder
+        if folder not in self._stores:
+            self._stores[folder] = NvmeStore(folder, rank=self._rank)
+        return self._stores[folder]
+
+    # ---------------------------------------------------------------- buffers
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Moves optimizer states between files and memory."""
+        if self._pipeline is None:
+            self._pipeline = Pipeline(self._pool(self._optimizer))
+        return self._pipeline
+
+    @property
+    def param_pool(self) -> BufferPool:
+        """Buffers through which parameters come from files."""
+        if self._param_pool is None:
+            self._param_pool = self._pool(self._param)
+        return self._param_pool
+
+    @property
+    def step_buffer_bytes(self) -> int:
+        """Size of one buffer of `pipeline`."""
+        return self._optimizer.buffer_size * _ELEMENT_BYTES
+
+    def _pool(self, config: OffloadConfig) -> BufferPool:
+        pin = config.pin_memory and self.device.type == "cuda"
+        pool = BufferPool(config.buffer_count, config.buffer_size * _ELEMENT_BYTES, pin=pin)
+        self._pools.append(pool)
+        return pool
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(pool.count * pool.nbytes for pool in self._pools)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from NVMe since the beginning."""
+        return sum(store.bytes_read for store in self._stores.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to NVMe since the beginning."""
+        return sum(store.bytes_written for store in self._stores.values())
+
+    def close(self) -> None:
+        """Removes all files; every home in a file is lost. Closing twice is harmless."""
+        if self._pipeline is not None:
+            self._pipeline.cancel()
+        for pool in self._pools:
+            pool.close()
+        for store in self._stores.values():
+            store.close()
+        self._stores, self._pools = {}, []
+        self._pipeline = self._param_pool = self._uploader = None

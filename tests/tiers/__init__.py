@@ -1,0 +1,1 @@
+"""The NVMe tier, on the disk that the tests run on."""

@@ -1,0 +1,61 @@
+"""Stores, and disks that fail for real."""
+
+import contextlib
+import os
+import subprocess
+
+import pytest
+
+from lightning_zero.tiers import NvmeStore, aligned_empty
+
+PAGE = 4096
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = NvmeStore(tmp_path, rank=0, block_bytes=4 * PAGE)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts something for the test: mounted("-t", "tmpfs", ...) gives its directory."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount")
+    places = []
+
+    def mount(*arguments):
+        place = tmp_path / f"mount{len(places)}"
+        place.mkdir()
+        done = subprocess.run(
+            ["mount", *arguments, str(place)], capture_output=True, text=True, timeout=60
+        )
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in reversed(places):
+        with contextlib.suppress(subprocess.SubprocessError):
+            subprocess.run(["umount", "--lazy", str(place)], timeout=60, check=False)
+
+
+@pytest.fixture
+def loop_disk(mounted, tmp_path):
+    """An ext4 disk in a file: (its directory, the file). What the file loses the disk loses."""
+    image = tmp_path / "disk.img"
+    image.touch()
+    os.truncate(image, 48 * 2**20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("needs mkfs.ext4")
+    return mounted("-o", "loop", str(image)), image
+
+
+@pytest.fixture
+def filled():
+    """filled(nbytes, value): an aligned tensor."""
+    return lambda nbytes, value=0: aligned_empty(nbytes, pin=False).fill_(value)

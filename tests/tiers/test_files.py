@@ -1,0 +1,257 @@
+"""Files on a disk: what is written is read, by whom, and what is left behind."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_zero.tiers import BufferPool, NvmeStore, aligned_empty
+from tests.tiers.conftest import PAGE
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from lightning_zero.tiers import NvmeStore, aligned_empty
+store = NvmeStore(sys.argv[1], rank=1)
+file = store.create("state", 2**26)
+print(store.directory, flush=True)
+whole = aligned_empty(2**26, pin=False)
+while True:
+    file.write(0, whole).wait()
+"""
+
+
+def start_a_job(path):
+    """A process that writes for ever, and its directory."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    return job, Path(job.stdout.readline().strip())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_what_is_written_is_read_in_every_dtype(store, dtype):
+    file = store.create("state", 10 * PAGE)
+    source = torch.arange(8 * PAGE // dtype.itemsize).to(dtype)
+    aligned = aligned_empty(8 * PAGE, pin=False).view(dtype).copy_(source)
+    file.write(PAGE, aligned).wait()
+    back = aligned_empty(8 * PAGE, pin=False).view(dtype)
+    transfer = file.read(PAGE, back)
+    transfer.wait()
+    transfer.wait()
+    assert transfer.is_done
+    assert torch.equal(back, source)
+
+
+def test_new_files_are_zero_and_sized_up_to_a_page(store, filled):
+    file = store.create("state", 5000)
+    assert file.nbytes == 2 * PAGE
+    back = filled(2 * PAGE, 7)
+    file.read(0, back).wait()
+    assert not back.any()
+
+
+def test_empty_files_and_tensors_are_allowed(store, filled):
+    file = store.create("nothing", 0)
+    file.write(0, filled(0)).wait()
+    file.read(0, filled(0)).wait()
+
+
+def test_names_of_parameters_need_no_care(store):
+    for name in ("layers.3/weight", "../..", "x" * 500, "layers.3/weight", "ß\0"):
+        file = store.create(name, PAGE)
+        assert file.path.parent == store.directory
+    assert len(list(store.directory.glob("0*"))) == 5
+
+
+def test_bytes_are_counted(store, filled):
+    file = store.create("state", 8 * PAGE)
+    file.write(0, filled(8 * PAGE)).wait()
+    file.read(0, filled(3 * PAGE)).wait()
+    assert (store.bytes_written, store.bytes_read) == (8 * PAGE, 3 * PAGE)
+    assert store.bytes_allocated == 9 * PAGE  # with the page that is never written
+    allocated = sum(path.stat().st_blocks for path in store.directory.glob("0*")) * 512
+    assert allocated >= store.bytes_allocated
+
+
+RANGES = st.tuples(st.booleans(), st.integers(0, 7), st.integers(1, 8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=st.lists(RANGES, max_size=25))
+def test_transfers_that_touch_are_done_in_the_order_asked_for(tmp_path_factory, operations):
+    path = tmp_path_factory.mktemp("ordered")
+    store = NvmeStore(path, rank=0, block_bytes=PAGE)
+    file = store.create("state", 8 * PAGE)
+    expected = torch.zeros(8 * PAGE, dtype=torch.uint8)
+    transfers, reads = [], []
+    for value, (is_write, first, num_pages) in enumerate(operations, start=1):
+        start, stop = first * PAGE, min(first + num_pages, 8) * PAGE
+        memory = aligned_empty(stop - start, pin=False).fill_(value)
+        if is_write:
+            expected[start:stop] = value
+            transfers.append(file.write(start, memory))
+        else:
+            transfers.append(file.read(start, memory))
+            reads.append((memory, expected[start:stop].clone()))
+    for transfer in transfers:
+        transfer.wait()
+    assert all(torch.equal(memory, values) for memory, values in reads)
+    store.close()
+
+
+def test_unaligned_memory_is_our_own_mistake(store):
+    file = store.create("state", 4 * PAGE)
+    with pytest.raises(AssertionError):
+        file.read(0, aligned_empty(2 * PAGE, pin=False)[64 : 64 + PAGE])
+    with pytest.raises(AssertionError):
+        file.read(2 * PAGE, aligned_empty(3 * PAGE, pin=False))
+
+
+def test_close_removes_everything_and_the_files_say_so(tmp_path, filled):
+    store = NvmeStore(tmp_path, rank=0)
+    file = store.create("state", 2**22)
+    file.write(0, filled(2**22))
+    store.close()
+    store.close()
+    assert not list(tmp_path.iterdir())
+    for use in (lambda: file.read(0, filled(PAGE)), lambda: store.create("more", PAGE)):
+        with pytest.raises(RuntimeError, match="closed and removed"):
+            use()
+
+
+def test_nothing_is_left_when_the_process_ends_without_closing(tmp_path):
+    script = HOLD.replace("while True:", "for _ in range(2):") + "\nraise SystemExit(3)"
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=60)
+    assert done.returncode == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_nobody_holds_goes(tmp_path):
+    NvmeStore(tmp_path, rank=0)
+    import gc
+
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_stores_on_one_path_do_not_meet(tmp_path, filled):
+    stores = [NvmeStore(tmp_path, rank=0), NvmeStore(tmp_path, rank=0)]
+    files = [store.create("state", PAGE) for store in stores]
+    for value, file in enumerate(files):
+        file.write(0, filled(PAGE, value)).wait()
+    for value, file in enumerate(files):
+        back = filled(PAGE, 9)
+        file.read(0, back).wait()
+        assert (back == value).all()
+    stores[0].close()
+    files[1].read(0, filled(PAGE)).wait()
+    stores[1].close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_start_removes_what_a_killed_job_left_and_nothing_of_a_living_one(tmp_path):
+    killed, killed_directory = start_a_job(tmp_path)
+    living, living_directory = start_a_job(tmp_path)
+    (tmp_path / "lightning_zero.mine.rank0.txt").mkdir()
+    try:
+        time.sleep(0.3)  # in the midst of a write
+        killed.kill()
+        killed.wait(timeout=60)
+        assert killed_directory.exists()
+        store = NvmeStore(tmp_path, rank=0)
+        assert not killed_directory.exists()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "lightning_zero.mine.rank0.txt",
+            living_directory.name,
+            store.directory.name,
+        }
+        assert living.poll() is None
+        store.close()
+    finally:
+        for job in (killed, living):
+            job.kill()
+            job.wait(timeout=60)
+            job.stdout.close()
+
+
+def test_directories_of_other_machines_are_left_alone(tmp_path):
+    other = tmp_path / "lightning_zero.7.othernode.00000000.rank0.12.abcdabcd"
+    other.mkdir()
+    (other / ".lock").touch()
+    NvmeStore(tmp_path, rank=0).close()
+    assert other.exists()
+
+
+def test_the_name_tells_the_job_and_the_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    store = NvmeStore(tmp_path, rank=3)
+    assert store.directory.name.startswith("lightning_zero.4711.")
+    assert f".rank3.{os.getpid()}." in store.directory.name
+    store.close()
+
+
+def in_a_child(work):
+    """Whether `work()` is true in a forked child that then ends as a script ends."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_can_neither_use_nor_remove_nor_lock(store, filled):
+    file = store.create("state", PAGE)
+
+    def work():
+        with pytest.raises(RuntimeError, match="belong to process"):
+            file.read(0, filled(PAGE))
+        with pytest.raises(RuntimeError, match="belong to process"):
+            store.create("more", PAGE)
+        store.close()
+        store._finalizer()
+        names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return not any(name.startswith(str(store.directory)) for name in names)
+
+    assert in_a_child(work)
+    assert file.path.exists()
+    file.read(0, filled(PAGE)).wait()
+    with open(store.directory / ".lock") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_buffers_are_not_shared_with_a_forked_child():
+    pool = BufferPool(1, 2 * PAGE, pin=False)
+    buffer = pool.take().fill_(5)
+    assert in_a_child(lambda: not buffer.any())
+    assert (buffer == 5).all()
+
+
+def test_a_pool_gives_what_it_has():
+    pool = BufferPool(2, 3 * PAGE, pin=False)
+    first, second = pool.take(), pool.take()
+    assert first.data_ptr() % PAGE == second.data_ptr() % PAGE == 0
+    assert first.numel() == pool.nbytes == 3 * PAGE
+    assert pool.take() is None
+    pool.give(first)
+    assert pool.take().data_ptr() == first.data_ptr()
+    with pytest.raises(ValueError, match="got 0 and 5"):
+        BufferPool(0, 5, pin=False)
+
+
+def test_wrong_numbers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_write_threads=0"):
+        NvmeStore(tmp_path, rank=0, num_write_threads=0)
+    with pytest.raises(ValueError, match="multiple of 4096, got 5000"):
+        NvmeStore(tmp_path, rank=0, block_bytes=5000)
+    assert not list(tmp_path.iterdir())

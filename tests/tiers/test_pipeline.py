@@ -1,0 +1,245 @@
+"""Jobs through a few buffers: always the numbers of the same jobs in memory."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_zero.tiers import BufferPool, Job, NvmeStore, Piece, Pipeline, aligned_empty
+from tests.tiers.conftest import PAGE
+
+NUM_PAGES = 6  # of each of two files
+
+PIECES = st.lists(
+    st.tuples(
+        st.integers(0, 1),  # file
+        st.integers(0, NUM_PAGES - 1),  # first page
+        st.integers(1, 2),  # pages
+        st.booleans(),  # is written
+        st.booleans(),  # is read
+    ),
+    min_size=1,
+    max_size=2,
+    unique_by=lambda piece: piece[0],
+)
+STEPS = st.lists(
+    st.tuples(st.lists(PIECES, max_size=6), st.integers(0, 6), st.booleans()), max_size=5
+)
+
+
+class InMemory:
+    """What the same jobs do to tensors."""
+
+    def __init__(self):
+        self.files = torch.zeros(2, NUM_PAGES * PAGE, dtype=torch.uint8)
+
+    def run(self, job, value):
+        for file, first, pages, is_written, is_read in job:
+            stop = min(first + pages, NUM_PAGES) * PAGE
+            old = self.files[file, first * PAGE : stop]
+            if is_written:
+                old.copy_(old * 3 + value if is_read else torch.full_like(old, value))
+
+
+def pieces_of(job, files):
+    return [
+        Piece(files[file], first * PAGE, (min(first + pages, NUM_PAGES) - first) * PAGE, w, r)
+        for file, first, pages, w, r in job
+    ]
+
+
+def whole(file):
+    memory = aligned_empty(file.nbytes, pin=False)
+    file.read(0, memory).wait()
+    return memory
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, num_buffers=st.integers(1, 4))
+def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, steps, num_buffers):
+    """Jobs overlap at will, are prefetched or not, for this step or for another one."""
+    store = NvmeStore(tmp_path_factory.mktemp("any"), rank=0, block_bytes=PAGE)
+    files = [store.create(name, NUM_PAGES * PAGE) for name in "ab"]
+    pipeline = Pipeline(BufferPool(num_buffers, 4 * PAGE, pin=False))
+    memory, value = InMemory(), 0
+    for drawn, num_prefetched, is_drained in steps:
+        jobs = []
+        for job in drawn:
+            value += 1
+
+            def run(views, job=job, value=value):
+                for view, piece in zip(views, job, strict=True):
+                    view.copy_(view * 3 + value if piece[4] else torch.full_like(view, value))
+
+            jobs.append(Job(pieces_of(job, files), run))
+        pipeline.prefetch(random.Random(value).choice([jobs, jobs[::-1]])[:num_prefetched])
+        pipeline.run(jobs)
+        for number, job in enumerate(drawn, start=value - len(drawn) + 1):
+            memory.run(job, number)
+        if is_drained:
+            pipeline.drain()
+    pipeline.drain()
+    for file, expected in zip(files, memory.files, strict=True):
+        assert torch.equal(whole(file), expected)
+    store.close()
+
+
+def make_states(store, numel, num_chunks):
+    """A file per state of Adam, each with a chunk per job."""
+    return [store.create(name, 4 * numel * num_chunks) for name in ("param", "m", "v")]
+
+
+def test_adamw_steps_bit_equal_to_memory(store):
+    numel, num_chunks, num_steps = 8 * PAGE // 4, 7, 4
+    files = make_states(store, numel, num_chunks)
+    torch.manual_seed(0)
+    gradients = torch.randn(num_steps, num_chunks, numel)
+    expected = [torch.zeros(num_chunks, numel) for _ in range(3)]
+    pipeline = Pipeline(BufferPool(3, 3 * 4 * numel, pin=False))
+
+    def step_chunk(views, gradient, step):
+        p, m, v = (view.view(torch.float32) for view in views)
+        torch._fused_adamw_(
+            [p], [gradient], [m], [v], [], [torch.tensor(float(step))], lr=1e-2, beta1=0.9,
+            beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    jobs = []
+    for step in range(num_steps):
+        for chunk in range(num_chunks):
+            step_chunk([state[chunk] for state in expected], gradients[step, chunk], step + 1)
+        jobs = [
+            Job(
+                [Piece(file, 4 * numel * chunk, 4 * numel, is_written=True) for file in files],
+                lambda views, g=gradients[step, chunk], s=step + 1: step_chunk(views, g, s),
+            )
+            for chunk in range(num_chunks)
+        ]
+        pipeline.prefetch(jobs)  # of this step, behind the writes of the last one
+        pipeline.run(jobs)
+    pipeline.drain()
+    for file, state in zip(files, expected, strict=True):
+        assert torch.equal(whole(file).view(torch.float32), state.view(-1))
+    assert store.bytes_read == store.bytes_written + sum(file.nbytes for file in files)
+    assert min(pipeline.wait_read_s, pipeline.wait_write_s, pipeline.compute_s) > 0
+
+
+def test_jobs_run_in_order_on_the_callers_thread(store):
+    file = store.create("state", 20 * PAGE)
+    ran = []
+    jobs = [
+        Job(
+            [Piece(file, number * PAGE, PAGE, is_written=True)],
+            lambda _, number=number: ran.append((number, threading.current_thread())),
+        )
+        for number in range(20)
+    ]
+    Pipeline(BufferPool(3, PAGE, pin=False)).run(jobs)
+    assert ran == [(number, threading.current_thread()) for number in range(20)]
+
+
+def test_the_disk_reads_ahead_and_writes_behind_while_jobs_run(store):
+    file, num_jobs, slow_s = store.create("state", 8 * PAGE), 8, 0.05
+    jobs = [
+        Job([Piece(file, number * PAGE, PAGE, is_written=True)], lambda _: time.sleep(slow_s))
+        for number in range(num_jobs)
+    ]
+    pipeline = Pipeline(BufferPool(3, PAGE, pin=False))
+    pipeline.run(jobs)
+    assert pipeline.compute_s >= num_jobs * slow_s
+    # The first read alone can be waited for.
+    assert pipeline.wait_read_s + pipeline.wait_write_s < 3 * slow_s
+
+
+def test_what_was_prefetched_is_not_read_again(store):
+    file = store.create("state", 4 * PAGE)
+    jobs = [Job([Piece(file, n * PAGE, PAGE, False)], lambda _: None) for n in range(4)]
+    pipeline = Pipeline(BufferPool(4, PAGE, pin=False))
+    pipeline.prefetch(jobs)
+    pipeline.run(jobs)
+    assert store.bytes_read == 4 * PAGE
+    pipeline.prefetch(jobs)
+    pipeline.run(jobs[::-1])  # in another order: what was prefetched is dropped
+    assert store.bytes_read >= 8 * PAGE
+
+
+def test_a_prefetch_is_read_again_after_a_write_from_elsewhere(store, filled):
+    file, seen = store.create("state", PAGE), []
+    jobs = [Job([Piece(file, 0, PAGE, False)], lambda views: seen.append(int(views[0][0])))]
+    pipeline = Pipeline(BufferPool(2, PAGE, pin=False))
+    pipeline.prefetch(jobs)
+    file.write(0, filled(PAGE, 5)).wait()
+    pipeline.run(jobs)
+    assert seen == [5]
+
+
+def test_a_job_larger_than_a_buffer_is_refused_with_both_sizes(store):
+    file = store.create("state", 4 * PAGE)
+    pipeline = Pipeline(BufferPool(2, PAGE, pin=False))
+    with pytest.raises(ValueError, match=r"at most 4096 bytes.*got one of 8192"):
+        pipeline.run([Job([Piece(file, 0, 2 * PAGE, True)], lambda _: None)])
+
+
+def test_buffers_that_others_hold_are_an_error_and_no_hang(store):
+    file, pool = store.create("state", PAGE), BufferPool(1, PAGE, pin=False)
+    pool.take()
+    with pytest.raises(RuntimeError, match="all 1 buffers are in use elsewhere"):
+        Pipeline(pool).run([Job([Piece(file, 0, PAGE, True)], lambda _: None)])
+
+
+def test_after_an_exception_in_a_job_all_buffers_are_back_and_the_next_step_is_right(store):
+    file = store.create("state", 6 * PAGE)
+    pool = BufferPool(3, PAGE, pin=False)
+    pipeline = Pipeline(pool)
+
+    def fail(views):
+        views[0].fill_(99)
+        raise KeyError("in the job")
+
+    def add(views):
+        views[0].add_(1)
+
+    def jobs(third=add):
+        runs = [add, add, third, add, add, add]
+        return [Job([Piece(file, n * PAGE, PAGE, True)], run) for n, run in enumerate(runs)]
+
+    with pytest.raises(KeyError):
+        pipeline.run(jobs(fail))
+    pipeline.cancel()
+    taken = [pool.take() for _ in range(4)]
+    assert taken[3] is None
+    for buffer in taken[:3]:
+        pool.give(buffer)
+    pipeline.run(jobs())
+    pipeline.drain()
+    assert whole(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_job_may_only_write_or_only_read(store, filled):
+    file, seen = store.create("state", 2 * PAGE), []
+    file.write(PAGE, filled(PAGE, 7)).wait()
+    job = Job(
+        [Piece(file, 0, PAGE, is_written=True, is_read=False), Piece(file, PAGE, PAGE, False)],
+        lambda views: (views[0].copy_(views[1]), seen.append(len(views))),
+    )
+    pipeline = Pipeline(BufferPool(1, 2 * PAGE, pin=False))
+    pipeline.run([job])
+    pipeline.drain()
+    assert (store.bytes_read, store.bytes_written) == (PAGE, 2 * PAGE)
+    assert (whole(file) == 7).all()
+
+
+def test_a_pipeline_that_waits_for_the_disk_says_for_how_long(store):
+    file = store.create("state", 64 * 2**20)
+    jobs = [Job([Piece(file, n * 2**23, 2**23, True)], lambda _: None) for n in range(8)]
+    pipeline = Pipeline(BufferPool(2, 2**23, pin=False))
+    start = time.perf_counter()
+    pipeline.run(jobs)
+    pipeline.drain()
+    spent = time.perf_counter() - start
+    waited = pipeline.wait_read_s + pipeline.wait_write_s
+    assert 0.5 * spent < waited <= spent
