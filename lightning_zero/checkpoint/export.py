@@ -35,12 +35,13 @@ Format = Literal["safetensors", "ckpt", "dcp"]
 
 _AVERAGED = "averaging_state"  # beside it, Lightning keeps the averaged weights as `state_dict`
 _CURRENT = "current_model_state"
+_MASTERS = "lightning_zero_masters"  # in float32, of a module in 16 bits
 # What belongs to the trained weights, and not to their average.
 _OF_TRAINING = {
     _AVERAGED,
     _CURRENT,
     "callbacks",
-    "lightning_zero_masters",
+    _MASTERS,
     "lr_schedulers",
     "MixedPrecision",
     "optimizer_states",
@@ -86,6 +87,8 @@ def plan(
         ValueError: No averaged weights, or a dtype that the form does not have.
     """
     weights, notes = _weights(checkpoint, form, is_averaged)
+    if not is_averaged and dtype is not None:
+        weights = _exact(weights, checkpoint.get(_MASTERS, {}), dtype)
     weights = _cast(weights, dtype)
     write: Callable[[Path, Progress], None]
     if form == "safetensors":
@@ -122,6 +125,19 @@ def _weights(
         return dict(checkpoint["state_dict"]), []
     note = "the trained weights are exported; the checkpoint also holds averaged ones (--ema)"
     return dict(checkpoint[_CURRENT]), [note]
+
+
+def _exact(
+    weights: Mapping[str, Any], masters: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Masters in the place of weights that are narrower than `dtype`; tied ones stay tied."""
+    narrow = {
+        name: identity(value)
+        for name, value in weights.items()
+        if isinstance(value, Tensor) and value.element_size() < dtype.itemsize
+    }
+    exact = {narrow[name]: master for name, master in masters.items() if name in narrow}
+    return {name: exact.get(narrow.get(name), value) for name, value in weights.items()}
 
 
 def _cast(weights: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import glob
@@ -18,6 +19,7 @@ from lightning_zero.checkpoint.directory import put_in_place
 __all__ = ["explained", "replacing"]
 
 _GIB = 1024**3
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -58,7 +60,7 @@ def explained(path: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _FULL:
             raise
         free = shutil.disk_usage(path.parent).free
         raise OSError(
@@ -70,11 +72,13 @@ def explained(path: Path, nbytes: int) -> Iterator[None]:
 
 
 def _reserve(file: FileIO, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
+    # Not posix_fallocate, which writes to every block where the file system cannot do better.
+    allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if allocate is None or not nbytes:
+        return
+    arguments = (ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    if allocate(file.fileno(), *arguments) and ctypes.get_errno() in _FULL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _remove_leftovers(path: Path) -> None:

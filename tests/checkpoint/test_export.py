@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.archive import silent, write_torch_file
 from lightning_zero.checkpoint.damage import find_damage
 from lightning_zero.checkpoint.export import plan
 from lightning_zero.stored import StoredTensor
+from tests.deepspeed_format import write_deepspeed
 from tests.full_disk import mounted_tmpfs
 
 FORMATS = ["safetensors", "ckpt", "dcp"]
@@ -195,6 +196,37 @@ def test_a_cast_changes_floating_point_weights_and_nothing_else(form, checkpoint
         assert_equal(opened["state_dict"][name], expected)
     if form != "safetensors":
         assert_equal(opened["optimizer_states"], checkpoint["optimizer_states"])
+
+
+def test_a_16_bit_module_is_exported_in_float32_from_its_masters(tmp_path):
+    master = torch.rand(4)
+    narrow = master.bfloat16()
+    state = {"a": narrow, "tied": narrow, "buffer": torch.ones(2, dtype=torch.bfloat16)}
+    source = {"state_dict": state, "lightning_zero_masters": {"a": master}}
+    path = tmp_path / "x.safetensors"
+    opened = export(source, "safetensors", path, dtype=torch.float32)["state_dict"]
+    assert_equal(opened, {"a": master, "tied": master, "buffer": torch.ones(2)})
+    assert "tied" not in safetensors.torch.load_file(path)
+    opened = export(source, "safetensors", path)["state_dict"]
+    assert_equal(opened, state)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_directory_of_deepspeed_is_exported(form, tmp_path):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.rand(2, 5)).square().sum().backward()
+    optimizer.step()
+    write_deepspeed(tmp_path / "deepspeed", module, optimizer, stage=3, world_size=3)
+    source = open_checkpoint(tmp_path / "deepspeed")
+    opened = export(source, form, place(tmp_path, form))
+    assert_equal(opened["state_dict"], dict(module.state_dict()))
+    if form == "ckpt":
+        fresh = torch.optim.AdamW(module.parameters())
+        fresh.load_state_dict(opened["optimizer_states"][0])
+        for parameter, state in optimizer.state.items():
+            assert torch.equal(fresh.state[parameter]["exp_avg"], state["exp_avg"])
 
 
 def test_a_cast_that_would_give_infinity_is_an_error(tmp_path):

@@ -3,11 +3,14 @@
 import errno
 import multiprocessing
 import os
+import random
 import signal
 import time
 
 import pytest
+import torch
 
+from lightning_zero.checkpoint.archive import find_damage, write_torch_file
 from lightning_zero.checkpoint.file import replacing
 from tests.full_disk import mounted_tmpfs
 
@@ -127,4 +130,28 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_no
     process.join()
     assert path.read_bytes() == b"one"
     write(path, b"two")
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def _write_again_and_again(path, number):
+    while True:
+        number += 1
+        write_torch_file({"numbers": torch.full((200_000,), number)}, path)
+
+
+def test_after_a_kill_at_any_moment_the_file_before_or_the_new_one_is_there(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write_torch_file({"numbers": torch.zeros(200_000, dtype=torch.int64)}, path)
+    for moment in range(8):
+        process = multiprocessing.Process(
+            target=_write_again_and_again, args=(path, moment * 10**6)
+        )
+        process.start()
+        time.sleep(random.Random(moment).uniform(0.02, 0.12))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert not find_damage(path)
+        numbers = torch.load(path)["numbers"]
+        assert (numbers == numbers[0]).all()
+    write_torch_file({}, path)
     assert os.listdir(tmp_path) == ["a.ckpt"]
