@@ -30,7 +30,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
-from lightning_zero.plan import Plan, make_plan
+from lightning_zero.plan import Plan, make_plan, nvme_bytes
 from lightning_zero.probe import NotElementwiseError, StepKind, probe
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import State
@@ -100,20 +100,32 @@ class Engine:
         self.storage = self._open_storage()
         self._worker = StepWorker(self.device)
         self.buckets: list[Bucket] = []
-        units = self._build_units()
-        self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
         self._steps: list[OptimizerStep] = []
         self._syncs = True
         self._is_closed = self._lacks_states = False
-        for optimizer, kind in zip(optimizers, kinds, strict=True):
-            self._attach(optimizer, kind)
+        try:
+            units = self._build_units()
+            self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
+            for optimizer, kind in zip(optimizers, kinds, strict=True):
+                self._attach(optimizer, kind)
+        except BaseException:
+            self.comm.abort()  # the others may wait for this rank's next broadcast
+            self._worker.close()
+            self.storage.close()
+            raise
 
     def _open_storage(self) -> Storage:
         param, optimizer = self.config.offloads
         with self.comm.failing_together():
-            return Storage(
+            storage = Storage(
                 self.device, rank=self.comm.rank, offload_param=param, offload_optimizer=optimizer
             )
+            try:
+                storage.check_room(*nvme_bytes(self.plan), num_ranks=local_world_size())
+            except OSError:
+                storage.close()
+                raise
+            return storage
 
     def _measure_budgets(self) -> Budgets:
         """What "auto" may use where the configuration does not say; the same on every rank."""

@@ -24,10 +24,10 @@ from torch import nn
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.layout import Layout
-from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, assign_tiers
+from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.stage import STAGES, Stage, State
 
-__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan"]
+__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -177,6 +177,22 @@ def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
         for unit in plan.units
     )
     return dataclasses.replace(plan, units=units)
+
+
+def nvme_bytes(plan: Plan) -> tuple[int, int]:
+    """Bytes that one rank keeps on NVMe for sure: of parameters, and of masters and gradients.
+
+    What an optimizer keeps besides comes with its first step.
+    """
+    params = others = 0
+    for bucket in plan.buckets:
+        shard, numel = _shard_bytes(plan, bucket), bucket.layout.shard_numel
+        has_own_master = bucket.master_dtype != bucket.dtype
+        params += shard.param * (bucket.tiers.param is Tier.NVME)
+        others += shard.grad * (bucket.tiers.grad is Tier.NVME)
+        if has_own_master and bucket.tiers.optim is Tier.NVME:
+            others += numel * bucket.master_dtype.itemsize
+    return params, others
 
 
 def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:

@@ -6,11 +6,15 @@ travels. Where the module computes on the CPU both tiers are the same memory, an
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from lightning_zero.offload import OffloadConfig, Tier
 from lightning_zero.tiers.buffers import BufferPool, aligned_empty
+from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.files import NvmeStore
 from lightning_zero.tiers.home import Home, InFile, InMemory, padded_bytes
 from lightning_zero.tiers.pipeline import Pipeline
@@ -50,6 +54,30 @@ class Storage:
         for config in (offload_param, offload_optimizer):
             if config is not None and config.device != "cpu":
                 self._store(config)
+
+    def check_room(self, param_bytes: int, optim_bytes: int, *, num_ranks: int) -> None:
+        """Refuses a disk that is too small for what is certain to come.
+
+        Args:
+            param_bytes: Of this rank, in the folder for parameters.
+            optim_bytes: Of this rank, in the folder for the optimizer.
+            num_ranks: Ranks that share the disk.
+
+        Raises:
+            OSError: There is not enough room; says the folder, and bytes needed and free.
+        """
+        needed: dict[str, int] = {}
+        for config, nbytes in ((self._param, param_bytes), (self._optimizer, optim_bytes)):
+            needed[config.folder] = needed.get(config.folder, 0) + nbytes * num_ranks
+        for folder, nbytes in needed.items():
+            if nbytes and nbytes > (free := free_bytes(Path(folder))):
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{num_ranks} ranks of this machine need {nbytes} bytes for shards on NVMe, "
+                    f"and {free} are free; make room, use another nvme_path, or offload less "
+                    "(ratio)",
+                    folder,
+                )
 
     # ---------------------------------------------------------------- homes
 
