@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Returns:
-        0, or 1 if the disk cannot be used; the reason is printed then.
+        0, or 2 if the disk cannot be used; the reason is printed then.
     """
 
     def say(line: str) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
     except (OSError, ValueError) as error:
         say(f"lightning-zero io-bench: {error}")
-        return 1
+        return 2
     print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
     return 0
 

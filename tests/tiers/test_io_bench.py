@@ -65,14 +65,14 @@ def test_it_prints_a_table_without_fio_too(tmp_path, store, monkeypatch):
 
 def test_it_refuses_to_fill_the_disk(mounted, capsys):
     disk = mounted("-t", "tmpfs", "-o", "size=272m", "tmpfs")
-    assert io_bench(disk, *QUICK) == 1
+    assert io_bench(disk, *QUICK) == 2
     said = capsys.readouterr().err
     assert f"268435456 bytes would fill {disk}" in said
     assert not list(disk.iterdir())
 
 
 def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
-    assert io_bench(tmp_path, "--size", "1MiB") == 1
+    assert io_bench(tmp_path, "--size", "1MiB") == 2
     assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         io_bench(tmp_path, "--size", "four")
@@ -80,7 +80,7 @@ def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
 
 
 def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):
-    assert io_bench(tmp_path / "no", *QUICK) == 1
+    assert io_bench(tmp_path / "no", *QUICK) == 2
     assert f"does not exist; is the disk mounted? Make the directory first: '{tmp_path}/no'" in (
         capsys.readouterr().err
     )
