@@ -192,4 +192,6 @@ class GradHome:
         if flight.event is not None:
             flight.event.synchronize()
         if flight.transfer is not None:
-            flight.transfer.wait()
+            flight.transfer.settle()
+        if flight.is_staged:
+            self._landing.give(flight.values)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from torch import Tensor
 
 from lightning_zero.tiers.buffers import BufferPool, aligned_empty
@@ -37,23 +35,26 @@ class ParamReader:
 
     def copy_to(self, target: Tensor) -> None:
         """Fills `target`: 1-D, all elements of the home, on any device. Waits until it is done."""
-        begun, self._begun = self._begun, []
-        for index, (start, stop) in enumerate(self._chunks):
-            if index < len(begun):
-                buffer, transfer = begun[index]
-                is_pooled = True
-            else:
-                taken = self._pool.take()
-                is_pooled = taken is not None
-                buffer = taken if taken is not None else self._spare(start, stop)
-                transfer = self._home.begin_fetch(start, stop, buffer)
-            try:
-                transfer.wait()
-                nbytes = (stop - start) * self._home.dtype.itemsize
-                target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
-            finally:
-                if is_pooled:
-                    self._pool.give(buffer)
+        try:
+            for start, stop in self._chunks:
+                buffer, transfer, is_pooled = self._next(start, stop)
+                try:
+                    transfer.wait()
+                    nbytes = (stop - start) * self._home.dtype.itemsize
+                    target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
+                finally:
+                    if is_pooled:
+                        self._pool.give(buffer)
+        finally:
+            self.cancel()
+
+    def _next(self, start: int, stop: int) -> tuple[Tensor, Transfer, bool]:
+        """The read of the next chunk, begun if it was not; whether its buffer is the pool's."""
+        if self._begun:
+            return *self._begun.pop(0), True
+        taken = self._pool.take()
+        buffer = taken if taken is not None else self._spare(start, stop)
+        return buffer, self._home.begin_fetch(start, stop, buffer), taken is not None
 
     def _spare(self, start: int, stop: int) -> Tensor:
         """Memory for one chunk while all buffers hold what others will need."""
@@ -63,7 +64,6 @@ class ParamReader:
     def cancel(self) -> None:
         """Gives buffers back whose content nobody will use."""
         for buffer, transfer in self._begun:
-            with suppress(OSError):  # nobody wants the values any more
-                transfer.wait()
+            transfer.settle()
             self._pool.give(buffer)
         self._begun = []

@@ -140,8 +140,9 @@ def _compare(rank, world_size, stage, micro_batches, clip, num_steps, **extra):
     base = {"stage": stage, "reduce_bucket_size": 2**17, **extra}
     losses, *expected = run(rank, ZeroConfig(**base), **options)
     assert losses[0] != losses[-1]
-    for name, offload in cases(stage).items():
-        for overlaps in (False, True):
+    is_short = num_steps < 10
+    for number, (name, offload) in enumerate(cases(stage).items()):
+        for overlaps in [number % 2 == 0] if is_short else [False, True]:
             config = ZeroConfig(**base, **offload, overlap_step=overlaps)
             found_losses, *found = run(rank, config, **options)
             assert found_losses == losses, (name, overlaps)
