@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 import lightning_zero
-from lightning_zero.cli import export, inspect
+from lightning_zero.cli import export, inspect, io_bench
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = (export, inspect)
+_SUBCOMMANDS = (export, inspect, io_bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: Of 2 for options that argparse refuses, of 0 after `--help`.
     """
     parser = argparse.ArgumentParser(
-        "lightning-zero", description="Looks at checkpoints and converts them.", allow_abbrev=False
+        "lightning-zero",
+        description="Looks at checkpoints, converts them, and measures disks.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=lightning_zero.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
