@@ -14,12 +14,25 @@ from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 
+from typing_extensions import Buffer
+
 from lightning_zero.checkpoint.directory import put_in_place
 
 __all__ = ["explained", "replacing"]
 
 _GIB = 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class _WholeWrites(FileIO):
+    """A file without a buffer, of which one `write` writes everything."""
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < view.nbytes:  # the system may take less, on a disk that is getting full
+            written += super().write(view[written:]) or 0
+        return written
 
 
 @contextlib.contextmanager
@@ -40,7 +53,7 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
     """
     _remove_leftovers(path)
     beside = path.with_name(f".{path.name}.incomplete-{token_hex(4)}")
-    with explained(path, nbytes), FileIO(beside, "x") as file:
+    with explained(path, nbytes), _WholeWrites(beside, "x") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)  # it is at work: not a left-over
             _reserve(file, nbytes)
