@@ -49,6 +49,11 @@ def test_a_file_appears_when_the_block_ends_and_takes_the_place_of_another(tmp_p
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
+    write(tmp_path / ("x" * 255))
+    assert os.listdir(tmp_path) == ["x" * 255]
+
+
 def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path):
     with replacing(tmp_path / "a", 10_000) as file:
         file.write(b"short")
