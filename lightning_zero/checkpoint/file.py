@@ -14,12 +14,26 @@ from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 
+from typing_extensions import Buffer
+
 from lightning_zero.checkpoint.directory import put_in_place
 
 __all__ = ["explained", "replacing"]
 
 _GIB = 1024**3
+_MAX_NAME = 200  # of the 255 that file systems allow
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class _WholeWrites(FileIO):
+    """A file without a buffer, of which one `write` writes everything."""
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < view.nbytes:  # the system may take less, on a disk that is getting full
+            written += super().write(view[written:]) or 0
+        return written
 
 
 @contextlib.contextmanager
@@ -39,10 +53,11 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
         OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
     """
     _remove_leftovers(path)
-    beside = path.with_name(f".{path.name}.incomplete-{token_hex(4)}")
-    with explained(path, nbytes), FileIO(beside, "x") as file:
+    beside = path.with_name(f".{path.name[:_MAX_NAME]}.incomplete-{token_hex(4)}")
+    with explained(path, nbytes), _WholeWrites(beside, "x") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # it is at work: not a left-over
+            with contextlib.suppress(OSError):  # where the file system has no locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # at work: not a left-over
             _reserve(file, nbytes)
             yield file
             file.truncate(file.tell())
@@ -82,7 +97,9 @@ def _reserve(file: FileIO, nbytes: int) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    for name in glob.glob(f".{glob.escape(path.name)}.incomplete-*", root_dir=path.parent):
+    for name in glob.glob(
+        f".{glob.escape(path.name[:_MAX_NAME])}.incomplete-????????", root_dir=path.parent
+    ):
         leftover = path.parent / name
         if leftover.is_dir():
             continue

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 
@@ -46,6 +47,11 @@ def test_a_file_appears_when_the_block_ends_and_takes_the_place_of_another(tmp_p
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
+    write(tmp_path / ("x" * 255))
+    assert os.listdir(tmp_path) == ["x" * 255]
 
 
 def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path):
@@ -108,6 +114,21 @@ def test_a_disk_that_gets_full_while_writing_is_the_same_error(small_disk):
     with pytest.raises(OSError, match="was not written: it needs 10 bytes"):
         write_too_much(path)
     assert os.listdir(small_disk) == []
+
+
+def test_a_write_of_which_the_system_takes_a_part_is_continued(tmp_path):
+    process = multiprocessing.Process(target=_write_beyond_a_limit, args=(tmp_path / "a",))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert os.listdir(tmp_path) == []
+
+
+def _write_beyond_a_limit(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the first 1000 bytes are taken
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(OSError, match="was not written"), replacing(path, 0) as file:
+        file.write(bytes(1500))
 
 
 def _write_forever(path, is_at_work):
