@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 
 __all__ = ["RankFile", "Written"]
+
+_SYNC_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ class RankFile:
         """Writes the items of `planner.plan` and syncs; what two names share is written once."""
         places: dict[Any, _StorageInfo] = {}
         results = []
-        with open(self._folder / self._name, "wb", buffering=0) as raw:
-            file = _HashedFile(raw)
+        with (
+            open(self._folder / self._name, "wb", buffering=0) as raw,
+            ThreadPoolExecutor(2, thread_name_prefix="zero-save") as threads,
+        ):
+            file = _HashedFile(raw, threads)
             for item in planner.plan.items:
                 value = planner.state_dict[item.index.fqn]
                 key: Any = item.index
@@ -65,7 +71,7 @@ class RankFile:
                     _append(planner.resolve_data(item), file)
                     places[key] = _StorageInfo(self._name, start, file.tell() - start)
                 results.append(WriteResult(item.index, places[key].length, places[key]))
-            os.fsync(raw.fileno())
+            file.sync()
         return Written(self._name, file.tell(), file.digest.hexdigest(), results)
 
 
@@ -85,16 +91,18 @@ def _append(data: Tensor | io.BytesIO, file: _HashedFile) -> None:
 
 
 class _HashedFile(io.RawIOBase):
-    """A file that is appended to and hashed.
+    """A file that is appended to, and beside that hashed and brought to the disk.
 
     Attributes:
         digest: Of what was written.
         error: Why a write failed.
     """
 
-    def __init__(self, raw: io.FileIO) -> None:
+    def __init__(self, raw: io.FileIO, threads: ThreadPoolExecutor) -> None:
         self._raw = raw
-        self._position = 0
+        self._threads = threads
+        self._position = self._synced = 0
+        self._syncing: Future[None] | None = None
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
 
@@ -106,13 +114,31 @@ class _HashedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.digest.update(view)
+        hashing = self._threads.submit(self.digest.update, view)
         written = 0
         try:
             while written < view.nbytes:
                 written += self._raw.write(view[written:]) or 0
+            self._position += written
+            self._sync_behind()
         except OSError as error:
             self.error = error
             raise
-        self._position += written
+        finally:
+            hashing.result()  # it reads `data`
         return written
+
+    def _sync_behind(self) -> None:
+        """Has the disk write while the next items are read: else it waits for the last one."""
+        if self._syncing is not None and self._syncing.done():
+            self._syncing.result()
+            self._syncing = None
+        if self._syncing is None and self._position - self._synced >= _SYNC_BYTES:
+            self._synced = self._position
+            self._syncing = self._threads.submit(os.fdatasync, self._raw.fileno())
+
+    def sync(self) -> None:
+        """All of it is on the disk."""
+        if self._syncing is not None:
+            self._syncing.result()
+        os.fsync(self._raw.fileno())
