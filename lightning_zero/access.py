@@ -88,6 +88,7 @@ def _readable(bucket: Bucket) -> Iterator[None]:
     if bucket.is_shown:
         yield  # an outer context shows it, to be written to
         return
+    bucket.wait_for_all_steps()
     was_whole = bucket.is_whole
     if bucket.is_gathered_before_use:
         bucket.gather()

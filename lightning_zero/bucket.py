@@ -17,9 +17,8 @@ bucket waits for it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -35,8 +34,8 @@ from lightning_zero.plan import BucketPlan
 from lightning_zero.shards import Shards
 from lightning_zero.stage import State
 from lightning_zero.stored import StoredTensor
-from lightning_zero.tiers import Home
-from lightning_zero.worker import StepWorker
+from lightning_zero.tiers import Home, InFile
+from lightning_zero.worker import Stepping, StepWorker
 
 __all__ = ["Bucket", "Phase"]
 
@@ -88,9 +87,11 @@ class Bucket:
         if landing.storage.is_elsewhere(plan.tiers.grad):
             numel = plan.layout.shard_numel
             self._grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
-        self.grads = Gradients(plan, parameters, comm, grad_dtype, self._grad_home)
+        self.grads = Gradients(
+            plan, parameters, comm, grad_dtype, self._grad_home, settle=self.wait_for_step
+        )
         self._pending: Pending | None = None
-        self._stepping: Future[None] | None = None  # a worker steps this bucket
+        self._stepping: Stepping | None = None  # a worker steps this bucket
         self._stepped: Tensor | None = None  # the master in memory while in STEP
         self._make_whole = make_whole
         self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
@@ -185,6 +186,31 @@ class Bucket:
         source = self.shards.send_params()
         return self._comm.all_gather(self._whole.tensor, self.plan.name, source)
 
+    @property
+    def _sends_from_cpu(self) -> bool:
+        """A gather copies to the device from CPU memory, perhaps after it is waited for."""
+        is_apart = self.shards.storage.is_apart
+        return is_apart and self.plan.tiers.param is Tier.CPU
+
+    def look_at_rest(self, index: int) -> Tensor:
+        """What `parameter.data` is of slot `index`: a tensor, or what reads it from its file."""
+        self.settle()
+        exact = self.shards.exact
+        if self.phase is Phase.SHARD and isinstance(exact, InFile):
+            own = self.shards.own_range(index)
+            return exact.look(own.start, own.stop)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameters[index].data
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self._device
+
+    def wait_for_all_steps(self) -> None:
+        """Waits until a worker has stepped every bucket: its gathers come before any other."""
+        self._worker.drain()
+
     def read_ahead(self) -> bool:
         """Begins to read a shard that rests in a file; whether there was a buffer for it."""
         reader = self.shards.reader
@@ -217,7 +243,8 @@ class Bucket:
         self.phase = Phase.SHARD
 
     def settle(self) -> None:
-        """Waits for a gather after the step, so that what rests whole is whole. Local."""
+        """Waits for a step and the gather after it, so that what is read is at rest. Local."""
+        self.wait_for_step()
         if not self.is_gathered_before_use:
             self.finish_gather()
 
@@ -281,7 +308,7 @@ class Bucket:
 
     # ---------------------------------------------------------------- the step
 
-    def begin_step(self, stepping: Future[None] | None = None) -> None:
+    def begin_step(self, stepping: Stepping | None = None) -> None:
         """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
 
         Args:
@@ -290,6 +317,7 @@ class Bucket:
         self.finish_gather()
         self.shards.absorb_changes()
         self.shards.stop_reading()  # what was read ahead is about to change
+        self._comm.wait_for_sent(self._sends_from_cpu)
         if self.is_gathered_before_use:
             self._point_at_rest()
         elif self.plan.stage.gathers_after_step:
@@ -313,13 +341,16 @@ class Bucket:
         Raises:
             RuntimeError: The step failed.
         """
-        if self._stepping is None:
+        stepping = self._stepping
+        if stepping is None:
             return
-        stepping, self._stepping = self._stepping, None
-        try:
-            stepping.result()
-        except BaseException as error:
+        error = stepping.exception()  # waits; an interrupt leaves the step to the next who waits
+        self._stepping = None
+        if error is not None:
             raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
+        event = stepping.result()
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def enter_step(self, *, has_grads: bool = True) -> None:
         """Points parameters at their masters and `.grad` at their reduced gradients, if wanted.
@@ -332,6 +363,7 @@ class Bucket:
         grads: list[Tensor | None] = [None] * len(self.parameters)
         if has_grads:
             grads = self.grads.fetch_all(self.plan.master_dtype)
+        self._comm.wait_for_sent(self._sends_from_cpu)
         master = self.shards.stepped()
         self._stepped = master.fetch(0, master.numel)
         parts = self.shards.cut(self._stepped)
@@ -373,8 +405,10 @@ class Bucket:
 
     def undo_step(self) -> None:
         """Back to rest after an optimizer that failed in its step."""
-        with suppress(RuntimeError):
+        try:
             self.wait_for_step()
+        except RuntimeError as error:
+            warnings.warn(f"{error}; its parameters may be stepped in part.", stacklevel=2)
         if self.phase is Phase.STEP:
             self.leave_step(is_changed=True)
         elif self.phase is Phase.GATHERING and self._pending is None:
@@ -439,6 +473,7 @@ class Bucket:
                 values = read(index, self.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
+            self._comm.wait_for_sent(self._sends_from_cpu)
             self.shards.store_exact(exact)
             if self.phase is Phase.WHOLE and not self.steps_whole:
                 self._send_shard().wait()
@@ -481,6 +516,7 @@ class Bucket:
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
             own = exact.tensor if self.steps_whole else exact.shard(rank)
+            self._comm.wait_for_sent(self._sends_from_cpu)
             self.shards.store_exact(own)
             if self._whole.is_allocated:
                 self._whole.tensor.copy_(exact.tensor)

@@ -50,10 +50,19 @@ class BucketStep:
             grad = bucket.grads.fetch(index)
             if grad is not None and parameter in template.group_of:
                 self._grads[index] = grad
+                self._bring_states(self._state.get(parameter, {}))
                 if bucket.shards.keeps_states_in_files:
                     bucket.shards.adopt_state(index, self._state.get(parameter, {}))
         self._known: dict[int, dict[str, Any]] = {}  # by slot: states after the chunks so far
         self.is_in_chunks = False
+
+    def _bring_states(self, state: dict[str, Any]) -> None:
+        """Moves states to the CPU where they are stepped there: loaded ones may be elsewhere."""
+        if self._device.type != "cpu":
+            return
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                state[key] = value.cpu()
 
     def jobs(self) -> list[Job]:
         """The chunks in order."""

@@ -61,7 +61,13 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     step = numel
     if files:
         itemsize = sum(home.dtype.itemsize for home in files.values())
-        step = bucket.shards.storage.step_buffer_bytes // itemsize // PAGE_BYTES * PAGE_BYTES
+        nbytes = bucket.shards.storage.step_buffer_bytes
+        step = nbytes // itemsize // PAGE_BYTES * PAGE_BYTES
+        if not step:
+            raise ValueError(
+                f"a buffer of {nbytes} bytes cannot hold {PAGE_BYTES} elements of all {len(files)} "
+                f"tensors of {bucket.plan.name} that rest in files; use a larger buffer_size."
+            )
     chunks = []
     for start in range(0, numel, step):
         stop = min(start + step, numel)

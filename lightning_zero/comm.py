@@ -268,6 +268,11 @@ class Communicator:
         self._is_aborted = False
         return True
 
+    def wait_for_sent(self, is_from_cpu: bool) -> None:
+        """Before CPU memory is written to from which gathers copied: waits for the copies."""
+        if is_from_cpu:
+            self._exchange.wait_for_sent()
+
     def forget(self, pending: Pending) -> None:
         """Drops a collective without waiting; its tensors live on, as its data may still arrive."""
         self._forgotten.append(pending)

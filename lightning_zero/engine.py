@@ -176,6 +176,12 @@ class Engine:
         self._attach(optimizer, self._examine(optimizer))
 
     def _attach(self, optimizer: Optimizer, kind: StepKind) -> None:
+        if kind is StepKind.AT_ONCE and self.config.overlap_step and self.comm.rank == 0:
+            warnings.warn(
+                f"overlap_step has no effect on {type(optimizer).__name__}: it can only step all "
+                "parameters in one call.",
+                stacklevel=2,
+            )
         shard_initial_state(optimizer)
         members = set(_parameters_of(optimizer))
         for bucket in self.buckets:
@@ -215,6 +221,8 @@ class Engine:
         if self.config.assume_elementwise:
             return StepKind.AT_ONCE
         try:
+            if self.device.type != "cpu" and self.config.offload_optimizer is not None:
+                probe(optimizer, torch.device("cpu"), torch.float32)  # steps there, too
             return probe(optimizer, self.device, torch.float32)
         except NotElementwiseError:
             if self.config.states.has_shard(State.OPTIM):
@@ -348,6 +356,9 @@ class Engine:
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients are dropped. Local."""
+        self._worker.drain()
+        for step in self._steps:
+            step.reset()
         self.schedule.reset()
 
     def rally(self, deadline: timedelta) -> bool:
@@ -359,10 +370,24 @@ class Engine:
             Whether all of them came before the deadline; if not, no collective is possible any
             more.
         """
+        self._worker.drain()  # it waits for no rank, and needs the groups that go
+        for step in self._steps:
+            step.reset()
         if not self.comm.rally(deadline):
             return False
         self.schedule.recover()
         return True
+
+    def _failure_of_the_last_step(self) -> RuntimeError | None:
+        """Why a step that nobody has waited for yet has failed."""
+        self._worker.drain()
+        failure: RuntimeError | None = None
+        for bucket in self.buckets:
+            try:
+                bucket.wait_for_step()
+            except RuntimeError as error:
+                failure = failure or error
+        return failure
 
     def fits_in_memory(self) -> bool:
         """Whether what rests on NVMe would fill at most half of the CPU memory. Collective."""
@@ -391,6 +416,7 @@ class Engine:
     def abandon(self) -> None:
         """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
         self._is_closed = True
+        self._worker.drain()
         for step in self._steps:
             step.detach()
         self.schedule.detach()
@@ -410,14 +436,18 @@ class Engine:
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
                 States on NVMe that would fill more than half of the memory are dropped instead
                 (`check_has_states` then raises), for their files go.
+
+        Raises:
+            RuntimeError: The last step failed beside the end of training; all is given back then.
         """
         if self._is_closed:
             return
         self._is_closed = True
         device = device or self.device
-        self._worker.drain()
+        failure = self._failure_of_the_last_step()
         for step in self._steps:
             step.detach()
+            step.reset()
         self.schedule.detach()
         self.schedule.reset()
         self._lacks_states = keeps_optimizer_shards and not self.fits_in_memory()
@@ -434,6 +464,8 @@ class Engine:
         self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()
+        if failure is not None:
+            raise failure
 
 
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:
@@ -479,4 +511,8 @@ def _check_devices(module: nn.Module, device: torch.device | None) -> torch.devi
         raise ValueError(
             f"all parameters must be on one device, got {where}; call module.to(device)."
         )
-    return device or next(iter(devices))
+    device = device or next(iter(devices))
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

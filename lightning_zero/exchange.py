@@ -43,6 +43,9 @@ class Exchange(Protocol):
     def all_reduce(self, whole: Tensor) -> Pending:
         """Averages `whole` in place."""
 
+    def wait_for_sent(self) -> None:
+        """Waits until no gather reads its source any more."""
+
 
 def backend_for(device: torch.device) -> str:
     """The default group's backend for tensors of `device`; a group may have one for each kind."""
@@ -66,6 +69,9 @@ class Closed:
     def all_reduce(self, whole: Tensor) -> Pending:
         """See `Exchange`."""
         return self.all_gather(whole)
+
+    def wait_for_sent(self) -> None:
+        """See `Exchange`."""
 
 
 @dataclass
@@ -151,6 +157,9 @@ class PeerToPeer:
             self._gather(whole, tag).wait()
 
         return _Works([], (whole,), gather)
+
+    def wait_for_sent(self) -> None:
+        """See `Exchange`. Sources are copied at once here."""
 
     def _gather(self, whole: Tensor, tag: int) -> Pending:
         if self._size == 1:
@@ -269,6 +278,11 @@ class Native:
             if not self._has_mean:
                 whole.mul_(1 / self._size)
             return self._event(self._reduce_stream, whole)
+
+    def wait_for_sent(self) -> None:
+        """See `Exchange`."""
+        if self._gather_stream is not None:
+            self._gather_stream.synchronize()
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
         if stream is None:

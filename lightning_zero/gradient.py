@@ -56,12 +56,14 @@ class Gradients:
         comm: Communicator,
         dtype: torch.dtype,
         home: GradHome | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self._plan = plan
         self._parameters = list(parameters)
         self._comm = comm
         self._dtype = dtype  # of the reduced gradients
         self._home = home  # where the mean rests, if not on the device
+        self._settle = settle  # waits until a worker has stepped with these gradients
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
         self.whole: FlatBuffer | None = None
@@ -127,7 +129,9 @@ class Gradients:
             else:
                 view.copy_(dense)
             # A parameter that has been released meanwhile cannot show an n-D gradient.
-            parameter.grad = view if parameter.data.shape == view.shape else None
+            data = parameter.data
+            fits = data.shape == view.shape and data.device == view.device
+            parameter.grad = view if fits else None
         self.is_local[index] = self.is_touched[index] = True
         was_complete = self.is_complete
         self._expected.discard(index)
@@ -201,7 +205,12 @@ class Gradients:
         """Points `.grad` at the reduced gradients; it stays None where there is none.
 
         torch compares sizes when `.grad` is set, so the parameter is its slice for that moment.
+        Past the guards: values that are still being gathered or stepped are not waited for.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._show()
+
+    def _show(self) -> None:
         for index, parameter in enumerate(self._parameters):
             if not self.is_reduced[index] or self.is_local[index]:
                 continue
@@ -378,7 +387,13 @@ class Gradients:
         self.slices = self._cut(mean) if self._home is None else self._look()
         self._views = self.slices
         if not self._is_whole_mean:
-            self._views = [ShardedGrad.wrap(part, self._comm) for part in self.slices]
+            self._views = [self._wrap(index) for index in range(len(self.slices))]
+
+    def _wrap(self, index: int) -> ShardedGrad:
+        def change(function: Callable[[Tensor], object]) -> None:
+            self.apply_(function, [index])
+
+        return ShardedGrad.wrap(self.slices[index], self._comm, settle=self._settle, change=change)
 
     def _look(self) -> list[Tensor]:
         """By slot, what the home shows of the mean."""

@@ -61,7 +61,10 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _METADATA and isinstance(args[0], GuardedParameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
-        if func in _DATA and isinstance(args[0], GuardedParameter):
+        if func == _GET_DATA and isinstance(args[0], GuardedParameter):
+            placement = placement_of(args[0])
+            return placement.bucket.look_at_rest(placement.index)
+        if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             placement_of(args[0]).bucket.settle()
         elif func not in _UNTOUCHED:
             for parameter in _guarded_in((args, kwargs)):
@@ -146,6 +149,10 @@ def _size(placement: Placement, dim: int | None = None) -> Any:
     return placement.shape if dim is None else placement.shape[dim]
 
 
+def _index_of(device: torch.device) -> int:
+    return -1 if device.index is None else device.index
+
+
 # Answered for the whole parameter.
 _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
@@ -157,21 +164,23 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.ndimension: lambda placement: len(placement.shape),
     Tensor.ndim.__get__: lambda placement: len(placement.shape),  # type: ignore[attr-defined]
     Tensor.__len__: lambda placement: placement.shape[0],
+    Tensor.device.__get__: lambda placement: placement.bucket.device,
+    Tensor.is_cpu.__get__: lambda placement: placement.bucket.device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda placement: placement.bucket.device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
 }
 
 # `data` is what rests on this rank; where that is the whole, its gather must be over.
-_DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # Answered by the object as it is; none of these reads the values.
 _UNTOUCHED = {
     getattr(Tensor, name).__get__
     for name in (
-        "device",
         "grad",
         "grad_fn",
         "grad_dtype",
-        "is_cpu",
-        "is_cuda",
         "is_leaf",
         "is_meta",
         "is_quantized",
@@ -197,7 +206,6 @@ _UNTOUCHED |= {
 _UNTOUCHED |= {
     Tensor.grad.__delete__,  # type: ignore[union-attr]  # a descriptor, typed as its value
     Tensor.__hash__,
-    Tensor.get_device,
     Tensor.element_size,
     Tensor.is_complex,
     Tensor.is_floating_point,

@@ -166,11 +166,14 @@ class ShardBytes:
         optim: Master, where it is a tensor of its own, and two moments as Adam keeps them: how much
             an optimizer keeps is known after its first step only.
         grad: The mean gradient.
+        is_trainable: The optimizer steps it from the beginning. What is frozen takes nothing but
+            its parameters until it is unfrozen.
     """
 
     param: int
     optim: int
     grad: int
+    is_trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,12 @@ def assign_tiers(
     left = _Purse(offload_param, offload_optimizer, budgets)
     params = list(_choose([(s.param, s.param) for s in shards], offload_param, left))
     # What "auto" puts on the device or into CPU memory brings its gradient along.
-    optims = list(_choose([(s.optim, s.optim + s.grad) for s in shards], offload_optimizer, left))
+    trained = [(s.optim, s.optim + s.grad) for s in shards if s.is_trainable]
+    chosen = _choose(trained, offload_optimizer, left)
+    frozen = _tier_of_frozen(offload_optimizer)
+    optims = [
+        next(chosen) if s.is_trainable else frozen if s.optim else Tier.DEVICE for s in shards
+    ]
     cpu_bytes: float = left.cpu
     if offload_optimizer is not None and offload_optimizer.device == "nvme":
         limit = offload_optimizer.max_in_cpu_bytes
@@ -218,10 +226,17 @@ def assign_tiers(
     for shard, param, optim in zip(shards, params, optims, strict=True):
         grad = optim
         if optim is Tier.NVME and shard.grad <= cpu_bytes:
-            cpu_bytes -= shard.grad
+            cpu_bytes -= shard.grad * shard.is_trainable
             grad = Tier.CPU
         tiers.append(BucketTiers(param, optim, grad))
     return tiers
+
+
+def _tier_of_frozen(config: OffloadConfig | None) -> Tier:
+    """Where the optimizer shard of frozen parameters would rest once they are unfrozen."""
+    if config is None:
+        return Tier.DEVICE
+    return Tier.CPU if config.device == "auto" else Tier(config.device)
 
 
 class _Purse:

@@ -189,6 +189,8 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
         shard, numel = _shard_bytes(plan, bucket), bucket.layout.shard_numel
         has_own_master = bucket.master_dtype != bucket.dtype
         params += shard.param * (bucket.tiers.param is Tier.NVME)
+        if not bucket.is_trainable:
+            continue
         others += shard.grad * (bucket.tiers.grad is Tier.NVME)
         if has_own_master and bucket.tiers.optim is Tier.NVME:
             others += numel * bucket.master_dtype.itemsize
@@ -197,13 +199,14 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
 
 def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
-    is_stepped = bucket.is_trainable and bucket.stage.has_shard(State.OPTIM)
+    is_stepped = bucket.stage.has_shard(State.OPTIM)  # what is frozen may be unfrozen
     has_own_master = bucket.master_dtype != bucket.dtype
     master = bucket.master_dtype.itemsize
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
         optim=numel * master * (2 + has_own_master) if is_stepped else 0,
         grad=numel * plan.grad_dtype(bucket).itemsize if is_stepped else 0,
+        is_trainable=bucket.is_trainable,
     )
 
 

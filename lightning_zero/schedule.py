@@ -211,11 +211,19 @@ class Schedule:
         if self._depth > 1 or self.moment is Moment.BACKWARD:
             return
         self.moment = Moment.FORWARD
+        self._wait_for_gathers_of_steps()
         self._forward_trace.begin()
         self._share_buffers()
         for unit in self.units:
             if unit.is_held:
                 self._unshard(unit)
+
+    def _wait_for_gathers_of_steps(self) -> None:
+        """A worker must not gather while units are gathered: the order would differ by rank."""
+        if self._gathers:
+            for bucket in self._buckets:
+                if bucket.plan.stage.gathers_after_step:
+                    bucket.wait_for_step()
 
     def close(self) -> None:
         """Ends what `open` began. Without gradients nothing stays whole; else backward follows."""

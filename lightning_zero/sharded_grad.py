@@ -28,19 +28,33 @@ class ShardedGrad(Tensor):
     """
 
     _comm: Communicator
+    _settle: Callable[[], None] | None = None  # before it is written to
+    _change: Callable[[Callable[[Tensor], object]], None] | None = None  # of one in a file
 
     @staticmethod
-    def wrap(local: Tensor, comm: Communicator) -> ShardedGrad:
+    def wrap(
+        local: Tensor,
+        comm: Communicator,
+        *,
+        settle: Callable[[], None] | None = None,
+        change: Callable[[Callable[[Tensor], object]], None] | None = None,
+    ) -> ShardedGrad:
         """`local` (1-D, possibly empty) as this rank's part of one gradient; memory is shared.
 
-        A StoredTensor stays one: its elements are read when they are used, and never written.
+        Args:
+            local: A StoredTensor stays one: its elements are read when they are used.
+            comm: Adds up over ranks.
+            settle: Called before it is written to.
+            change: Applies a function that writes to elements which rest in a file.
         """
         grad: ShardedGrad
         if isinstance(local, StoredTensor):
             grad = _StoredGrad.like(local)
+            grad._change = change
         else:
             grad = local.as_subclass(ShardedGrad)
         grad._comm = comm
+        grad._settle = settle
         return grad
 
     @property
@@ -67,8 +81,11 @@ class ShardedGrad(Tensor):
             )
         grads = [g for a in args for g in (a if isinstance(a, (list, tuple)) else [a])]
         comm = next((g._comm for g in grads if isinstance(g, ShardedGrad)), None)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        if _is_writing(name):
+            result = _write(func, args, kwargs)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
         if name == _UNSCALE and comm is not None:
             comm.max_(args[1])  # an infinity in anybody's slice makes every rank leave out the step
         is_new = type(result) is Tensor or (
@@ -96,6 +113,31 @@ class _StoredGrad(ShardedGrad, StoredTensor):  # type: ignore[misc]  # as above,
     def local(self) -> Tensor:
         """The slice, read now."""
         return self.read()
+
+
+def _is_writing(name: str) -> bool:
+    """By torch's convention a trailing underscore, or an in-place operator, means writing."""
+    is_operator = name.startswith("__i") and name.endswith("__") and name != "__init__"
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
+
+
+def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a function that writes to its first argument: a gradient, or a list of them."""
+    first, *rest = args
+    is_list = isinstance(first, (list, tuple))
+    for grad in first if is_list else [first]:
+
+        def change(part: Tensor) -> None:
+            func([part] if is_list else part, *rest, **kwargs)
+
+        if isinstance(grad, ShardedGrad) and grad._settle is not None:
+            grad._settle()
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(grad, ShardedGrad) and grad._change is not None:
+                grad._change(change)
+            else:
+                change(grad)
+    return first
 
 
 def _plain(grad: Tensor) -> Tensor:

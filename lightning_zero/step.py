@@ -34,7 +34,7 @@ from lightning_zero.offload import Tier
 from lightning_zero.probe import StepKind
 from lightning_zero.stand_in import Template
 from lightning_zero.tiers import Job, Storage
-from lightning_zero.worker import StepWorker
+from lightning_zero.worker import Stepping, StepWorker, fail, mark
 
 __all__ = ["OptimizerStep"]
 
@@ -72,6 +72,11 @@ class OptimizerStep:
             optimizer.register_state_dict_pre_hook(self._drain),
             optimizer.register_load_state_dict_pre_hook(self._drain),
         ]
+
+    def reset(self) -> None:
+        """After an exception, which may have come between the two hooks."""
+        self._is_inside = self._is_inside_bucket = False
+        self._stepping = []
 
     def detach(self) -> None:
         """Removes the hooks."""
@@ -129,33 +134,37 @@ class OptimizerStep:
     def _step_by_bucket(self) -> None:
         template = Template(self.optimizer)
         steps = [BucketStep(bucket, template) for bucket in self._stepping]
-        stepping: list[Future[None]] = []
-        work: list[tuple[Bucket, Future[None], list[Job]]] = []
-        for step in steps:
-            future: Future[None] = Future()
-            stepping.append(future)
-            step.bucket.begin_step(future if self._worker is not None else None)
-            work.append((step.bucket, future, step.jobs()))
-        if self._worker is not None:
-            self._worker.submit(lambda: self._run(work), stepping)
-        else:
-            self._run(work)
+        stepping: list[Stepping] = []
+        work: list[tuple[Bucket, Stepping, list[Job]]] = []
+        try:
+            for step in steps:
+                future: Stepping = Future()
+                stepping.append(future)
+                step.bucket.begin_step(future if self._worker is not None else None)
+                work.append((step.bucket, future, step.jobs()))
+            if self._worker is not None:
+                self._worker.submit(lambda: self._run(work), stepping)
+            else:
+                self._run(work)
+        except BaseException as error:
+            fail(stepping, error)  # nobody else will: a reset waits for them
+            raise
 
     def _drain(self, *_: Any) -> None:
         if self._worker is not None:
             self._worker.drain()
 
-    def _run(self, work: Sequence[tuple[Bucket, Future[None], list[Job]]]) -> None:
+    def _run(self, work: Sequence[tuple[Bucket, Stepping, list[Job]]]) -> None:
         """Runs the jobs of every bucket; a bucket has been stepped when its writes have begun."""
-        stepped: list[tuple[Bucket, Future[None]]] = []
+        stepped: list[tuple[Bucket, Stepping]] = []
 
         def finish() -> None:
             while stepped:
                 bucket, future = stepped.pop()
                 bucket.end_step()
-                future.set_result(None)
+                future.set_result(mark(self._storage.device))
 
-        def after(job: Job, bucket: Bucket, future: Future[None], is_last: bool) -> Job:
+        def after(job: Job, bucket: Bucket, future: Stepping, is_last: bool) -> Job:
             def run(views: list[Tensor]) -> None:
                 finish()
                 job.run(views)

@@ -128,15 +128,14 @@ def test_offloaded_buckets_rest_where_the_settings_say(device):
         assert tiers == BucketTiers(param=tier)
 
 
-def test_what_is_never_stepped_stays_out_of_the_optimizers_tier():
+def test_what_is_frozen_rests_where_it_would_be_stepped_once_it_is_unfrozen():
     module = gpt()
     module.blocks.requires_grad_(False)
     optimizer = {p: 0 for p in module.parameters() if p.requires_grad}
     config = ZeroConfig(stage=3, offload_optimizer="cpu", offload_param="cpu")
     for bucket in make_plan(module, config, world_size=4, optimizer_of=optimizer).buckets:
-        is_trained = bucket.is_trainable
         assert bucket.tiers.param is Tier.CPU
-        assert bucket.tiers.optim is (Tier.CPU if is_trained else Tier.DEVICE)
+        assert bucket.tiers.optim is Tier.CPU
 
 
 def test_half_of_the_bytes_are_offloaded_with_a_ratio_of_one_half():

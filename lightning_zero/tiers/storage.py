@@ -46,6 +46,9 @@ class Storage:
         self._rank = rank
         self._param = offload_param or OffloadConfig()
         self._optimizer = offload_optimizer or OffloadConfig()
+        # Steps move states in files; or parameters in files, where states are elsewhere.
+        has_files = offload_optimizer is not None and offload_optimizer.device != "cpu"
+        self._step = self._optimizer if has_files else self._param
         self._stores: dict[str, NvmeStore] = {}  # by folder
         self._pools: list[BufferPool] = []
         self._pipeline: Pipeline | None = None
@@ -144,7 +147,7 @@ class Storage:
     def pipeline(self) -> Pipeline:
         """Moves optimizer states between files and memory."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._pool(self._optimizer))
+            self._pipeline = Pipeline(self._pool(self._step))
         return self._pipeline
 
     @property
@@ -157,7 +160,7 @@ class Storage:
     @property
     def step_buffer_bytes(self) -> int:
         """Size of one buffer of `pipeline`."""
-        return self._optimizer.buffer_size * _ELEMENT_BYTES
+        return self._step.buffer_size * _ELEMENT_BYTES
 
     def _pool(self, config: OffloadConfig) -> BufferPool:
         pin = config.pin_memory and self.device.type == "cuda"
