@@ -382,9 +382,6 @@ def test_a_scaler_skips_and_unscales_offloaded_steps():
     run_ranks(2, compare, factory, _scaled, (1, 2, 3), GRADS_IN_MEMORY, has_group=False)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="GradScaler writes to gradients, and those in files are read-only"
-)
 def test_a_scaler_unscales_gradients_on_nvme():
     factory = partial(OverflowModule, ranks=2)
     run_ranks(2, compare, factory, _scaled, (3,), {3: [ALL_NVME]}, has_group=False)
