@@ -219,12 +219,12 @@ def find_damage_together(path: Path, rank: int, world_size: int) -> None:
     """Compares a checkpoint with its checksums, every rank its share. Collective.
 
     Raises:
-        ValueError: Some file is damaged; on every rank.
+        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
     """
     try:
         damage = find_damage(path, rank=rank, world_size=world_size)
-    except OSError as error:  # on one rank; the others must learn of it
-        damage = [f"rank {rank} cannot read it ({error})"]
+    except Exception as error:  # on one rank; the others must learn of it
+        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
     if world_size > 1:
         shares: list[Any] = [None] * world_size
         dist.all_gather_object(shares, damage)
