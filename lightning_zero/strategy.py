@@ -619,9 +619,7 @@ class ZeroStrategy(ParallelStrategy):
         path = self.broadcast(checkpoint_path)
         if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        if self.is_global_zero:
-            recover(Path(path))
-        self.barrier()
+        on_rank_zero(self, lambda: recover(Path(path)))
         find_damage_together(Path(path), self.global_rank, self.world_size)
         checkpoint: dict[str, Any] = {}
         failure: Exception | None = None

@@ -78,7 +78,11 @@ def recover(target: Path) -> None:
         return
     aside = sorted(target.parent.glob(_glob(target, "replaced")), key=os.path.getmtime)
     if aside:
-        os.rename(aside[-1], target)
+        try:
+            os.rename(aside[-1], target)
+        except OSError:
+            if not os.path.lexists(target):  # else another process has been faster
+                raise
 
 
 def remove(target: Path) -> None:
@@ -93,10 +97,13 @@ def remove(target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
+    """Waits until the names in `folder` are on the disk, where the file system can tell."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

@@ -29,9 +29,6 @@ def sharded(stage, **options):
     return settings(stage, checkpoint="sharded", **options)
 
 
-# -------------------------------------------------------------------- a full disk
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     done = subprocess.run(
@@ -41,6 +38,27 @@ def small_disk(tmp_path):
         pytest.skip(f"a small disk must be mounted, which needs root: {done.stderr.decode()}")
     yield tmp_path
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+# -------------------------------------------------------------------- a read-only disk
+
+
+def _load_from(rank, world_size, path):
+    trainer = make_trainer(sharded(1))
+    try:
+        trainer.fit(MLPModule(ranks=world_size), ckpt_path=path)
+    except OSError as error:
+        return error.errno
+
+
+def test_what_cannot_be_recovered_is_an_error_on_all_ranks(small_disk):
+    (small_disk / ".a.ckpt.replaced-00000000").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    errors = run_ranks(2, _load_from, str(small_disk / "a.ckpt"), has_group=False)
+    assert errors == [errno.EROFS] * 2
+
+
+# -------------------------------------------------------------------- a full disk
 
 
 class FillingDisk(Callback):
