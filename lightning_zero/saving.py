@@ -206,8 +206,11 @@ class Saving:
             rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
 
     def remove(self, filepath: _PATH) -> None:
-        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only."""
-        self._in_flight.when_done(partial(directory.remove, Path(filepath)))
+        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only.
+
+        Warns where that fails: the save before has succeeded, and other ranks know nothing.
+        """
+        self._in_flight.when_done(partial(_remove_or_warn, Path(filepath)))
 
     def free(self) -> None:
         """Frees what is kept from one save to the next."""
@@ -240,6 +243,13 @@ def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
 def _run_in_session(save: ShardedSave) -> None:
     with save.channel.session():
         save.run()
+
+
+def _remove_or_warn(path: Path) -> None:
+    try:
+        directory.remove(path)
+    except OSError as error:
+        rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
 
 
 def _local_path(filepath: _PATH) -> Path:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -286,6 +287,37 @@ def _drop_predecessor(rank, world_size, folder):
     spec = sharded(3, async_save=True)
     make_trainer(spec, callbacks=[callback]).fit(GPTModule(ranks=world_size))
     return callback.seen
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(is_async, small_disk):
+    old = small_disk / "old.ckpt"
+    old.mkdir()
+    subprocess.run(["mount", "--bind", str(old), str(old)], check=True)  # busy
+    try:
+        run_ranks(2, _drop_busy, str(small_disk), is_async, has_group=False)
+    finally:
+        subprocess.run(["umount", "-l", str(old)], check=True)
+    assert open_checkpoint(small_disk / "0.ckpt")["global_step"] == 1
+    assert old.is_dir()
+
+
+class DroppingBusy(Callback):
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.folder / "0.ckpt")
+            trainer.strategy.remove_checkpoint(self.folder / "old.ckpt")
+
+
+def _drop_busy(rank, world_size, folder, is_async):
+    trainer = make_trainer(sharded(1, async_save=is_async), callbacks=[DroppingBusy(folder)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MLPModule(ranks=world_size))
+    assert any("could not be deleted" in str(w.message) for w in caught) == (rank == 0)
 
 
 def test_a_save_in_flight_ends_although_training_fails(tmp_path):
