@@ -37,6 +37,7 @@ from lightning_zero.checkpoint.sharded import (
 from lightning_zero.checkpoint.writer import ShardedSave
 from lightning_zero.checkpoint_io import ZeroCheckpointIO, raise_damage
 from lightning_zero.engine import Engine
+from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 
 __all__ = [
     "MASTERS_KEY",
@@ -170,21 +171,32 @@ class Saving:
         shards, self._shards = self._shards, {}
         with channel.session():
             save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
-            if not self._is_async or is_closed or not self._may_copy(engine):
+            if not self._is_async or is_closed or not self._may_copy(save, engine):
                 save.run()
                 return
-            save.snapshot(self._memory, pin=engine.device.type == "cuda")
+            pin = engine.device.type == "cuda"
+            try:
+                # Memory may be short on one rank only.
+                channel.attempt(lambda: save.snapshot(self._memory, pin=pin))
+            except BaseException:
+                self._memory.clear()
+                raise
         self._in_flight.start(partial(_run_in_session, save))
 
-    def _may_copy(self, engine: Engine) -> bool:
-        """Whether what rests on NVMe fits into CPU memory. Collective."""
-        fits = engine.fits_in_memory()
-        if not fits and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                "async_save would copy states that rest on NVMe into CPU memory, of which they "
-                "would take more than half: training waits for this save instead."
-            )
+    def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
+        """Whether every rank has the CPU memory for its copy. Collective."""
+        held = sum(kept.numel() * kept.element_size() for kept in self._memory.values())
+        room = available_memory_bytes() // (2 * local_world_size()) + held
+        fits = bool(engine.comm.min_ints([room - save.snapshot_bytes])[0] >= 0)
+        if not fits:
+            self._memory.clear()
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"async_save would copy {save.snapshot_bytes} bytes into CPU memory on each "
+                    "rank, more than half of what is free for it on some: training waits for "
+                    "this save instead."
+                )
         return fits
 
     # ---------------------------------------------------------------- the save in flight

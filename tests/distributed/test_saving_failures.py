@@ -19,8 +19,10 @@ import pytest
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_zero import saving
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.directory import find_damage
+from lightning_zero.checkpoint.writer import ShardedSave
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule, MLPModule
@@ -57,6 +59,52 @@ def test_what_cannot_be_recovered_is_an_error_on_all_ranks(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     errors = run_ranks(2, _load_from, str(small_disk / "a.ckpt"), has_group=False)
     assert errors == [errno.EROFS] * 2
+
+
+# -------------------------------------------------------------------- short memory
+
+
+def test_memory_that_is_short_on_one_rank_is_an_error_on_all(tmp_path):
+    run_ranks(2, _lack_memory, str(tmp_path), has_group=False)
+    assert os.listdir(tmp_path) == []
+
+
+def _lack_memory(rank, world_size, folder):
+    def lack(*args, **options):
+        raise MemoryError("no memory")
+
+    if rank == 1:
+        ShardedSave.snapshot = lack
+    trainer = make_trainer(sharded(1, async_save=True), callbacks=[SavingOnce(folder)])
+    with pytest.raises(MemoryError, match="no memory"):
+        trainer.fit(MLPModule(ranks=world_size))
+
+
+def test_where_one_rank_has_no_memory_for_its_copy_training_waits_for_the_save(tmp_path):
+    run_ranks(2, _wait_for_save, str(tmp_path), has_group=False)
+
+
+def _wait_for_save(rank, world_size, folder):
+    if rank == 1:
+        saving.available_memory_bytes = lambda: 0
+    callback = SavingOnce(folder)
+    trainer = make_trainer(sharded(1, async_save=True), callbacks=[callback])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MLPModule(ranks=world_size))
+    assert callback.is_complete
+    warned = [w for w in caught if "training waits for this save" in str(w.message)]
+    assert len(warned) == (rank == 0)
+
+
+class SavingOnce(Callback):
+    def __init__(self, folder):
+        self.path = Path(folder) / "a.ckpt"
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+            self.is_complete = self.path.is_dir()
 
 
 # -------------------------------------------------------------------- a full disk
