@@ -60,8 +60,11 @@ def put_in_place(temporary: Path, target: Path) -> None:
 
     A symbolic link at `target` is replaced, not followed.
     """
+    is_folder = target.is_dir() and not target.is_symlink()
     if not os.path.lexists(target):
         os.rename(temporary, target)
+    elif not temporary.is_dir() and not is_folder:
+        os.replace(temporary, target)  # at once, on every file system
     elif _exchange(temporary, target):
         _delete(temporary)
     else:
