@@ -19,6 +19,7 @@ import torch
 from lightning import __version__ as lightning_version
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.core import saving
+from torch import Tensor
 
 from lightning_zero.checkpoint import open_checkpoint
 
@@ -39,7 +40,10 @@ def accept_every_format() -> None:
         if isinstance(map_location, (str, torch.device)):
             # The module follows its first tensor.
             state_dict = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {k: v.to(map_location) for k, v in state_dict.items()}
+            checkpoint["state_dict"] = {
+                name: value.to(map_location) if isinstance(value, Tensor) else value
+                for name, value in state_dict.items()
+            }
         return checkpoint
 
     saving.pl_load = load  # type: ignore[attr-defined]
