@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -97,9 +98,24 @@ class Saving:
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
             )
 
-    def check_callbacks(self, trainer: Trainer) -> None:
-        """Warns of a link that would point to a checkpoint before it is complete."""
+    def check_callbacks(self, trainer: Trainer, *, is_sharded: bool) -> None:
+        """Refuses callbacks that would lose checkpoints; after their own set-up.
+
+        Warns of a link that would point to a checkpoint before it is complete.
+
+        Raises:
+            ValueError: Remote storage for the sharded form, or names that `ModelCheckpoint` tells
+                apart by what is on the disk already, when saves are still in flight.
+        """
         callbacks = trainer.checkpoint_callbacks
+        if is_sharded:
+            for callback in callbacks:
+                _local_path(getattr(callback, "dirpath", None) or "")
+        if self._is_async and is_sharded and any(_reuses_names(c) for c in callbacks):
+            raise ValueError(
+                "async_save needs another name for each checkpoint of ModelCheckpoint, which looks "
+                "for those that exist before they are complete; put {step} into its filename."
+            )
         if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
             rank_zero_warn(
                 'ModelCheckpoint(save_last="link") makes its link at once, and async_save ends the '
@@ -262,6 +278,16 @@ def _remove_or_warn(path: Path) -> None:
         directory.remove(path)
     except OSError as error:
         rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
+
+
+def _reuses_names(callback: Checkpoint) -> bool:
+    """Whether it keeps several checkpoints under one name and a counter."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and callback.save_top_k not in (0, 1)
+        and bool(callback.filename)
+        and "{" not in str(callback.filename)
+    )
 
 
 def _local_path(filepath: _PATH) -> Path:

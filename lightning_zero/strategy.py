@@ -404,7 +404,7 @@ class ZeroStrategy(ParallelStrategy):
         self._has_rallied = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            self._saving.check_callbacks(trainer)
+            self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
