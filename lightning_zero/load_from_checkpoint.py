@@ -22,6 +22,7 @@ from lightning.pytorch.core import saving
 from torch import Tensor
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.place import local_path
 
 __all__ = ["accept_every_format"]
 
@@ -52,5 +53,5 @@ def accept_every_format() -> None:
 def _is_ours(path: Any) -> bool:
     if not isinstance(path, (str, Path)) or not _is_local_file_protocol(path):
         return False
-    local = Path(str(path).removeprefix("file://"))
+    local = local_path(path)
     return local.is_dir() or local.suffix == ".safetensors"

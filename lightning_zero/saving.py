@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.channel import Channel
 from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.damage import find_damage
 from lightning_zero.checkpoint.in_flight import InFlight
+from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
     sharded_masters,
@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.sharded import (
     whole_as_shards,
 )
 from lightning_zero.checkpoint.writer import ShardedSave
-from lightning_zero.checkpoint_io import ZeroCheckpointIO, raise_damage
+from lightning_zero.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.engine import Engine
 from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 
@@ -45,7 +45,6 @@ __all__ = [
     "NOTE_KEY",
     "CheckpointForm",
     "Saving",
-    "find_damage_together",
     "is_own_io",
 ]
 
@@ -238,29 +237,12 @@ class Saving:
 
         Warns where that fails: the save before has succeeded, and other ranks know nothing.
         """
-        self._in_flight.when_done(partial(_remove_or_warn, Path(filepath)))
+        self._in_flight.when_done(partial(_remove_or_warn, local_path(filepath)))
 
     def free(self) -> None:
         """Frees what is kept from one save to the next."""
         self._memory.clear()
         self._shards.clear()
-
-
-def find_damage_together(path: Path, rank: int, world_size: int) -> None:
-    """Compares a checkpoint with its checksums, every rank its share. Collective.
-
-    Raises:
-        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
-    """
-    try:
-        damage = find_damage(path, rank=rank, world_size=world_size)
-    except Exception as error:  # on one rank; the others must learn of it
-        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
-    if world_size > 1:
-        shares: list[Any] = [None] * world_size
-        dist.all_gather_object(shares, damage)
-        damage = [line for share in shares for line in share]
-    raise_damage(path, damage)
 
 
 def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
@@ -292,9 +274,9 @@ def _reuses_names(callback: Checkpoint) -> bool:
 
 def _local_path(filepath: _PATH) -> Path:
     text = str(filepath)
-    if "://" in text and not text.startswith("file://"):
+    if not _is_local_file_protocol(text):
         raise ValueError(
             f"a sharded checkpoint needs a file system that all ranks share, got {text}; use "
             'checkpoint="full" for remote storage.'
         )
-    return Path(text.removeprefix("file://")).absolute()
+    return local_path(text)

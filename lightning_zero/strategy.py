@@ -11,7 +11,6 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.directory import recover
-from lightning_zero.checkpoint_io import ZeroCheckpointIO, on_rank_zero
+from lightning_zero.checkpoint.place import local_path
+from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together, on_rank_zero
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
@@ -70,7 +70,6 @@ from lightning_zero.saving import (
     MASTERS_KEY,
     CheckpointForm,
     Saving,
-    find_damage_together,
     is_own_io,
 )
 
@@ -619,8 +618,8 @@ class ZeroStrategy(ParallelStrategy):
         path = self.broadcast(checkpoint_path)
         if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        on_rank_zero(self, lambda: recover(Path(path)))
-        find_damage_together(Path(path), self.global_rank, self.world_size)
+        on_rank_zero(self, lambda: recover(local_path(path)))
+        find_damage_together(local_path(path), self.global_rank, self.world_size)
         checkpoint: dict[str, Any] = {}
         failure: Exception | None = None
         try:
