@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import find_damage, write_torch_file
+from lightning_zero.checkpoint.archive import write_torch_file
+from lightning_zero.checkpoint.damage import find_damage, raise_damage
+from lightning_zero.checkpoint.place import local_path
 
-__all__ = ["ZeroCheckpointIO", "on_rank_zero", "raise_damage"]
+__all__ = ["ZeroCheckpointIO", "find_damage_together", "on_rank_zero"]
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -30,7 +33,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        path = _local(path)
+        path = local_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(checkpoint, path)
 
@@ -41,8 +44,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if _is_local_file_protocol(path) and _local(path).is_file():
-            raise_damage(path, find_damage(_local(path)))
+        if _is_local_file_protocol(path) and local_path(path).is_file():
+            raise_damage(path, find_damage(local_path(path)))
         loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
         return loaded
 
@@ -72,18 +75,18 @@ def on_rank_zero(strategy: Strategy, act: Callable[[], None]) -> None:
         raise RuntimeError(f"rank 0 failed: {text}")
 
 
-def raise_damage(path: _PATH, damage: Sequence[str]) -> None:
-    """Raises where there is any.
+def find_damage_together(path: Path, rank: int, world_size: int) -> None:
+    """Compares a checkpoint with its checksums, every rank its share. Collective.
 
     Raises:
-        ValueError: The checkpoint is damaged.
+        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
     """
-    if damage:
-        raise ValueError(
-            f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
-            "again."
-        )
-
-
-def _local(path: _PATH) -> Path:
-    return Path(get_filesystem(path)._strip_protocol(str(path)))  # without file://, ~ expanded
+    try:
+        damage = find_damage(path, rank=rank, world_size=world_size)
+    except Exception as error:  # on one rank; the others must learn of it
+        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
+    if world_size > 1:
+        shares: list[Any] = [None] * world_size
+        dist.all_gather_object(shares, damage)
+        damage = [line for share in shares for line in share]
+    raise_damage(path, damage)

@@ -19,8 +19,11 @@ import torch
 from lightning import __version__ as lightning_version
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.core import saving
+from torch import Tensor
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.damage import find_damage, raise_damage
+from lightning_zero.checkpoint.place import local_path
 
 __all__ = ["accept_every_format"]
 
@@ -32,6 +35,8 @@ def accept_every_format() -> None:
         return
 
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if _is_local(path_or_url):
+            raise_damage(path_or_url, find_damage(local_path(path_or_url)))
         if not _is_ours(path_or_url):
             return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
         checkpoint = open_checkpoint(path_or_url, weights_only=weights_only)
@@ -39,14 +44,21 @@ def accept_every_format() -> None:
         if isinstance(map_location, (str, torch.device)):
             # The module follows its first tensor.
             state_dict = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {k: v.to(map_location) for k, v in state_dict.items()}
+            checkpoint["state_dict"] = {
+                name: value.to(map_location) if isinstance(value, Tensor) else value
+                for name, value in state_dict.items()
+            }
         return checkpoint
 
     saving.pl_load = load  # type: ignore[attr-defined]
 
 
+def _is_local(path: Any) -> bool:
+    return isinstance(path, (str, Path)) and bool(_is_local_file_protocol(path))
+
+
 def _is_ours(path: Any) -> bool:
-    if not isinstance(path, (str, Path)) or not _is_local_file_protocol(path):
+    if not _is_local(path):
         return False
-    local = Path(str(path).removeprefix("file://"))
+    local = local_path(path)
     return local.is_dir() or local.suffix == ".safetensors"

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,8 +25,8 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.channel import Channel
 from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.damage import find_damage
 from lightning_zero.checkpoint.in_flight import InFlight
+from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
     sharded_masters,
@@ -35,15 +36,15 @@ from lightning_zero.checkpoint.sharded import (
     whole_as_shards,
 )
 from lightning_zero.checkpoint.writer import ShardedSave
-from lightning_zero.checkpoint_io import ZeroCheckpointIO, raise_damage
+from lightning_zero.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.engine import Engine
+from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 
 __all__ = [
     "MASTERS_KEY",
     "NOTE_KEY",
     "CheckpointForm",
     "Saving",
-    "find_damage_together",
     "is_own_io",
 ]
 
@@ -96,9 +97,24 @@ class Saving:
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
             )
 
-    def check_callbacks(self, trainer: Trainer) -> None:
-        """Warns of a link that would point to a checkpoint before it is complete."""
+    def check_callbacks(self, trainer: Trainer, *, is_sharded: bool) -> None:
+        """Refuses callbacks that would lose checkpoints; after their own set-up.
+
+        Warns of a link that would point to a checkpoint before it is complete.
+
+        Raises:
+            ValueError: Remote storage for the sharded form, or names that `ModelCheckpoint` tells
+                apart by what is on the disk already, when saves are still in flight.
+        """
         callbacks = trainer.checkpoint_callbacks
+        if is_sharded:
+            for callback in callbacks:
+                _local_path(getattr(callback, "dirpath", None) or "")
+        if self._is_async and is_sharded and any(_reuses_names(c) for c in callbacks):
+            raise ValueError(
+                "async_save needs another name for each checkpoint of ModelCheckpoint, which looks "
+                "for those that exist before they are complete; put {step} into its filename."
+            )
         if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
             rank_zero_warn(
                 'ModelCheckpoint(save_last="link") makes its link at once, and async_save ends the '
@@ -170,21 +186,32 @@ class Saving:
         shards, self._shards = self._shards, {}
         with channel.session():
             save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
-            if not self._is_async or is_closed or not self._may_copy(engine):
+            if not self._is_async or is_closed or not self._may_copy(save, engine):
                 save.run()
                 return
-            save.snapshot(self._memory, pin=engine.device.type == "cuda")
+            pin = engine.device.type == "cuda"
+            try:
+                # Memory may be short on one rank only.
+                channel.attempt(lambda: save.snapshot(self._memory, pin=pin))
+            except BaseException:
+                self._memory.clear()
+                raise
         self._in_flight.start(partial(_run_in_session, save))
 
-    def _may_copy(self, engine: Engine) -> bool:
-        """Whether what rests on NVMe fits into CPU memory. Collective."""
-        fits = engine.fits_in_memory()
-        if not fits and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                "async_save would copy states that rest on NVMe into CPU memory, of which they "
-                "would take more than half: training waits for this save instead."
-            )
+    def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
+        """Whether every rank has the CPU memory for its copy. Collective."""
+        held = sum(kept.numel() * kept.element_size() for kept in self._memory.values())
+        room = available_memory_bytes() // (2 * local_world_size()) + held
+        fits = bool(engine.comm.min_ints([room - save.snapshot_bytes])[0] >= 0)
+        if not fits:
+            self._memory.clear()
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"async_save would copy {save.snapshot_bytes} bytes into CPU memory on each "
+                    "rank, more than half of what is free for it on some: training waits for "
+                    "this save instead."
+                )
         return fits
 
     # ---------------------------------------------------------------- the save in flight
@@ -206,30 +233,16 @@ class Saving:
             rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
 
     def remove(self, filepath: _PATH) -> None:
-        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only."""
-        self._in_flight.when_done(partial(directory.remove, Path(filepath)))
+        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only.
+
+        Warns where that fails: the save before has succeeded, and other ranks know nothing.
+        """
+        self._in_flight.when_done(partial(_remove_or_warn, local_path(filepath)))
 
     def free(self) -> None:
         """Frees what is kept from one save to the next."""
         self._memory.clear()
         self._shards.clear()
-
-
-def find_damage_together(path: Path, rank: int, world_size: int) -> None:
-    """Compares a checkpoint with its checksums, every rank its share. Collective.
-
-    Raises:
-        ValueError: Some file is damaged; on every rank.
-    """
-    try:
-        damage = find_damage(path, rank=rank, world_size=world_size)
-    except OSError as error:  # on one rank; the others must learn of it
-        damage = [f"rank {rank} cannot read it ({error})"]
-    if world_size > 1:
-        shares: list[Any] = [None] * world_size
-        dist.all_gather_object(shares, damage)
-        damage = [line for share in shares for line in share]
-    raise_damage(path, damage)
 
 
 def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
@@ -242,11 +255,28 @@ def _run_in_session(save: ShardedSave) -> None:
         save.run()
 
 
+def _remove_or_warn(path: Path) -> None:
+    try:
+        directory.remove(path)
+    except OSError as error:
+        rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
+
+
+def _reuses_names(callback: Checkpoint) -> bool:
+    """Whether it keeps several checkpoints under one name and a counter."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and callback.save_top_k not in (0, 1)
+        and bool(callback.filename)
+        and "{" not in str(callback.filename)
+    )
+
+
 def _local_path(filepath: _PATH) -> Path:
     text = str(filepath)
-    if "://" in text and not text.startswith("file://"):
+    if not _is_local_file_protocol(text):
         raise ValueError(
             f"a sharded checkpoint needs a file system that all ranks share, got {text}; use "
             'checkpoint="full" for remote storage.'
         )
-    return Path(text.removeprefix("file://")).absolute()
+    return local_path(text)

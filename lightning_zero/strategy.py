@@ -11,7 +11,6 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.directory import recover
-from lightning_zero.checkpoint_io import ZeroCheckpointIO, on_rank_zero
+from lightning_zero.checkpoint.place import local_path
+from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together, on_rank_zero
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
@@ -70,7 +70,6 @@ from lightning_zero.saving import (
     MASTERS_KEY,
     CheckpointForm,
     Saving,
-    find_damage_together,
     is_own_io,
 )
 
@@ -404,7 +403,7 @@ class ZeroStrategy(ParallelStrategy):
         self._has_rallied = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            self._saving.check_callbacks(trainer)
+            self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -619,10 +618,8 @@ class ZeroStrategy(ParallelStrategy):
         path = self.broadcast(checkpoint_path)
         if is_own_io(self._checkpoint_io) or not _is_local_file_protocol(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        if self.is_global_zero:
-            recover(Path(path))
-        self.barrier()
-        find_damage_together(Path(path), self.global_rank, self.world_size)
+        on_rank_zero(self, lambda: recover(local_path(path)))
+        find_damage_together(local_path(path), self.global_rank, self.world_size)
         checkpoint: dict[str, Any] = {}
         failure: Exception | None = None
         try:

@@ -62,8 +62,8 @@ def test_what_exists_is_replaced_only_by_force(checkpoint, tmp_path, capsys):
         (["export", "a.ckpt", "a.ckpt", "--force"], "error: a.ckpt and a.ckpt overlap"),
         (["export", "a.ckpt", ".", "--force"], "overlap"),
         (["export", "a.ckpt", "out", "--ema"], "error: the checkpoint holds no averaged weights"),
-        (["export", "text", "out"], "error: text is no checkpoint: its first bytes are b'hello'"),
-        (["export", "empty", "out"], "error: empty is no checkpoint: a directory that holds noth"),
+        (["export", "text", "out"], "/text is no checkpoint: its first bytes are b'hello'"),
+        (["export", "empty", "out"], "/empty is no checkpoint: a directory that holds noth"),
         (
             ["export", "a.ckpt", "x.safetensors", "--max-shard-size", "1GB"],
             "error: --max-shard-size is for a directory",
@@ -131,6 +131,18 @@ def test_inspect_says_what_is_in_it(checkpoint, capsys):
         printed[11],
         "checksums   as they were written",
     ]
+
+
+def test_export_refuses_what_is_damaged_unless_told_not_to_look(tmp_path, capsys):
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": torch.full((64,), 7.0)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(torch.full((64,), 7.0).numpy().tobytes(), bytes(255) + b"A"))
+    with pytest.raises(ValueError, match="is damaged: record"):
+        MLPModule.load_from_checkpoint(path)
+    assert main(["export", str(path), str(tmp_path / "out")]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert main(["export", str(path), str(tmp_path / "out"), "--no-verify"]) == 0
 
 
 def test_inspect_finds_damage_and_says_so_with_status_1(checkpoint, capsys):

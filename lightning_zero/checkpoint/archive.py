@@ -48,6 +48,17 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and 
 _ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # more than the headers of a record take
 _NUM_THREADS = 4
+# What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    OSError,
+    OverflowError,
+    RuntimeError,  # and NotImplementedError
+    ValueError,  # and UnicodeDecodeError
+)
 
 Progress = Callable[[int], object]  # is told the bytes of every piece that was written or read
 
@@ -218,7 +229,7 @@ def find_damage(
         try:
             with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
-        except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
+        except _UNREADABLE as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
         check = partial(_check_record, path, file.fileno(), progress)
@@ -230,14 +241,25 @@ def has_checksums(path: Path) -> bool:
     """Whether a file is a torch file whose records have checksums."""
     if not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
+    except _UNREADABLE:
+        return True  # `find_damage` says what is wrong with them
 
 
 def _check_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
-    """What is wrong with a record; None if nothing is."""
+    """What is wrong with a record, or with reading it; None if nothing is."""
+    try:
+        return _compare_record(path, fd, progress, entry)
+    except _UNREADABLE as error:
+        return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
+
+
+def _compare_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
     if entry.compress_type != zipfile.ZIP_STORED:
-        return _check_compressed(path, entry)
+        _check_compressed(path, entry)
+        return None
     header = os.pread(fd, _LOCAL_HEADER.size, entry.header_offset)
     if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
         return f"record {entry.filename} has no header"
@@ -262,11 +284,7 @@ def _check_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInf
     return None
 
 
-def _check_compressed(path: Path, entry: zipfile.ZipInfo) -> str | None:
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(entry) as record:
-            while record.read(PIECE_BYTES):
-                pass
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        return f"record {entry.filename}: {error}"
-    return None
+def _check_compressed(path: Path, entry: zipfile.ZipInfo) -> None:
+    with zipfile.ZipFile(path) as archive, archive.open(entry) as record:
+        while record.read(PIECE_BYTES):
+            pass

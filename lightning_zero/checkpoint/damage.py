@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_zero.checkpoint import archive, directory
 from lightning_zero.checkpoint.archive import Progress, silent
+from lightning_zero.checkpoint.place import local_path
 
-__all__ = ["find_damage", "has_checksums"]
+__all__ = ["find_damage", "has_checksums", "raise_damage"]
 
 
 def find_damage(
-    path: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+    path: str | os.PathLike[str], progress: Progress = silent, *, rank: int = 0, world_size: int = 1
 ) -> list[str]:
     """Compares a checkpoint with the checksums that were written with it, if any were.
 
@@ -24,6 +27,7 @@ def find_damage(
     Returns:
         One line for each damage in this rank's share.
     """
+    path = local_path(path)
     if path.is_dir():
         return directory.find_damage(path, rank=rank, world_size=world_size)
     if path.is_file():
@@ -36,3 +40,16 @@ def has_checksums(path: Path) -> bool:
     if path.is_dir():
         return (path / directory.CHECKSUMS).is_file()
     return archive.has_checksums(path)
+
+
+def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
+    """Raises where there is any.
+
+    Raises:
+        ValueError: The checkpoint is damaged.
+    """
+    if damage:
+        raise ValueError(
+            f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
+            "again."
+        )

@@ -74,17 +74,27 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes the classes of torch's metadata and no others: a checkpoint must not run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (
-            module == "torch.distributed.checkpoint.metadata"
-            or (module, name) in _ALLOWED
-            or (module.split(".")[0] == "pathlib" and name.endswith("Path"))
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        # A dotted name would reach whatever the module imports.
+        if "." not in name and (is_dtype or (module, name) in _ALLOWED):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
 
 
+_METADATA_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _ALLOWED = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),

@@ -60,8 +60,11 @@ def put_in_place(temporary: Path, target: Path) -> None:
 
     A symbolic link at `target` is replaced, not followed.
     """
+    is_folder = target.is_dir() and not target.is_symlink()
     if not os.path.lexists(target):
         os.rename(temporary, target)
+    elif not temporary.is_dir() and not is_folder:
+        os.replace(temporary, target)  # at once, on every file system
     elif _exchange(temporary, target):
         _delete(temporary)
     else:
@@ -78,7 +81,11 @@ def recover(target: Path) -> None:
         return
     aside = sorted(target.parent.glob(_glob(target, "replaced")), key=os.path.getmtime)
     if aside:
-        os.rename(aside[-1], target)
+        try:
+            os.rename(aside[-1], target)
+        except OSError:
+            if not os.path.lexists(target):  # else another process has been faster
+                raise
 
 
 def remove(target: Path) -> None:
@@ -93,10 +100,13 @@ def remove(target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk."""
+    """Waits until the names in `folder` are on the disk, where the file system can tell."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

@@ -23,6 +23,7 @@ import torch
 from lightning_zero.checkpoint.dcp import METADATA, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
+from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 
 __all__ = ["ACCEPTED", "open_checkpoint"]
@@ -53,7 +54,7 @@ def open_checkpoint(
         ValueError: It is no checkpoint, or a truncated one.
         pickle.UnpicklingError: It holds classes that `weights_only` refuses.
     """
-    path = Path(os.fspath(path).removeprefix("file://"))
+    path = local_path(path)
     if path.is_dir():
         return _open_directory(path, weights_only)
     if not path.exists():

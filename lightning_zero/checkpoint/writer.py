@@ -43,7 +43,7 @@ class ShardedSave:
 
     target: Path
     planner: DefaultSavePlanner
-    rest: bytes
+    rest: io.BytesIO
     channel: Channel
 
     @classmethod
@@ -90,7 +90,13 @@ class ShardedSave:
                 planner.mappings = {}  # rank 0's has all names, in their order
 
         channel.attempt(bring_shards)
-        return cls(target, planner, rest.getvalue(), channel)
+        return cls(target, planner, rest, channel)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What `snapshot` takes for this rank's shards."""
+        shards = [v for v in self.planner.state_dict.values() if isinstance(v, ShardTensor)]
+        return sum({_key(shard): shard.owned_bytes for shard in shards}.values())
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
         """Copies this rank's values, so that training may go on before they are written. Local.
@@ -103,7 +109,7 @@ class ShardedSave:
         kept: dict[str, Tensor] = {}
         for name, value in entries.items():
             if isinstance(value, ShardTensor):
-                key = f"{value.source} as {value.dtype}"
+                key = _key(value)
                 if key not in kept:
                     kept[key] = _copy_of(value, memory.get(key), pin)
                 entries[name] = _reading(value, kept[key])
@@ -186,11 +192,11 @@ class ShardedSave:
                 )
         FileSystemWriter(folder).finish(metadata, [one.results for one in written])
         with open(folder / REST, "wb") as rest:
-            rest.write(self.rest)
+            rest.write(self.rest.getbuffer())
             rest.flush()
             os.fsync(rest.fileno())
         digests = {one.file: one.digest for one in written}
-        digests[REST] = hashlib.sha256(self.rest).hexdigest()
+        digests[REST] = hashlib.sha256(self.rest.getbuffer()).hexdigest()
         digests[METADATA] = directory.hash_file(folder / METADATA)
         directory.write_checksums(folder, digests)
         directory.put_in_place(folder, self.target)
@@ -208,6 +214,10 @@ def split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         else:
             rest[key] = value
     return tree, rest
+
+
+def _key(shard: ShardTensor) -> str:
+    return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once
 
 
 def _copy_of(shard: ShardTensor, memory: Tensor | None, pin: bool) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.damage import find_damage, raise_damage
 from lightning_zero.checkpoint.export import plan
 from lightning_zero.checkpoint.mapped import release
 from lightning_zero.cli.sizes import in_words, parse_bytes
@@ -65,6 +66,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--trust", action="store_true", help="unpickle any class; only for files that you trust"
     )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare with the checksums first"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -72,6 +76,8 @@ def _run(args: argparse.Namespace) -> int:
     out: Path = args.out
     _check_paths(args.checkpoint, out, args.force)
     max_shard_bytes = _max_shard_bytes(args)
+    if not args.no_verify:
+        raise_damage(args.checkpoint, find_damage(args.checkpoint))
     opened = open_checkpoint(args.checkpoint, weights_only=False if args.trust else None)
     opened.setdefault("pytorch-lightning_version", lightning.__version__)
     planned = plan(

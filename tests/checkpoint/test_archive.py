@@ -4,13 +4,19 @@ import io
 import os
 import random
 import re
+import zipfile
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint.archive import TorchFile, find_damage, write_torch_file
+from lightning_zero.checkpoint.archive import (
+    TorchFile,
+    find_damage,
+    has_checksums,
+    write_torch_file,
+)
 from lightning_zero.stored import StoredTensor
 
 DTYPES = [
@@ -130,6 +136,23 @@ def test_a_truncated_file_is_an_error(kept, tmp_path):
     os.truncate(path, int(path.stat().st_size * kept))
     (line,) = find_damage(path)
     assert "the directory of its records at the end is missing" in line
+
+
+def test_a_wrong_bit_in_the_directory_at_the_end_is_named_and_never_another_error(tmp_path):
+    path = tmp_path / "a.pt"
+    write_torch_file({"x": torch.arange(4.0)}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir
+    num_found = 0
+    for place in range(start, len(whole)):
+        for bit in (0, 3, 7):
+            data = bytearray(whole)
+            data[place] ^= 1 << bit
+            path.write_bytes(data)
+            num_found += bool(find_damage(path))
+            assert has_checksums(path) in (True, False)
+    assert num_found > 100
 
 
 def test_shares_of_the_work_cover_every_record(tmp_path):

@@ -160,6 +160,27 @@ class _Touch:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "os.mkdir"),
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("pathlib", "Path.mkdir"),
+        ("pathlib._local", "os.mkdir"),
+        ("torch", "os.mkdir"),
+    ],
+)
+def test_metadata_reaches_nothing_through_the_classes_it_may_have(module, name, tmp_path):
+    touched = str(tmp_path / "touched")
+    words = [b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name, touched)]
+    stack_global, call = b"\x93", b"\x85R."
+    pickled = b"\x80\x04" + words[0] + words[1] + stack_global + words[2] + call
+    (tmp_path / ".metadata").write_bytes(pickled)
+    with pytest.raises(ValueError, match="has no place in checkpoint metadata"):
+        open_sharded(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
 def test_damaged_bytes_are_named_when_they_are_read(tmp_path):
     save({"x": values((4, 6))}, tmp_path)
     data = bytearray((tmp_path / "__0_0.distcp").read_bytes())

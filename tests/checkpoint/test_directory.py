@@ -74,6 +74,23 @@ def test_a_file_replaces_a_directory(tmp_path):
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
+def test_a_file_replaces_a_file_or_a_link_at_once_where_nothing_can_be_exchanged(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(directory, "_exchange", lambda one, other: pytest.fail("not needed"))
+    monkeypatch.setattr(os, "rename", lambda one, other: pytest.fail("the old one steps aside"))
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    for name in ("file", "link"):
+        (tmp_path / "new").write_text("new")
+        put_in_place(tmp_path / "new", tmp_path / name)
+        assert (tmp_path / name).read_text() == "new"
+        assert not (tmp_path / name).is_symlink()
+    assert (tmp_path / "other").read_text() == "other"
+    assert set(os.listdir(tmp_path)) == {"file", "link", "other"}
+
+
 def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path, monkeypatch):
     target = tmp_path / "a.ckpt"
     put_in_place(make(target, "old"), target)

@@ -534,7 +534,35 @@ def test_a_link_to_what_is_not_complete_is_warned_of():
         callbacks=[ModelCheckpoint(save_last="link")],
     )
     with pytest.warns(UserWarning, match="leaves a link to nothing"):
-        strategy._saving.check_callbacks(trainer)
+        strategy._saving.check_callbacks(trainer, is_sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"filename": "best", "save_top_k": 2, "monitor": "loss"}, r"put \{step\} into"),
+        ({"filename": "all", "save_top_k": -1}, r"put \{step\} into"),
+        ({"dirpath": "memory://bucket/run"}, "needs a file system that all ranks share"),
+    ],
+)
+def test_a_callback_that_would_lose_checkpoints_is_refused_at_set_up(options, text):
+    callbacks = [ModelCheckpoint(**options)]
+    trainer = make_trainer(
+        sharded(1, async_save=True), enable_checkpointing=True, callbacks=callbacks, devices=1
+    )
+    with pytest.raises(ValueError, match=text):
+        trainer.fit(MLPModule(ranks=1))
+
+
+@pytest.mark.parametrize(
+    "options", [{"filename": "best"}, {"filename": "{step}", "save_top_k": -1}, {}]
+)
+def test_a_callback_that_keeps_its_checkpoints_apart_is_accepted(options, tmp_path):
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=1, **options)
+    spec = sharded(1, async_save=True)
+    trainer = make_trainer(spec, enable_checkpointing=True, callbacks=[callback], devices=1)
+    trainer.fit(MLPModule(ranks=1))
+    assert Path(callback.best_model_path).is_dir()
 
 
 def test_settings_that_do_not_fit_are_errors_at_construction():

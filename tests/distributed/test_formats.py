@@ -12,6 +12,7 @@ from lightning.pytorch import seed_everything
 from safetensors.torch import save_file
 
 import lightning_zero
+from lightning_zero.checkpoint.export import plan
 from tests.deepspeed_format import write_deepspeed
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
@@ -276,6 +277,31 @@ class SavedModule(Recorder):
         super().__init__()
         self.save_hyperparameters()
         self.layer = torch.nn.Linear(width, 3)
+
+
+class ExtraModule(Recorder):
+    """Has a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.extra = {"n": 0}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_load_from_checkpoint_moves_tensors_and_nothing_else(tmp_path):
+    module = ExtraModule()
+    module.extra = {"n": 3}
+    checkpoint = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.1"}
+    plan(checkpoint, "dcp").write(tmp_path / "a.ckpt", lambda nbytes: None)
+    loaded = ExtraModule.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    assert loaded.extra == {"n": 3}
+    assert torch.equal(loaded.layer.weight, module.layer.weight)
 
 
 def test_load_from_checkpoint_finds_the_hyperparameters_in_a_directory(tmp_path):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +19,10 @@ import pytest
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_zero import saving
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.directory import find_damage
+from lightning_zero.checkpoint.writer import ShardedSave
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule, MLPModule
@@ -27,9 +30,6 @@ from tests.models import GPTModule, MLPModule
 
 def sharded(stage, **options):
     return settings(stage, checkpoint="sharded", **options)
-
-
-# -------------------------------------------------------------------- a full disk
 
 
 @pytest.fixture
@@ -41,6 +41,73 @@ def small_disk(tmp_path):
         pytest.skip(f"a small disk must be mounted, which needs root: {done.stderr.decode()}")
     yield tmp_path
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+# -------------------------------------------------------------------- a read-only disk
+
+
+def _load_from(rank, world_size, path):
+    trainer = make_trainer(sharded(1))
+    try:
+        trainer.fit(MLPModule(ranks=world_size), ckpt_path=path)
+    except OSError as error:
+        return error.errno
+
+
+def test_what_cannot_be_recovered_is_an_error_on_all_ranks(small_disk):
+    (small_disk / ".a.ckpt.replaced-00000000").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    errors = run_ranks(2, _load_from, str(small_disk / "a.ckpt"), has_group=False)
+    assert errors == [errno.EROFS] * 2
+
+
+# -------------------------------------------------------------------- short memory
+
+
+def test_memory_that_is_short_on_one_rank_is_an_error_on_all(tmp_path):
+    run_ranks(2, _lack_memory, str(tmp_path), has_group=False)
+    assert os.listdir(tmp_path) == []
+
+
+def _lack_memory(rank, world_size, folder):
+    def lack(*args, **options):
+        raise MemoryError("no memory")
+
+    if rank == 1:
+        ShardedSave.snapshot = lack
+    trainer = make_trainer(sharded(1, async_save=True), callbacks=[SavingOnce(folder)])
+    with pytest.raises(MemoryError, match="no memory"):
+        trainer.fit(MLPModule(ranks=world_size))
+
+
+def test_where_one_rank_has_no_memory_for_its_copy_training_waits_for_the_save(tmp_path):
+    run_ranks(2, _wait_for_save, str(tmp_path), has_group=False)
+
+
+def _wait_for_save(rank, world_size, folder):
+    if rank == 1:
+        saving.available_memory_bytes = lambda: 0
+    callback = SavingOnce(folder)
+    trainer = make_trainer(sharded(1, async_save=True), callbacks=[callback])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MLPModule(ranks=world_size))
+    assert callback.is_complete
+    warned = [w for w in caught if "training waits for this save" in str(w.message)]
+    assert len(warned) == (rank == 0)
+
+
+class SavingOnce(Callback):
+    def __init__(self, folder):
+        self.path = Path(folder) / "a.ckpt"
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+            self.is_complete = self.path.is_dir()
+
+
+# -------------------------------------------------------------------- a full disk
 
 
 class FillingDisk(Callback):
@@ -268,6 +335,37 @@ def _drop_predecessor(rank, world_size, folder):
     spec = sharded(3, async_save=True)
     make_trainer(spec, callbacks=[callback]).fit(GPTModule(ranks=world_size))
     return callback.seen
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(is_async, small_disk):
+    old = small_disk / "old.ckpt"
+    old.mkdir()
+    subprocess.run(["mount", "--bind", str(old), str(old)], check=True)  # busy
+    try:
+        run_ranks(2, _drop_busy, str(small_disk), is_async, has_group=False)
+    finally:
+        subprocess.run(["umount", "-l", str(old)], check=True)
+    assert open_checkpoint(small_disk / "0.ckpt")["global_step"] == 1
+    assert old.is_dir()
+
+
+class DroppingBusy(Callback):
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.folder / "0.ckpt")
+            trainer.strategy.remove_checkpoint(self.folder / "old.ckpt")
+
+
+def _drop_busy(rank, world_size, folder, is_async):
+    trainer = make_trainer(sharded(1, async_save=is_async), callbacks=[DroppingBusy(folder)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MLPModule(ranks=world_size))
+    assert any("could not be deleted" in str(w.message) for w in caught) == (rank == 0)
 
 
 def test_a_save_in_flight_ends_although_training_fails(tmp_path):
