@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -282,6 +282,9 @@ class Communicator:
         self._close_data()
         self._close_channels()
         if self._control is not None and dist.is_initialized():
+            if self._is_aborted:
+                # Destroying it would wait for the others to answer `abort`.
+                self._hang_up(self._control)
             dist.destroy_process_group(self._control)
         self._control = None
 
@@ -290,6 +293,7 @@ class Communicator:
             channel.close()
 
     def _close_data(self) -> None:
+        is_gloo = isinstance(self._exchange, PeerToPeer)
         self._exchange = Closed()
         for group in (self._group, self._gather_group):
             if group is None or not dist.is_initialized():
@@ -297,9 +301,24 @@ class Communicator:
             if self._is_aborted and self.device.type == "cuda":
                 # Destroying it would wait for kernels that wait for a rank that has failed.
                 dist.distributed_c10d._abort_process_group(group)
-            else:
-                dist.destroy_process_group(group)
+                continue
+            if self._is_aborted and is_gloo:
+                self._hang_up(group)
+            dist.destroy_process_group(group)
         self._group = self._gather_group = None
+
+    def _hang_up(self, group: Any) -> None:
+        """Closes a gloo group's connections, so that what is under way on it fails on both sides.
+
+        Destroying it does not while anything, a transfer or a traceback, refers to it. A receive
+        that times out does.
+        """
+        if dist.get_backend(group) != "gloo":
+            return
+        with suppress(RuntimeError):
+            nothing = torch.empty(1)
+            peer = (self.rank + 1) % self.size
+            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
 
     def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._group is not None and self.size > 1:

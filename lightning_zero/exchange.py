@@ -84,8 +84,8 @@ class _Works:
 
     def wait(self) -> None:
         """See `Pending`."""
-        for work in self.works:
-            work.wait()
+        while self.works:  # gloo's may be waited for once only, also if a later one fails
+            self.works.pop(0).wait()
         if self.finish is not None:
             self.finish()
         self.works, self.tensors, self.finish = [], (), None

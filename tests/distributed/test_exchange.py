@@ -1,0 +1,77 @@
+"""What a rank's interrupted or aborted transfers do to itself and to its peers."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm import Communicator
+from lightning_zero.exchange import PeerToPeer
+from tests.distributed.ranks import run_ranks
+
+
+class Interrupted:
+    """The last of the works: Ctrl-C comes when all before it have arrived."""
+
+    def wait(self):
+        raise KeyboardInterrupt
+
+
+def _wait_twice(rank, world_size):
+    exchange = PeerToPeer(dist.new_group(timeout=timedelta(seconds=5)), rank, world_size)
+    whole = torch.full((4,), float(rank))
+    pending = exchange.all_gather(whole)
+    pending.works.append(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    pending.wait()
+    return whole.tolist()
+
+
+def test_a_transfer_whose_wait_was_interrupted_can_be_waited_for_again():
+    for whole in run_ranks(2, _wait_twice, timeout_s=20):
+        assert whole == [0, 0, 1, 1]
+
+
+def _abort_with_transfers(rank, world_size):
+    comm = Communicator(torch.device("cpu"))
+    comm.all_gather(torch.zeros(4)).wait()
+    start = time.monotonic()
+    if rank == 0:
+        time.sleep(0.5)
+        pending = comm.all_gather(torch.zeros(4))  # rank 1 never comes to it
+        comm.abort()
+        time.sleep(4)
+        return pending is not None
+    with pytest.raises(RuntimeError):
+        comm.reduce_scatter(torch.zeros(4), torch.zeros(2)).wait()
+    return time.monotonic() - start
+
+
+def test_an_abort_reaches_the_peers_at_once_also_while_a_transfer_is_held():
+    _, seconds = run_ranks(2, _abort_with_transfers, timeout_s=30)
+    assert seconds < 2.5
+
+
+def _close_after_abort(rank, world_size):
+    comm = Communicator(torch.device("cpu"))
+    start = time.monotonic()
+    if rank == 0:
+        comm.abort()  # to which rank 1, asleep, gives no answer
+        comm.close()
+    else:
+        time.sleep(4)
+        with pytest.raises(RuntimeError):
+            comm.agree(0)
+        comm.close()
+    return time.monotonic() - start
+
+
+def test_closing_after_an_abort_does_not_wait_for_a_rank_that_does_not_answer():
+    first, second = run_ranks(2, _close_after_abort, timeout_s=30)
+    assert first < 2
+    assert second < 8
