@@ -184,7 +184,7 @@ class Bucket:
     def _send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
         source = self.shards.send_params()
-        return self._comm.all_gather(self._whole.tensor, self.plan.name, source)
+        return self._comm.all_gather(self._whole.tensor, self.plan.name, source=source)
 
     @property
     def _sends_from_cpu(self) -> bool:
