@@ -24,9 +24,9 @@ class Recorder:
     def _wrap(self, name):
         original = getattr(Communicator, name)
 
-        def recorded(comm, *args):
+        def recorded(comm, *args, **kwargs):
             self.events.append(f"{name} {args[-1]}")
-            return original(comm, *args)
+            return original(comm, *args, **kwargs)
 
         setattr(Communicator, name, recorded)
 
