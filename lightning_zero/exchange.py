@@ -86,9 +86,10 @@ class _Works:
         """See `Pending`."""
         while self.works:  # gloo's may be waited for once only, also if a later one fails
             self.works.pop(0).wait()
-        if self.finish is not None:
-            self.finish()
-        self.works, self.tensors, self.finish = [], (), None
+        finish, self.finish = self.finish, None  # once only: it may send, too
+        if finish is not None:
+            finish()
+        self.tensors = ()
 
 
 class PeerToPeer:
