@@ -168,7 +168,7 @@ def _compare_bf16(rank, world_size, stage):
     _compare(rank, world_size, stage, 2, 0.1, 4, param_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_with_16_bit_parameters_and_masters_elsewhere_too(stage):
     run_ranks(2, _compare_bf16, stage, timeout_s=240)
 
@@ -185,7 +185,17 @@ def _compare_apart(rank, world_size, stage, dtype):
     _compare(rank, world_size, stage, 2, 0.1, 4, param_dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (2, None),
+        (3, torch.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, None), (2, torch.bfloat16), (3, None))
+        ),
+    ],
+)
 def test_where_cpu_memory_is_not_the_devices_too(stage, dtype):
     run_ranks(2, _compare_apart, stage, dtype, timeout_s=240)
