@@ -248,8 +248,13 @@ class Bucket:
         if not self.is_gathered_before_use:
             self.finish_gather()
 
-    def cancel_gather(self) -> None:
-        """Forgets a gather whose group is gone. Parameters no gather can complete stay guarded."""
+    def cancel_gather(self, *, is_lost: bool) -> None:
+        """Forgets a gather whose group is gone.
+
+        Args:
+            is_lost: No gather can complete the parameters any more: they stay guarded. Else
+                `gather_again` follows, one gather on every rank, whatever each was waiting for.
+        """
         if self.phase is not Phase.GATHERING:
             return
         self._pending = None
@@ -257,6 +262,8 @@ class Bucket:
             self.phase = Phase.WHOLE
             self.pins = 0
             self.release()
+        elif not is_lost:
+            self.phase = Phase.WHOLE
 
     def gather_again(self) -> None:
         """Gathers stepped parameters anew after `cancel_gather`. Collective."""

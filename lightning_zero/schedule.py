@@ -584,7 +584,7 @@ class Schedule:
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""
         for bucket in self._buckets:
-            bucket.cancel_gather()
+            bucket.cancel_gather(is_lost=False)
         self.reset()
         for bucket in self._buckets:
             bucket.gather_again()
@@ -592,7 +592,7 @@ class Schedule:
     def abandon(self) -> None:
         """Leaves parameters where they are; those that are not whole say so when used."""
         for bucket in self._buckets:
-            bucket.cancel_gather()
+            bucket.cancel_gather(is_lost=True)
             bucket.grads.drop()
         self.moment = Moment.LOST
 
