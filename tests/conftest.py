@@ -1,14 +1,25 @@
 """What holds for every test."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
+from lightning_zero.launcher.children import Children
+
 
 @pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    """A Trainer of one device forms a group in the test's own process and leaves it behind."""
+def nothing_of_a_launch_is_left() -> Iterator[None]:
+    """A Trainer of one device makes the test's own process its rank 0, for good.
+
+    The group, and variables such as MASTER_PORT, would lead the next test's processes to it.
+    """
+    before = dict(os.environ)
     yield
+    while (children := Children.current()) is not None:
+        children.end()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
