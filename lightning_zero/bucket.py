@@ -95,14 +95,14 @@ class Bucket:
         self._stepped: Tensor | None = None  # the master in memory while in STEP
         self._make_whole = make_whole
         self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
-        self.shards = Shards(plan, self._whole, landing.storage, comm.rank)
+        self.shards = Shards(plan, self._whole, landing.storage, comm.mesh.shard_rank)
         self._take_in()
 
     # ---------------------------------------------------------------- setup and teardown
 
     def _take_in(self) -> None:
         """Copies rank 0's values into the flat space and makes the parameters views of it."""
-        plan, rank = self.plan, self._comm.rank
+        plan, rank = self.plan, self._comm.mesh.shard_rank
         exact = self._exact_copy()
         self._comm.broadcast_(exact.tensor)
         if exact is not self._whole:
@@ -493,7 +493,7 @@ class Bucket:
             if self.steps_whole:
                 exact.tensor.copy_(part)
             else:
-                exact.shard(self._comm.rank).copy_(part)
+                exact.shard(self._comm.mesh.shard_rank).copy_(part)
                 self._comm.all_gather(exact.tensor, self.plan.name).wait()
         return exact
 
@@ -519,7 +519,7 @@ class Bucket:
 
     def accept(self, exact: FlatBuffer) -> None:
         """Takes rank 0's values of `exact` into every rank's masters and parameters. Collective."""
-        rank = self._comm.rank
+        rank = self._comm.mesh.shard_rank
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
             own = exact.tensor if self.steps_whole else exact.shard(rank)

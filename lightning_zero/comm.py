@@ -3,12 +3,12 @@
 Two planes, each on process groups of the engine's own (Lightning broadcasts on WORLD in every
 batch):
 
-* data: flat buffers, between compute devices. `PeerToPeer` on gloo, `Native` elsewhere. Gathers
-  and reductions each have one order on all ranks, but how they interleave may differ by rank, so
-  they share neither message tags nor a process group.
-* control: single integers and small masks between CPUs, over gloo, so that ranks agree on what
-  comes next without making a device wait. An aborting rank says so here, and the others fail at
-  once.
+* data: flat buffers, between compute devices, along the axes of a `Mesh`. `PeerToPeer` on gloo,
+  `Native` elsewhere. Gathers and reductions each have one order on all ranks, but how they
+  interleave may differ by rank, so they share neither message tags nor a process group.
+* control: single integers and small masks between CPUs, over gloo, so that all ranks, whatever
+  their group, agree on what comes next without making a device wait. An aborting rank says so
+  here, and the others fail at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_zero.axes import AllReduce, Axes, open_axes, replica_exchange
 from lightning_zero.buffer import Scratch
 from lightning_zero.channel import Channel
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
+from lightning_zero.mesh import Mesh
 
 __all__ = ["Communicator", "Pending", "PeerAbortedError"]
 
@@ -43,14 +45,32 @@ class Communicator:
 
     Without a process group the world is this process alone.
 
+    Args:
+        device: Of the data plane.
+        timeout: Of collectives; None: the backend's.
+        group_size: Ranks that share one set of shards; None: all.
+
+    Attributes:
+        rank: In the world, as agreements count.
+        size: Of the world.
+        mesh: Which ranks share shards with this one, and which hold the same.
+
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
+        ValueError: The group size does not divide the world size, or differs by rank.
     """
 
     rank: int
     size: int
+    mesh: Mesh
 
-    def __init__(self, device: torch.device, *, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        timeout: timedelta | None = None,
+        group_size: int | None = None,
+    ) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not is_distributed and launched > 1:
@@ -63,13 +83,17 @@ class Communicator:
         self.device = device
         self.scratch = Scratch(device)
         self._timeout = timeout
-        self._group: Any = None  # reductions, small sums and broadcasts
-        self._gather_group: Any = None
+        self._group: Any = None  # small sums and broadcasts
+        self._axes: Axes | None = None  # data; the group above among them
         self._control: Any = None
         self._is_aborted = False
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
-        self._exchange: Exchange = self._open()
+        self._replicas: AllReduce | None = None
+        self._open_world()
+        self._check_group_size(group_size)
+        self.mesh = Mesh.of(self.rank, self.size, group_size)
+        self._exchange: Exchange = self._open_exchange()
 
     def free_scratch(self) -> None:
         """Frees what was kept for the next reduction."""
@@ -77,24 +101,42 @@ class Communicator:
         if isinstance(self._exchange, PeerToPeer):
             self._exchange.scratch.clear()
 
-    def _open(self) -> Exchange:
-        """Makes the groups. Collective."""
-        is_gloo = True
+    def _open_world(self) -> None:
+        """Makes the groups of all ranks. Collective."""
         if dist.is_available() and dist.is_initialized():
-            backend = backend_for(self.device)
-            is_gloo = backend == "gloo"
             self._group = dist.new_group(timeout=self._timeout)
-            if not is_gloo:
-                self._gather_group = dist.new_group(timeout=self._timeout)
             # The fake backend stands for N ranks in one process; gloo would wait for the others.
-            control = backend if backend == "fake" else "gloo"
+            control = "fake" if backend_for(self.device) == "fake" else "gloo"
             self._control = dist.new_group(timeout=self._timeout, backend=control)
+
+    def _check_group_size(self, group_size: int | None) -> None:
+        """Before groups are made, on which ranks with other sizes would wait for ever."""
+        if group_size is None:
+            return
+        least, minus_most = self.min_ints([group_size, -group_size])
+        if least != -minus_most:
+            raise ValueError(
+                f"sharding_group_size must be the same on every rank, got {least} on some and "
+                f'{-minus_most} on others; "node" needs equally many ranks on every node.'
+            )
+
+    def _open_exchange(self) -> Exchange:
+        """Makes the groups along the axes of the mesh. Collective."""
+        mesh = self.mesh
+        if self._group is None:
+            return PeerToPeer(None, mesh.shard_rank, mesh.num_shards)
+        is_gloo = backend_for(self.device) == "gloo"
+        axes = self._axes = open_axes(
+            mesh, self._group, has_gather_group=not is_gloo, timeout=self._timeout
+        )
+        if axes.replica is not None:
+            self._replicas = replica_exchange(axes.replica, mesh, self.device)
         if is_gloo:
-            return PeerToPeer(self._group, self.rank, self.size)
-        return Native(self._gather_group, self._group, self.rank, self.size, self.device)
+            return PeerToPeer(axes.shard, mesh.shard_rank, mesh.num_shards)
+        return Native(axes.gather, axes.shard, mesh.shard_rank, mesh.num_shards, self.device)
 
     def all_gather(self, whole: Tensor, name: str = "", source: Tensor | None = None) -> Pending:
-        """Fills `whole` (1-D, size x shard) in place from every rank's own shard of it.
+        """Fills `whole` (1-D, num_shards x shard) in place from the shards of this rank's group.
 
         Args:
             whole: The whole buffer.
@@ -105,23 +147,35 @@ class Communicator:
             return self._exchange.all_gather(whole, source)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, name: str = "") -> Pending:
-        """Averages `whole` over ranks; this rank's shard of the mean lands in `out`.
+        """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
 
         Args:
-            whole: 1-D, size x shard. Its content is lost.
+            whole: 1-D, num_shards x shard. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
             name: Bucket, for the profiler.
         """
         with record_function(f"zero::reduce_scatter {name}"):
             return self._exchange.reduce_scatter(whole, out)
 
+    def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
+        """Averages `shard` (1-D) in place over the ranks that hold the same one."""
+        assert self._replicas is not None, "there is one replica"
+        with record_function(f"zero::average_replicas {name}"):
+            return self._replicas.all_reduce(shard)
+
     def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
-        """Averages `whole` (1-D, size x shard) over ranks in place."""
+        """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
+        assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
         with record_function(f"zero::all_reduce {name}"):
             return self._exchange.all_reduce(whole)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums a small tensor over ranks in place and waits."""
+        """Sums a small tensor over shards in place and waits; the same bits on every rank.
+
+        Replicas hold equal shards, of which the first counts.
+        """
+        if self.mesh.replica_rank:
+            tensor.zero_()
         return self._all_reduce_small(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
@@ -264,7 +318,8 @@ class Communicator:
             return False
         self.close()
         self._forgotten.clear()
-        self._exchange = self._open()
+        self._open_world()
+        self._exchange = self._open_exchange()
         self._is_aborted = False
         return True
 
@@ -295,8 +350,9 @@ class Communicator:
     def _close_data(self) -> None:
         is_gloo = isinstance(self._exchange, PeerToPeer)
         self._exchange = Closed()
-        for group in (self._group, self._gather_group):
-            if group is None or not dist.is_initialized():
+        self._replicas = None
+        for group in self._axes.groups if self._axes is not None else ():
+            if not dist.is_initialized():
                 continue
             if self._is_aborted and self.device.type == "cuda":
                 # Destroying it would wait for kernels that wait for a rank that has failed.
@@ -305,7 +361,7 @@ class Communicator:
             if self._is_aborted and is_gloo:
                 self._hang_up(group)
             dist.destroy_process_group(group)
-        self._group = self._gather_group = None
+        self._group = self._axes = None
 
     def _hang_up(self, group: Any) -> None:
         """Closes a gloo group's connections, so that what is under way on it fails on both sides.
@@ -315,9 +371,11 @@ class Communicator:
         """
         if dist.get_backend(group) != "gloo":
             return
+        if group.size() == 1:
+            return
         with suppress(RuntimeError):
             nothing = torch.empty(1)
-            peer = (self.rank + 1) % self.size
+            peer = (group.rank() + 1) % group.size()
             group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
 
     def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:

@@ -70,6 +70,9 @@ class ZeroConfig:
         overlap_step: Step bucket by bucket beside the next forward, which waits for each bucket
             where it needs it. The same values as without. Between the step and the next forward
             `optimizer.state` may still be changing; `optimizer.state_dict()` waits.
+        sharding_group_size: Stages 1 to 3: how many consecutive ranks share one set of shards,
+            which every such group repeats. It divides the number of ranks. "node": the ranks of a
+            node, so that only shards of gradients cross the links between nodes. None: all ranks.
 
     Raises:
         ValueError: A value out of range, or an option that has no meaning in this stage.
@@ -91,6 +94,7 @@ class ZeroConfig:
     offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
     offload_param: OffloadConfig | str | Mapping[str, Any] | None = None
     overlap_step: bool = False
+    sharding_group_size: int | str | None = None
 
     def __post_init__(self) -> None:
         _check_stage(self.stage)
@@ -104,7 +108,17 @@ class ZeroConfig:
             _set(self, name, _check_dtype(name, getattr(self, name)))
         for name in ("offload_optimizer", "offload_param"):
             _set(self, name, OffloadConfig.of(name, getattr(self, name)))
+        _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))
         self._check_options_of_other_stages()
+
+    def group_size(self, *, local_world_size: int) -> int | None:
+        """Ranks that share one set of shards; None: all.
+
+        Args:
+            local_world_size: Ranks of this node.
+        """
+        size = self.sharding_group_size
+        return local_world_size if isinstance(size, str) else size
 
     @property
     def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:
@@ -147,11 +161,11 @@ class ZeroConfig:
                 f"offload_param needs stage 3, got stage {self.stage}, in which parameters rest "
                 "whole on the device; use stage=3, or offload_optimizer alone."
             )
-        for name in ("offload_optimizer", "overlap_step"):
+        for name in ("offload_optimizer", "overlap_step", "sharding_group_size"):
             if getattr(self, name) and not states.has_shard(State.OPTIM):
                 raise ValueError(
                     f"{name} needs stage 1, 2 or 3, got stage {self.stage}, in which every rank "
-                    f"steps everything on the device; use stage=1, or leave {name} out."
+                    f"keeps and steps everything on the device; use stage=1, or leave {name} out."
                 )
 
 
@@ -178,6 +192,20 @@ def _check_size(name: str, value: object) -> int | None:
     least = 0 if name in _MAY_BE_ZERO else 1
     if value < least:
         raise ValueError(f"{name} must be at least {least} elements, got {value}.")
+    return value
+
+
+def _check_group_size(value: object) -> int | str | None:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None or value == "node":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f'sharding_group_size must be a number of ranks, "node" or None, got {value!r}.'
+        )
+    if value < 1:
+        raise ValueError(f"sharding_group_size must be at least 1 rank, got {value}.")
     return value
 
 

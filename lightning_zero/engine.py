@@ -68,7 +68,7 @@ class Engine:
     Raises:
         ValueError: A module without parameters, on the meta device or on several; a module that
             another engine holds; an optimizer over foreign parameters, or one that cannot be
-            sharded.
+            sharded; groups that do not divide the world.
     """
 
     def __init__(
@@ -84,7 +84,11 @@ class Engine:
         self.config = config or ZeroConfig()
         self.device = _check_devices(module, device)
         kinds = [self._examine(optimizer) for optimizer in optimizers]
-        self.comm = Communicator(self.device, timeout=timeout)
+        self.comm = Communicator(
+            self.device,
+            timeout=timeout,
+            group_size=self.config.group_size(local_world_size=local_world_size()),
+        )
         optimizer_of = {
             parameter: index
             for index, optimizer in enumerate(optimizers)
@@ -93,7 +97,7 @@ class Engine:
         self.plan: Plan = make_plan(
             module,
             self.config,
-            world_size=self.comm.size,
+            world_size=self.comm.mesh.num_shards,
             optimizer_of=optimizer_of,
             budgets=self._measure_budgets(),
         )
@@ -250,7 +254,8 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """For all micro-batches of a step but the last: leaves gradients local where the stage can.
 
-        Stages 2 and 3 reduce every micro-batch, for they keep no whole gradients.
+        Stages 2 and 3 reduce every micro-batch, for they keep no whole gradients: to the mean over
+        the group where `sharding_group_size` divides the ranks, else over all.
         """
         syncs, self._syncs = self._syncs, False
         try:
@@ -259,7 +264,7 @@ class Engine:
             self._syncs = syncs
 
     def finish_reductions(self) -> None:
-        """Reduces what micro-batches under `no_sync` left local. Collective."""
+        """Reduces what micro-batches under `no_sync` left local, or in the group. Collective."""
         self.schedule.reduce_local()
 
     def step(self) -> None:
@@ -344,7 +349,7 @@ class Engine:
         tiers = {tier.value: states for tier, states in held.items()}
         return MemoryReport(
             self.comm.rank,
-            self.comm.size,
+            self.comm.mesh.num_shards,
             tiers,
             alone,
             buffer_bytes=self.storage.buffer_bytes,

@@ -15,6 +15,9 @@ has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
 a `GradHome` right after its reduction, while backward goes on; `publish`, at the end of backward,
 waits for it. `shard` is then what the home shows: a CPU tensor, or one that is read when it is
 used.
+
+Where groups of ranks hold shards of their own, the mean over a group is completed over its replicas
+in the last micro-batch: see replica_mean.py.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from lightning_zero.buffer import FlatBuffer, slice_shard
 from lightning_zero.comm import Communicator, Pending
 from lightning_zero.grad_home import GradHome
 from lightning_zero.plan import BucketPlan
+from lightning_zero.replica_mean import ReplicaMean
 from lightning_zero.sharded_grad import ShardedGrad
 from lightning_zero.stage import State
 from lightning_zero.tiers import Home
@@ -43,6 +47,7 @@ class Gradients:
             sharded it exists from the first gradient of a backward to the end of the reduction.
         shard: The mean over ranks: 1-D, `shard_numel` (`numel` where OPTIM is whole), reduce dtype;
             None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
+        replicas: Whether that is the mean over all ranks, or over this group so far.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
         is_local: By slot: `whole` holds a gradient of this parameter.
         is_reduced: By slot: `shard` holds the mean gradient of this parameter.
@@ -69,6 +74,7 @@ class Gradients:
         self.whole: FlatBuffer | None = None
         self.shard: Tensor | None = None
         self.slices: list[Tensor] = []
+        self.replicas = ReplicaMean(comm, plan.name)
         self.is_local = [False] * len(self._parameters)
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
@@ -153,7 +159,7 @@ class Gradients:
             self._pending = self._comm.all_reduce(whole.tensor, self._plan.name)
             return
         if self._is_in_place:
-            self._out = whole.shard(self._comm.rank)
+            self._out = whole.shard(self._comm.mesh.shard_rank)
         elif self.shard is None or self._holds_mean or self._home is not None:
             numel = self._plan.layout.shard_numel
             self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
@@ -166,6 +172,7 @@ class Gradients:
         if self._pending is None:
             return
         self._pending.wait()
+        self.replicas.finish()  # a second reduction in one backward: it is added to a mean at rest
         out = self._out
         assert out is not None
         self._pending = self._out = None
@@ -180,7 +187,20 @@ class Gradients:
         elif out is not self.shard:
             self.shard.add_(out)
         self._holds_mean = True
+        self.replicas.add()
         self._close()
+
+    def begin_average(self) -> None:
+        """Issues the average over replicas, where it can travel beside backward. Collective."""
+        if self._home is None and self.shard is not None:
+            self.replicas.begin(self.shard)
+
+    def average(self) -> None:
+        """Completes the mean over all ranks. Collective, at the end of backward; waits."""
+        if self._home is not None:
+            self.replicas.average_at_home(self._home, self._plan.layout.shard_numel)
+        self.begin_average()
+        self.replicas.finish()
 
     def publish(self, touched: Sequence[bool]) -> None:
         """Shows users their gradients: `.grad` of every parameter that any rank has touched.
@@ -262,7 +282,7 @@ class Gradients:
                 change(self.slices[index])
             else:
                 slot = self._plan.layout.slots[index]
-                part = self._plan.layout.within_shard(slot, self._comm.rank)
+                part = self._plan.layout.within_shard(slot, self._comm.mesh.shard_rank)
                 self._home.apply_(change, part.start, part.stop)
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
@@ -280,6 +300,7 @@ class Gradients:
         if self._pending is not None:
             self._comm.forget(self._pending)
             self.whole = None if self._is_sharded else self.whole
+        self.replicas.drop()
         self._pending = self._out = self._carry = None
         self._holds_mean = False
         self._expected = set()
@@ -323,7 +344,11 @@ class Gradients:
             self.whole = FlatBuffer(layout, dtype, device, memory=memory)
         if self._is_in_place and self._holds_mean:
             assert self.shard is not None
-            self._carry = self.shard.clone()
+            self._carry = self.shard
+            if self.replicas.is_under_way:  # it keeps its memory: waiting here might be for ever
+                self.whole = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
+            else:
+                self._carry = self.shard.clone()
             self._holds_mean = False
         return self.whole
 
@@ -347,7 +372,7 @@ class Gradients:
     def _forget_zeroed(self) -> None:
         """Takes gradients that a user has zeroed out of the mean to which others are added."""
         if not any(self.is_reduced):
-            self._holds_mean = False
+            self._holds_mean = self.replicas.is_partial = False
             self._carry = None
         elif not all(self.is_reduced):
             zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
@@ -368,7 +393,7 @@ class Gradients:
         if self.whole is not None:
             wide.tensor.copy_(self.whole.tensor)
         if self.shard is not None and self._home is None:
-            own = wide.shard(self._comm.rank)
+            own = wide.shard(self._comm.mesh.shard_rank)
             own.copy_(self.shard)
             self._adopt(own)
         self.whole = wide
@@ -398,14 +423,14 @@ class Gradients:
     def _look(self) -> list[Tensor]:
         """By slot, what the home shows of the mean."""
         assert self._home is not None
-        layout, rank = self._plan.layout, self._comm.rank
+        layout, rank = self._plan.layout, self._comm.mesh.shard_rank
         parts = [layout.within_shard(slot, rank) for slot in layout.slots]
         return [self._home.look(part.start, part.stop) for part in parts]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
         layout = self._plan.layout
         if not self._is_whole_mean:
-            return slice_shard(layout, mean, self._comm.rank)
+            return slice_shard(layout, mean, self._comm.mesh.shard_rank)
         return [mean[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
 
     def _take_over(self, index: int, grad: Tensor) -> None:
@@ -425,7 +450,7 @@ class Gradients:
         if local.shape == target.shape:
             self.apply_(lambda part: part.copy_(local), [index])
         elif tuple(local.shape) == slot.shape:
-            owned = self._plan.layout.owned(slot, self._comm.rank)
+            owned = self._plan.layout.owned(slot, self._comm.mesh.shard_rank)
             own = local.reshape(-1)[owned.start : owned.stop]
             self.apply_(lambda part: part.copy_(own), [index])
         else:

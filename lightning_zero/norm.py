@@ -1,8 +1,8 @@
 """Norms and clipping of sharded gradients.
 
-Every rank sums over the elements that it owns, one scalar is all-reduced, and each rank scales its
-own
-part: what `torch.nn.utils.clip_grad_norm_` computes on whole gradients, without gathering any.
+Every rank sums over the elements that it owns, one scalar is all-reduced, in which of equal
+replicas one counts, and each rank scales its own part: what
+`torch.nn.utils.clip_grad_norm_` computes on whole gradients, without gathering any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def total_norm(
         parameters: Only gradients of these; None: all.
         order: p of the p-norm; `math.inf` for the largest magnitude.
     """
-    parts = [part for bucket in buckets for part in _owned_parts(bucket, comm.rank, parameters)]
+    parts = [part for bucket in buckets for part in _owned_parts(bucket, comm, parameters)]
     parts = [part for part in parts if part.numel()]
     if not parts:
         total = torch.zeros((), device=comm.device)
@@ -98,13 +98,13 @@ def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
 
 
 def _owned_parts(
-    bucket: Bucket, rank: int, parameters: set[nn.Parameter] | None
+    bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None
 ) -> Iterator[Tensor]:
     """1-D tensors with the elements this rank owns; one for the whole bucket where possible."""
     slots = _fetched(bucket, parameters)
     if not slots:
         return
-    grads, layout = bucket.grads, bucket.plan.layout
+    grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
     assert grads.shard is not None
     is_whole = not bucket.plan.stage.has_shard(State.OPTIM)
     if len(slots) == len(bucket.parameters):

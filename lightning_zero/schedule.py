@@ -17,6 +17,9 @@
   request of all ranks goes first; every rank takes part in its gather, and a rank that wanted
   another asks again. A rank that has finished its backward asks for nothing but goes on taking part
   until all have. Ranks whose branches differ gather more than they need, and none hangs.
+  Where groups of ranks hold shards of their own, a gather moves data within a group only, but all
+  agreements stay those of all ranks: averages over replicas, and a failure, concern all of them,
+  and one order on all is enough for each.
 * Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
   latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
@@ -25,6 +28,9 @@
   have issued it; until then it goes on taking part in gathers. So no rank can wait for one that
   waits for it. Where nothing is gathered before use, a rank needs no other to reach the end of its
   backward, and may simply wait.
+* The average of a reduced shard over replicas is issued when the reduction is finished, in the same
+  order on every rank. Nobody waits for it before all ranks have ended their backward and so issued
+  it, and meanwhile nobody writes to that shard. It takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -104,6 +110,7 @@ class Schedule:
         self._num_issued_by_all = 0  # as far as the last round told
         self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
+        self._has_partial = False  # or reduced within the group only
         self._buffers_are_fresh = False
         self._handles: list[Any] = []
         self._register(module)
@@ -276,10 +283,10 @@ class Schedule:
             )
         if self.moment is Moment.IDLE:
             raise RuntimeError(
-                f"parameter {name} rests as a shard of 1/{self._comm.size} outside forward and "
-                "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole, "
-                "and trainer.save_checkpoint() or strategy.lightning_module_state_dict() for state "
-                "dicts."
+                f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
+                "forward and backward; use `with lightning_zero.gathered(...)` on every rank to "
+                "see it whole, and trainer.save_checkpoint() or "
+                "strategy.lightning_module_state_dict() for state dicts."
             )
         unit = self._unit_of[bucket]
         self._awaits_backward = True
@@ -483,6 +490,8 @@ class Schedule:
                 self._round(self._waiting)
                 self._drop_unclaimed(None)
         self._reducing.grads.finish()
+        if self._ends_step and self._config.overlap_comm:
+            self._reducing.grads.begin_average()
         self._reducing = None
 
     def _end_backward(self) -> None:
@@ -493,11 +502,13 @@ class Schedule:
             self._meet()
         self._is_tail = True
         if self._reduces:
-            self._reduce_the_rest()
+            self._reduce_the_rest(completes=self._ends_step)
         else:
             for bucket in self._buckets:
                 bucket.grads.show()  # means of earlier backwards, which this one has not touched
         self._has_local = not self._reduces
+        has_replicas = self._comm.mesh.num_replicas > 1
+        self._has_partial = has_replicas and self._reduces and not self._ends_step
         self._comm.free_scratch()
         self._unclaimed.clear()
         for unit in self.units:
@@ -509,15 +520,22 @@ class Schedule:
         if self._ends_step:
             self._buffers_are_fresh = False
 
-    def _reduce_the_rest(self) -> None:
-        """Agrees on what anybody touched and reduces what has not been, in the fixed order."""
+    def _reduce_the_rest(self, *, completes: bool) -> None:
+        """Agrees on what anybody touched and reduces what has not been, in the fixed order.
+
+        Args:
+            completes: Average over replicas, too: no further micro-batch will follow.
+        """
         buckets = self._buckets
         reduced = set(self._eager[: self._num_eager])
         late = [bucket in reduced and any(bucket.grads.is_local) for bucket in buckets]
-        mask = self._comm.union([*late, *(t for b in buckets for t in b.grads.is_touched)])
+        partial = [bucket.grads.replicas.is_partial for bucket in buckets]
+        own = [t for bucket in buckets for t in bucket.grads.is_touched]
+        mask = self._comm.union([*late, *partial, *own])
         is_late = dict(zip(buckets, mask, strict=False))
+        is_partial = dict(zip(buckets, mask[len(buckets) :], strict=False))
         touched: dict[Bucket, list[bool]] = {}
-        start = len(buckets)
+        start = 2 * len(buckets)
         for bucket in buckets:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
@@ -528,6 +546,9 @@ class Schedule:
             if is_late[bucket]:
                 self._reduce(bucket)
         self._finish_reduction()
+        for bucket in self._reduce_order:
+            if completes and (bucket in reduced or is_partial[bucket] or any(touched[bucket])):
+                bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
         self._touched[self._trainable()] = touched
@@ -549,9 +570,15 @@ class Schedule:
             for bucket in self._buckets:
                 bucket.grads.prepare(outlives_backward=False)  # what was zeroed is not reduced
             self._eager, self._num_eager = [], 0
-            self._reduce_the_rest()
+            self._reduce_the_rest(completes=True)
             self._comm.free_scratch()
-            self._has_local = False
+        elif self._has_partial:
+            self._meet()
+            partial = self._comm.union([b.grads.replicas.is_partial for b in self._buckets])
+            for bucket, is_partial in zip(self._buckets, partial, strict=True):
+                if is_partial:
+                    bucket.grads.average()
+        self._has_local = self._has_partial = False
 
     # ---------------------------------------------------------------- the rest
 
@@ -573,7 +600,7 @@ class Schedule:
         self._comm.free_scratch()
         self._reducing = None
         self._num_issued = 0
-        self._has_local = self._awaits_backward = False
+        self._has_local = self._has_partial = self._awaits_backward = False
         self._unclaimed.clear()
         for unit in self.units:
             unit.num_awaited = 0

@@ -62,6 +62,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
 from lightning_zero.memory import MemoryReport
+from lightning_zero.mesh import Mesh
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
@@ -99,7 +100,8 @@ class ZeroStrategy(ParallelStrategy):
 
     Args:
         stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3.
-        reduce_bucket_size: See `ZeroConfig` for this and the following, up to `overlap_step`.
+        reduce_bucket_size: See `ZeroConfig` for this and the following, up to
+            `sharding_group_size`.
         allgather_bucket_size: Stages 1 and 2, in elements.
         prefetch_bucket_size: Stage 3, in elements.
         param_persistence_threshold: Stage 3, in elements.
@@ -116,6 +118,8 @@ class ZeroStrategy(ParallelStrategy):
             `OffloadConfig`: where optimizer shards rest, with their gradients.
         offload_param: Stage 3: likewise for parameter shards.
         overlap_step: Step beside the next forward.
+        sharding_group_size: Stages 1 to 3: how many ranks share one set of shards, or "node". None:
+            all.
         checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
             writes its own part. "auto": full below 2^31 parameter elements.
         async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
@@ -155,6 +159,7 @@ class ZeroStrategy(ParallelStrategy):
         offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None,
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,
+        sharding_group_size: int | str | None = None,
         checkpoint: CheckpointForm = "auto",
         async_save: bool = False,
         accelerator: Accelerator | None = None,
@@ -182,6 +187,7 @@ class ZeroStrategy(ParallelStrategy):
             offload_optimizer=offload_optimizer,
             offload_param=offload_param,
             overlap_step=overlap_step,
+            sharding_group_size=sharding_group_size,
         )
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
@@ -240,7 +246,8 @@ class ZeroStrategy(ParallelStrategy):
         settings = vars(translation.config)
         if kwargs.get("stage", settings["stage"]) != settings["stage"]:
             # Sizes of the file's own stage may have no meaning in the other one.
-            kept = [*_SETTINGS_OF_EVERY_STAGE, *(["offload_optimizer"] if kwargs["stage"] else [])]
+            sharding = ["offload_optimizer", "sharding_group_size"] if kwargs["stage"] else []
+            kept = [*_SETTINGS_OF_EVERY_STAGE, *sharding]
             settings = {name: settings[name] for name in kept}
         strategy = cls(**{**settings, **kwargs})
         strategy.translation = translation
@@ -336,7 +343,12 @@ class ZeroStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._refuse_mps()
+        Mesh.of(0, self.num_nodes * self.num_processes, self._group_size)
         self._launcher = make_launcher(self, self.cluster_environment, self._start_method)
+
+    @property
+    def _group_size(self) -> int | None:
+        return self.config.group_size(local_world_size=self.num_processes)
 
     def _refuse_mps(self) -> None:
         devices = self.parallel_devices or []
@@ -435,6 +447,7 @@ class ZeroStrategy(ParallelStrategy):
         config = self.config
         if config.param_dtype is None and isinstance(plugin, ZeroPrecision):
             config = config.replace(param_dtype=plugin.param_dtype)
+        config = config.replace(sharding_group_size=self._group_size)
         self._engine = Engine(
             self.lightning_module,
             [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)],

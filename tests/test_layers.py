@@ -7,8 +7,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
-    0: {"stage", "config", "layout", "offload", "plan", "memory", "deepspeed"},
-    1: {"buffer", "channel", "comm", "exchange", "state_keys", "stored", "tiers", "written"},
+    0: {"stage", "config", "layout", "mesh", "offload", "plan", "memory", "deepspeed"},
+    1: {
+        "axes",
+        "buffer",
+        "channel",
+        "comm",
+        "exchange",
+        "state_keys",
+        "stored",
+        "tiers",
+        "written",
+    },
     2: {
         "access",
         "bucket",
@@ -21,6 +31,7 @@ LAYERS = {
         "norm",
         "optim_state",
         "probe",
+        "replica_mean",
         "schedule",
         "sharded_grad",
         "shards",
@@ -88,7 +99,7 @@ def test_the_lowest_layer_knows_no_process_group(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_communicator_calls_collectives_of_the_engine(path):
-    if room_of(path) not in {"channel", "comm", "exchange"} and LAYER_OF[room_of(path)] < 4:
+    if room_of(path) not in {"axes", "channel", "comm", "exchange"} and LAYER_OF[room_of(path)] < 4:
         known = {m for m in imported_modules(path) if m.startswith("torch.distributed")}
         if room_of(path) == "checkpoint":  # torch's format, which needs no process group
             known = {m for m in known if not m.startswith("torch.distributed.checkpoint")}

@@ -8,7 +8,7 @@
 Every tensor has its own name, whole shape and the module's own dtype, in the layout in which
 Lightning's `ModelParallelStrategy` writes: `state_dict.NAME`, `optimizer_0.state.NAME.exp_avg`,
 `optimizer_0.param_groups.0.lr`. So neither world size nor stage nor tier is in it, but as a note in
-`meta.pt` for those who look.
+`meta.pt` for those who look. Ranks that hold the same values write a part of them each.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, 
     for key, value in state.items():
         if isinstance(value, nn.Parameter):
             name = names.setdefault(value, f"parameter {key}")
-            owned = _equal_share(value.numel(), rank, world_size)
+            owned = _equal_share(range(value.numel()), rank, world_size)
             read = _reader(partial(_itself, value.detach()), 0)
             state[key] = ShardTensor.of(name, value.shape, value.dtype, owned, read)
         elif isinstance(value, Tensor):
@@ -178,10 +178,11 @@ def _shard(
     engine: Engine,
 ) -> ShardTensor:
     """`part()`, the elements of slot `index` that this rank steps, as what this rank writes."""
-    stepped = bucket.owned(index)
-    written = stepped
+    stepped, mesh = bucket.owned(index), engine.comm.mesh
     if bucket.steps_whole:
-        written = _equal_share(len(stepped), engine.comm.rank, engine.comm.size)
+        written = _equal_share(stepped, mesh.rank, mesh.world_size)
+    else:
+        written = _equal_share(stepped, mesh.replica_rank, mesh.num_replicas)
     shape = bucket.plan.layout.slots[index].shape
     return ShardTensor.of(source, shape, dtype, written, _reader(part, stepped.start))
 
@@ -194,5 +195,6 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def _equal_share(numel: int, rank: int, world_size: int) -> range:
-    return range(numel * rank // world_size, numel * (rank + 1) // world_size)
+def _equal_share(elements: range, rank: int, num_ranks: int) -> range:
+    numel = len(elements)
+    return elements[numel * rank // num_ranks : numel * (rank + 1) // num_ranks]

@@ -171,7 +171,7 @@ ZERO_IGNORED: dict[str, str] = {
     "load_from_fp32_weights": "checkpoints hold the float32 masters",
     "elastic_checkpoint": "checkpoints load at any world size",
     "pipeline_loading_checkpoint": _CHECKPOINT,
-    "mics_hierarchical_params_gather": "there is one process group",
+    "mics_hierarchical_params_gather": "a group is gathered at once; let a group be a node",
     "log_trace_cache_warnings": "it only prints",
     "enable_sanity_checks": "the engine's own checks are always on",
 }
@@ -181,8 +181,11 @@ ZERO_REFUSED: dict[str, Rule] = {
     "zero_quantized_nontrainable_weights": (_is_enabled, _QUANTIZED),
     "zero_quantized_gradients": (_is_enabled, _QUANTIZED),
     "zeropp_loco_param": (_is_given, _QUANTIZED.replace("set it to false", "remove it")),
-    "zero_hpz_partition_size": (_is_above(1), "hybrid sharding is not available yet; use 1."),
-    "mics_shard_size": (_is_above(0), "hybrid sharding is not available yet; use -1."),
+    "zero_hpz_partition_size": (
+        _is_above(1),
+        "there are no second shards of parameters beside those over all ranks; use 1, or "
+        "mics_shard_size where one group of ranks can hold all states.",
+    ),
     "zenflow": (_is_given, "its late updates change the result; remove the section."),
 }
 
@@ -210,6 +213,7 @@ _ZERO_TRANSLATED = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
     "max_live_parameters",
+    "mics_shard_size",
     "offload_optimizer",
     "offload_param",
     "cpu_offload",

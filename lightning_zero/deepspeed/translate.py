@@ -232,6 +232,7 @@ def _zero_config(
     overlap = zero.flag("overlap_comm")
     if overlap is not None:
         settings["overlap_comm"] = overlap
+    settings["sharding_group_size"] = _group_size(zero, stage, notes)
     return ZeroConfig(stage=stage, reduce_dtype=dtype, **settings)
 
 
@@ -244,6 +245,17 @@ def _zero_section(file: Section, notes: _Notes) -> Section:
     if file.has("allgather_size"):
         notes.ignored["allgather_size"] = "zero_optimization.allgather_bucket_size decides"
     return file.section("zero_optimization")
+
+
+def _group_size(zero: Section, stage: int, notes: _Notes) -> int | None:
+    """Ranks of a group of MiCS, which DeepSpeed has in stage 3; -1 is all."""
+    size = zero.whole("mics_shard_size", least=-1)
+    if size is None or size < 1:
+        return None
+    if not STAGES[stage].gathers_before_use:
+        notes.ignored["mics_shard_size"] = f"it needs stage 3; the file asks for stage {stage}"
+        return None
+    return size
 
 
 def _sizes(zero: Section, stage: int, notes: _Notes) -> dict[str, int]:
