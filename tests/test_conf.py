@@ -129,6 +129,18 @@ def test_a_setting_that_yaml_cannot_say_is_built_by_its_target():
     assert strategy._timeout.total_seconds() == 7
 
 
+@pytest.mark.parametrize(("choice", "size"), [("world", None), ("node", "node"), (2, 2)])
+def test_every_choice_of_sharding_builds_the_strategy(choice, size):
+    named = f"sharding={choice}"
+    override = f"trainer.strategy.sharding_group_size={choice}" if choice == 2 else named
+    assert instantiate(composed(override).trainer.strategy).config.sharding_group_size == size
+
+
+def test_a_node_of_shards_is_refused_where_nothing_is_sharded():
+    with pytest.raises(HydraException, match="sharding_group_size needs stage 1, 2 or 3"):
+        instantiate(composed("zero=off", "sharding=node").trainer.strategy)
+
+
 @pytest.mark.parametrize("choice", CHOICES["offload"])
 def test_every_choice_of_offload_builds_the_strategy(choice, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))

@@ -299,3 +299,33 @@ def test_mps_is_refused_by_name():
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)mps"):
         set_up()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_group_without_ranks_is_refused(build, size):
+    with pytest.raises(
+        ValueError, match=f"sharding_group_size must be at least 1 rank, got {size}"
+    ):
+        build(sharding_group_size=size)
+
+
+@pytest.mark.parametrize("size", [True, "2", "nodes", 2.5, [2]])
+def test_a_group_size_that_is_no_number_of_ranks_is_refused(build, size):
+    with pytest.raises(TypeError, match='must be a number of ranks, "node" or None, got'):
+        build(sharding_group_size=size)
+
+
+@pytest.mark.parametrize("size", [2, "node"])
+def test_groups_have_no_meaning_where_nothing_is_sharded(build, size):
+    with pytest.raises(ValueError, match="sharding_group_size needs stage 1, 2 or 3, got stage 0"):
+        build(stage=0, sharding_group_size=size)
+
+
+def test_a_trainer_whose_ranks_do_not_make_whole_groups_is_refused_when_it_is_made():
+    message = "sharding_group_size must divide the number of ranks, got 4 with 6"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(settings(3, sharding_group_size=4), devices=3, num_nodes=2)
+    strategy = make_trainer(
+        settings(3, sharding_group_size="node"), devices=3, num_nodes=2
+    ).strategy
+    assert strategy._group_size == 3

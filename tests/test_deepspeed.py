@@ -567,7 +567,6 @@ CHANGES_THE_TRAINING = [
     zero(zero_quantized_weights=True),
     zero(zero_quantized_gradients=True),
     zero(zero_hpz_partition_size=8),
-    zero(mics_shard_size=8),
     zero(zenflow={"topk_ratio": 0.1}),
 ]
 
@@ -593,6 +592,18 @@ def test_what_changes_the_training_is_refused_with_what_to_do(source):
 )
 def test_the_same_settings_turned_off_are_accepted(source):
     assert translate(source).ignored == {}
+
+
+def test_groups_of_mics_are_sharding_groups_in_stage_3():
+    assert translate(zero(stage=3, mics_shard_size=8)).config.sharding_group_size == 8
+    assert translate(zero(stage=3, mics_shard_size=-1)).config.sharding_group_size is None
+    lower = translate(zero(stage=2, mics_shard_size=8))
+    assert lower.config.sharding_group_size is None
+    assert lower.ignored == {"mics_shard_size": "it needs stage 3; the file asks for stage 2"}
+    with pytest.raises(ValueError, match="mics_shard_size"):
+        translate(zero(stage=3, mics_shard_size="all"))
+    strategy = ZeroStrategy.from_deepspeed(zero(stage=3, mics_shard_size=8), stage=2)
+    assert strategy.config.sharding_group_size == 8
 
 
 def test_a_file_that_is_not_json_is_named(write):
