@@ -71,8 +71,9 @@ class ZeroConfig:
             where it needs it. The same values as without. Between the step and the next forward
             `optimizer.state` may still be changing; `optimizer.state_dict()` waits.
         sharding_group_size: Stages 1 to 3: how many consecutive ranks share one set of shards,
-            which every such group repeats. It divides the number of ranks. "node": the ranks of a
-            node, so that only shards of gradients cross the links between nodes. None: all ranks.
+            which every such group repeats. It divides the number of ranks. "node": as many as the
+            launcher starts on a node, so that only shards of gradients cross the links between
+            nodes. None: all ranks.
 
     Raises:
         ValueError: A value out of range, or an option that has no meaning in this stage.

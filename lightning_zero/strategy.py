@@ -60,7 +60,13 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
-from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
+from lightning_zero.launcher import (
+    START_METHODS,
+    StartMethod,
+    check_numbering,
+    check_world_size,
+    make_launcher,
+)
 from lightning_zero.memory import MemoryReport
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload import OffloadConfig
@@ -396,6 +402,8 @@ class ZeroStrategy(ParallelStrategy):
             device_id=device_id,
         )
         check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.config.sharding_group_size == "node":
+            check_numbering(self.global_rank, self.node_rank, self.num_processes)
 
     def set_world_ranks(self) -> None:
         """Tells the environment and Lightning's rank-zero helpers who this rank is."""

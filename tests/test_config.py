@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_zero import OffloadConfig, ZeroConfig
+from lightning_zero.launcher import check_numbering
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -329,3 +330,9 @@ def test_a_trainer_whose_ranks_do_not_make_whole_groups_is_refused_when_it_is_ma
         settings(3, sharding_group_size="node"), devices=3, num_nodes=2
     ).strategy
     assert strategy._group_size == 3
+
+
+def test_ranks_that_are_not_numbered_node_by_node_are_warned_of():
+    check_numbering(5, 1, 4)
+    with pytest.warns(match="rank 1 runs on node 1, expected on node 0"):
+        check_numbering(1, 1, 4)

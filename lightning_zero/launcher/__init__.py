@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from lightning_zero.launcher.script import ScriptLauncher
 if TYPE_CHECKING:
     from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["START_METHODS", "StartMethod", "check_world_size", "make_launcher"]
+__all__ = ["START_METHODS", "StartMethod", "check_numbering", "check_world_size", "make_launcher"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -55,4 +56,15 @@ def check_world_size(environment: ClusterEnvironment, num_devices: int, num_node
             f"Trainer(devices={num_devices}, num_nodes={num_nodes}) expects {asked} ranks, but "
             f"{type(environment).__name__} started {given}; make devices x num_nodes equal to the "
             "number of processes of torchrun (--nproc-per-node x --nnodes) or srun (--ntasks)."
+        )
+
+
+def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:
+    """Warns on a rank that is not among the consecutive ones of its node."""
+    if rank // num_devices != node_rank:
+        warnings.warn(
+            f"rank {rank} runs on node {node_rank}, expected on node {rank // num_devices}: groups "
+            "of consecutive ranks are spread over nodes and gathers leave them; number ranks node "
+            "by node (SLURM's --distribution=block).",
+            stacklevel=2,
         )

@@ -59,6 +59,9 @@ def test_2_x_2_equals_ddp_in_every_stage_with_accumulation_clipping_and_offload(
             assert_equal_bits(ours[0].state, outcome.state)
         for name, value in ours[0].checkpoint["state_dict"].items():
             np.testing.assert_allclose(value, saved["state_dict"][name], rtol=1e-6, atol=1e-6)
+        for number, entry in ours[0].checkpoint["optimizer_states"][0]["state"].items():
+            expected = saved["optimizer_states"][0]["state"][number]["exp_avg"]
+            np.testing.assert_allclose(entry["exp_avg"], expected, rtol=1e-5, atol=1e-6)
     *_, on_device, _, offloaded = results
     assert_equal_bits(on_device[0].state, offloaded[0].state)
 
