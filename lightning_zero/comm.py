@@ -169,7 +169,7 @@ class Communicator:
         with record_function(f"zero::all_reduce {name}"):
             return self._exchange.all_reduce(whole)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def sum_over_shards_(self, tensor: Tensor) -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
 
         Replicas hold equal shards, of which the first counts.

@@ -46,7 +46,7 @@ def total_norm(
         total = each.max() if math.isinf(order) else (each**order).sum()
     if math.isinf(order):
         return comm.max_(total)
-    return comm.sum_(total) ** (1.0 / order)
+    return comm.sum_over_shards_(total) ** (1.0 / order)
 
 
 def clip_by_norm(

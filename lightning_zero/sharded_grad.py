@@ -164,7 +164,7 @@ def global_norms(grads: list[ShardedGrad], order: float) -> Tensor:
     comm = grads[0]._comm
     if math.isinf(order):
         return comm.max_(local) if order > 0 else -comm.max_(-local)
-    total = comm.sum_(local)
+    total = comm.sum_over_shards_(local)
     return total if order == 0 else total ** (1.0 / order)
 
 
@@ -177,11 +177,11 @@ def _power_sum(local: Tensor, order: float) -> Tensor:
 
 
 def _sum(grad: ShardedGrad, *, dtype: torch.dtype | None = None) -> Tensor:
-    return grad._comm.sum_(grad.local.sum(dtype=dtype))
+    return grad._comm.sum_over_shards_(grad.local.sum(dtype=dtype))
 
 
 def _mean(grad: ShardedGrad, *, dtype: torch.dtype | None = None) -> Tensor:
-    numel = grad._comm.sum_(torch.tensor(grad.local.numel(), device=grad.local.device))
+    numel = grad._comm.sum_over_shards_(torch.tensor(grad.local.numel(), device=grad.local.device))
     return _sum(grad, dtype=dtype) / numel
 
 
