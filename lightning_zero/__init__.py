@@ -12,6 +12,7 @@ from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.load_from_checkpoint import accept_every_format
+from lightning_zero.lockstep import lockstep
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.schema import register_schema
@@ -29,6 +30,7 @@ __all__ = [
     "full_grad",
     "gathered",
     "load_weights",
+    "lockstep",
     "open_checkpoint",
 ]
 
