@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.models import Recorder
 
 __all__ = ["MODELS", "MORE_MODELS", "HuggingFaceModule", "llama"]
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 VOCABULARY = 61
 CONTEXT = 12
 
