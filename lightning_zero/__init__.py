@@ -8,6 +8,7 @@ Hydra, and makes `load_from_checkpoint` open directories too.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered
+from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
@@ -31,6 +32,7 @@ __all__ = [
     "gathered",
     "load_weights",
     "lockstep",
+    "offload_activations",
     "open_checkpoint",
 ]
 

@@ -11,6 +11,7 @@ LAYERS = {
     1: {"buffer", "channel", "comm", "exchange", "state_keys", "stored", "tiers", "written"},
     2: {
         "access",
+        "activations",
         "bucket",
         "bucket_step",
         "chunk",
