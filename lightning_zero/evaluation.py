@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -24,35 +24,68 @@ class LockstepEvaluation:
 
     def __init__(self) -> None:
         self._loop: Any = None
-        self._lockstep: Lockstep | None = None
 
     def begin(self, trainer: Trainer, lockstep: Lockstep) -> None:
         """Before the first batch. Collective."""
         self.end()
-        self._loop, self._lockstep = trainer._active_loop, lockstep
-        if hasattr(self._loop, _END_OF_LOADER):
-            self._end_before(_END_OF_LOADER, lockstep.begin_loop)
-        self._end_before(_END_OF_LOOP)
+        loop: Any = trainer._active_loop
+        self._loop = loop
+        if hasattr(loop, _END_OF_LOADER):
+            store = getattr(loop, _END_OF_LOADER)
+            setattr(loop, _END_OF_LOADER, partial(_end_loader, store, loop, lockstep))
+        setattr(loop, _END_OF_LOOP, partial(_end_loop, loop.on_run_end, lockstep))
         lockstep.begin_loop()
 
     def end(self) -> None:
-        """After the loop, or after an exception in it. Local where the loop came to its end."""
+        """After the loop, or after an exception in it. Local."""
         if self._loop is not None:
             vars(self._loop).pop(_END_OF_LOADER, None)
             vars(self._loop).pop(_END_OF_LOOP, None)
-        self._loop = self._lockstep = None
+        self._loop = None
 
-    def _end_before(self, name: str, then: Callable[[], None] | None = None) -> None:
-        lockstep = self._lockstep
-        assert lockstep is not None
-        method = getattr(self._loop, name)
 
-        @wraps(method)
-        def ending(*args: Any, **kwargs: Any) -> Any:
-            lockstep.end_loop()
-            output = method(*args, **kwargs)
-            if then is not None:
-                then()
-            return output
+def _end_loader(store: Callable[[], None], loop: Any, lockstep: Lockstep) -> None:
+    _meet(lockstep, _synchronised(loop), is_end=False)
+    store()
+    lockstep.begin_loop()
 
-        setattr(self._loop, name, ending)
+
+def _end_loop(end: Callable[[], Any], lockstep: Lockstep) -> Any:
+    while not _meet(lockstep, [], is_end=True):  # others have a data loader that is empty here
+        lockstep.begin_loop()
+    return end()
+
+
+def _meet(lockstep: Lockstep, metrics: list[str], *, is_end: bool) -> bool:
+    """Serves until all ranks are at the end of a data loader; whether all are at the loop's.
+
+    Raises:
+        RuntimeError: They would wait for each other in metrics that some of them have not.
+    """
+    lockstep.end_loop()
+    ends = lockstep.gather_objects((metrics, is_end))
+    if any(names != metrics for names, _ in ends):
+        listed = ", ".join(f"rank {rank} {names}" for rank, (names, _) in enumerate(ends))
+        raise RuntimeError(
+            "at the end of a data loader the ranks would synchronise different metrics and wait "
+            f"for each other: {listed}; give every rank a batch of each data loader, and log the "
+            "same names with sync_dist=True on all."
+        )
+    return all(is_at_end for _, is_at_end in ends)
+
+
+def _synchronised(loop: Any) -> list[str]:
+    """Names of the metrics that the end of the data loader computes across ranks."""
+    results = loop.trainer._results
+    if loop.trainer.sanity_checking or results is None:
+        return []
+    names = []
+    for name, metric in results.valid_items():
+        sync = metric.meta.sync
+        if (
+            metric.meta.on_epoch
+            and not sync.rank_zero_only
+            and (sync.should or not metric.is_tensor)
+        ):
+            names.append(name)
+    return names

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,6 +109,10 @@ class Lockstep:
             self._schedule.meet(self._schedule.left)
             self._schedule.release_all()
             self.is_in_loop = False
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, on every rank. Collective, outside of a loop."""
+        return self._comm.gather_objects(value)
 
     def wait_for_collective(self) -> None:
         """Inside a loop, before a collective that is no gather: waits until every rank comes here.

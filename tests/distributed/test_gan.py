@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from tests.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.models import Recorder
 
-STAGES = [1, 2, 3]
+STAGES = [1, pytest.param(2, marks=pytest.mark.slow), 3]
 WIDTH = 6
 
 

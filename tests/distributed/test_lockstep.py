@@ -125,6 +125,33 @@ def test_a_metric_synchronised_in_each_batch_needs_equally_many():
     assert time.monotonic() - start < 30
 
 
+class EmptyModule(RaggedModule):
+    """Rank 1 has no batch of the second loader."""
+
+    is_synchronised = False
+
+    def val_dataloader(self):
+        return [DataLoader(Ids(2)), DataLoader(EndlessIds(3 - 3 * self.global_rank))]
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        loss = self.part_loss(batch, 0)
+        self.log("val", loss, sync_dist=self.is_synchronised or dataloader_idx == 0)
+
+
+class EmptySynchronisedModule(EmptyModule):
+    is_synchronised = True
+
+
+def test_a_rank_without_a_batch_is_an_error_only_where_metrics_would_wait_for_it():
+    results = run_ranks(2, _validate, settings(3), EmptyModule, has_group=False)
+    assert results == run_once(2, _validate, "ddp", EmptyModule)
+    with pytest.raises(
+        RankError, match=r"rank 0 \['validation_step.val.1'\], rank 1 \[\]"
+    ) as raised:
+        run_ranks(2, _validate, settings(3), EmptySynchronisedModule, has_group=False)
+    assert "did not return" not in str(raised.value)
+
+
 def _validate(rank, world_size, spec, factory):
     seed_everything(7, verbose=False)
     module = factory(ranks=world_size)

@@ -50,7 +50,6 @@ FEW = [(None, "blocks"), ("reentrant", "step"), ("non-reentrant", "step")]
     ("precision", "stages", "cases"),
     [
         ("32-true", [3], FEW),
-        ("bf16-mixed", [1], FEW[:2]),
         pytest.param("32-true", [0, 1, 2, 3], CASES, marks=pytest.mark.slow),
         pytest.param("bf16-mixed", [0, 1, 2, 3], CASES, marks=pytest.mark.slow),
     ],
