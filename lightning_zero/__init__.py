@@ -8,10 +8,12 @@ Hydra, and makes `load_from_checkpoint` open directories too.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.access import full_grad, gathered
+from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.load_from_checkpoint import accept_every_format
+from lightning_zero.lockstep import lockstep
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.schema import register_schema
@@ -29,6 +31,8 @@ __all__ = [
     "full_grad",
     "gathered",
     "load_weights",
+    "lockstep",
+    "offload_activations",
     "open_checkpoint",
 ]
 

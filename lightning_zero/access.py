@@ -34,6 +34,8 @@ def gathered(
         RuntimeError: In the middle of an optimizer step.
     """
     buckets = _buckets_of(module_or_parameters)
+    if buckets:
+        buckets[0].lockstep.wait_for_collective()
     with ExitStack() as stack:
         for bucket in buckets:
             stack.enter_context(_writable(bucket) if writeback else _readable(bucket))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,10 @@ class Bucket:
         own_dtypes: Dtype of each parameter before this bucket took it over.
         is_shown: The parameters point at another buffer, to be written to.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
+        lockstep: The engine's `Lockstep`, once it is there.
     """
+
+    lockstep: Any
 
     def __init__(
         self,

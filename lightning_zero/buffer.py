@@ -7,7 +7,9 @@ from torch import Tensor
 
 from lightning_zero.layout import Layout
 
-__all__ = ["FlatBuffer", "Scratch", "slice_shard"]
+__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard"]
+
+_MARK = "_is_of_flat_buffer"  # on a storage, whose Python object lives as long as itself
 
 
 class FlatBuffer:
@@ -44,6 +46,7 @@ class FlatBuffer:
         self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
         self._zero_gaps()
         self._nbytes = self.tensor.untyped_storage().nbytes()
+        setattr(self.tensor.untyped_storage(), _MARK, True)
 
     @property
     def is_allocated(self) -> bool:
@@ -75,6 +78,11 @@ class FlatBuffer:
         # Padding must be zero wherever somebody sums over a whole buffer.
         for gap in self._gaps:
             gap.zero_()
+
+
+def is_of_flat_buffer(tensor: Tensor) -> bool:
+    """Whether a strided tensor is a view of some `FlatBuffer`, which may free its memory."""
+    return hasattr(tensor.untyped_storage(), _MARK)
 
 
 class Scratch:

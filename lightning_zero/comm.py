@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,26 @@ from lightning_zero.channel import Channel
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
 from lightning_zero.mesh import Mesh
 
-__all__ = ["Communicator", "Pending", "PeerAbortedError"]
+__all__ = ["Communicator", "PeerAbortedError", "PeerFailedError", "Pending", "Round"]
 
-_ABORT = -1
+_FAILED = -1
+_ABORT = -2
 
 
 class PeerAbortedError(RuntimeError):
     """Another rank stopped with an exception of its own, which is the one to read."""
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed where all go on together; the text tells how."""
+
+
+class Round(NamedTuple):
+    """What `Communicator.agree` found."""
+
+    lowest: int  # request of all ranks
+    fewest: int  # reductions that any rank has issued
+    highest: int  # request of all ranks
 
 
 class Communicator:
@@ -222,8 +235,8 @@ class Communicator:
         self._channels.append(channel)
         return channel
 
-    def agree(self, request: int, num_issued: int = 0) -> tuple[int, int]:
-        """One round of the control plane: the lowest request and the lowest count of all ranks.
+    def agree(self, request: int, num_issued: int = 0) -> Round:
+        """One round of the control plane.
 
         Args:
             request: What this rank asks for; not negative.
@@ -231,10 +244,11 @@ class Communicator:
 
         Raises:
             PeerAbortedError: Another rank called `abort`.
+            PeerFailedError: Another rank called `fail`.
         """
         if self.size == 1:
-            return request, num_issued
-        agreed = torch.tensor([request, num_issued], dtype=torch.int64)
+            return Round(request, num_issued, request)
+        agreed = torch.tensor([request, num_issued, -request], dtype=torch.int64)
         try:
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control)
         except RuntimeError as error:
@@ -242,15 +256,40 @@ class Communicator:
                 f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
                 "Every rank must run forward and backward together, with equally many batches (in "
                 "stage 3 also a forward for a sample or an image, which `if rank == 0` would run "
-                "on one rank alone); or another rank has died."
+                "on one rank alone; inside `with lightning_zero.lockstep(module)` on every rank, "
+                "ranks may run different numbers of them); or another rank has died."
             ) from error
-        lowest, fewest = agreed.tolist()
+        lowest, fewest, least = agreed.tolist()
         if lowest == _ABORT:
             raise PeerAbortedError(
                 f"rank {self.rank} stops because another rank raised an exception; its traceback, "
                 "in that rank's output, tells the cause."
             )
-        return lowest, fewest
+        if lowest == _FAILED and request != _FAILED:
+            self._raise_failure(None)
+        return Round(lowest, fewest, -least)
+
+    def fail(self, error: Exception) -> None:
+        """Tells the other ranks, at their next `agree`, why this one fails; they raise it too.
+
+        The caller raises `error` afterwards. All ranks can go on together where that is caught on
+        all of them. Where ranks fail at once, each raises its own.
+        """
+        if self.size == 1 or isinstance(error, (PeerAbortedError, PeerFailedError)):
+            return
+        try:
+            self.agree(_FAILED)
+            self._raise_failure(error)
+        except (PeerAbortedError, PeerFailedError):
+            return
+        except RuntimeError:
+            self.abort()  # the error was that of a connection
+
+    def _raise_failure(self, error: Exception | None) -> None:
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        for rank, failure in enumerate(self.gather_objects(text)):
+            if failure is not None:
+                raise PeerFailedError(f"rank {rank} failed, and all ranks with it: {failure}")
 
     def union(self, mask: Sequence[bool]) -> list[bool]:
         """Elementwise `or` over ranks."""
@@ -289,7 +328,7 @@ class Communicator:
             return
         self._is_aborted = True
         self._close_channels()
-        message = torch.tensor([_ABORT, 0], dtype=torch.int64)
+        message = torch.tensor([_ABORT, 0, 0], dtype=torch.int64)
         dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
         self._close_data()
 

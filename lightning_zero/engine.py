@@ -26,6 +26,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.grad_home import Landing
 from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.lockstep import Lockstep
 from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.offload import Budgets, Tier
@@ -64,6 +65,7 @@ class Engine:
         plan: Units and buckets.
         buckets: The buckets at run time, in layout order.
         schedule: Decides on gathers and reductions.
+        lockstep: For loops in which ranks use the module a different number of times.
 
     Raises:
         ValueError: A module without parameters, on the meta device or on several; a module that
@@ -110,6 +112,7 @@ class Engine:
         try:
             units = self._build_units()
             self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
+            self.lockstep = Lockstep(self.schedule, self.buckets, self.comm)
             for optimizer, kind in zip(optimizers, kinds, strict=True):
                 self._attach(optimizer, kind)
         except BaseException:
@@ -378,6 +381,7 @@ class Engine:
         self._worker.drain()  # it waits for no rank, and needs the groups that go
         for step in self._steps:
             step.reset()
+        self.lockstep.is_in_loop = False
         if not self.comm.rally(deadline):
             return False
         self.schedule.recover()

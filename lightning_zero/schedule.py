@@ -20,6 +20,9 @@
   Where groups of ranks hold shards of their own, a gather moves data within a group only, but all
   agreements stay those of all ranks: averages over replicas, and a failure, concern all of them,
   and one order on all is enough for each.
+* Likewise a rank that has left a loop in which ranks use the module a different number of times
+  (lockstep.py) takes part until all have left it. Inside the loop, any other collective first waits
+  for a round in which every rank asks for one.
 * Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
   latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
@@ -49,7 +52,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.bucket import Bucket
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, Round
 from lightning_zero.config import ZeroConfig
 from lightning_zero.unit import Trace, Unit
 
@@ -74,6 +77,7 @@ class Schedule:
     Attributes:
         moment: What the loop is doing.
         units: The root first.
+        is_mid_round: Ranks have agreed on a gather that this one has not issued yet.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Schedule:
     ) -> None:
         self.units = list(units)
         self.moment = Moment.IDLE
+        self.is_mid_round = False
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -218,12 +223,16 @@ class Schedule:
         if self._depth > 1 or self.moment is Moment.BACKWARD:
             return
         self.moment = Moment.FORWARD
-        self._wait_for_gathers_of_steps()
         self._forward_trace.begin()
-        self._share_buffers()
+        self.prepare()
         for unit in self.units:
             if unit.is_held:
                 self._unshard(unit)
+
+    def prepare(self) -> None:
+        """Before the first forward after a step: what else is collective in it. Collective."""
+        self._wait_for_gathers_of_steps()
+        self._share_buffers()
 
     def _wait_for_gathers_of_steps(self) -> None:
         """A worker must not gather while units are gathered: the order would differ by rank."""
@@ -312,7 +321,7 @@ class Schedule:
         """Makes `unit` whole, then asks ahead for what followed it last time."""
         if not unit.buckets:
             return
-        self._trace.record(unit)
+        self._trace.record(unit, may_repeat=not torch.is_grad_enabled())
         self._drop_unclaimed(unit)
         while not unit.is_whole:
             self._gather_next(unit)
@@ -327,15 +336,24 @@ class Schedule:
         backward = self.moment is Moment.BACKWARD
         self._round(last - wanted.index if backward else wanted.index)
 
-    def _round(self, request: int) -> int:
-        """Every rank gathers the unit that the lowest request names; returns that request."""
-        agreed, self._num_issued_by_all = self._comm.agree(request, self._num_issued)
-        count = len(self.units)
-        if agreed < 2 * count:
-            unit = self.units[agreed if agreed < count else 2 * count - 1 - agreed]
+    def _round(self, request: int) -> Round:
+        """Every rank gathers the unit that the lowest request names."""
+        agreed = self._comm.agree(request, self._num_issued)
+        self._num_issued_by_all = agreed.fewest
+        count, lowest = len(self.units), agreed.lowest
+        if lowest < 2 * count:
+            unit = self.units[lowest if lowest < count else 2 * count - 1 - lowest]
             if not unit.is_whole:
                 self._unclaimed.add(unit)
+            self.is_mid_round = True
             unit.gather()
+            self.is_mid_round = False
+        elif lowest == self.together < agreed.highest:
+            raise RuntimeError(
+                "a rank wants a collective (such as self.log(..., on_step=True, sync_dist=True)) "
+                "that another, which has fewer batches or calls, will not take part in; give all "
+                "ranks equally many, or log with on_epoch=True only."
+            )
         return agreed
 
     @property
@@ -344,9 +362,19 @@ class Schedule:
         return 2 * len(self.units)
 
     @property
-    def _done(self) -> int:
-        """The request of a rank that has ended its backward."""
+    def together(self) -> int:
+        """The request of a rank that wants another collective, inside a lockstep loop."""
         return 2 * len(self.units) + 1
+
+    @property
+    def done(self) -> int:
+        """The request of a rank that has ended its step, or its backward."""
+        return 2 * len(self.units) + 2
+
+    @property
+    def left(self) -> int:
+        """The request of a rank that has left a lockstep loop of steps."""
+        return 2 * len(self.units) + 3
 
     def _prefetch(self) -> None:
         self._gather_ahead()
@@ -390,15 +418,22 @@ class Schedule:
     def _live_numel(self) -> int:
         return sum(unit.numel for unit in self.units if unit.is_whole)
 
-    def _meet(self) -> None:
-        """Takes part in what other ranks still ask for, until all are done."""
-        while self._round(self._done) != self._done:
+    def meet(self, request: int) -> None:
+        """Takes part in what other ranks still ask for, until none asks for less than `request`.
+
+        Raises:
+            RuntimeError: A rank wants a collective that others will not take part in.
+        """
+        while self._round(request).lowest < request:
             self._drop_unclaimed(None)
 
     def _release_all(self) -> None:
-        if not self._gathers:
-            return
-        self._meet()
+        if self._gathers:
+            self.meet(self.done)
+            self.release_all()
+
+    def release_all(self) -> None:
+        """Frees whole parameters, also those that were gathered for other ranks. Local."""
         self._unclaimed.clear()
         for unit in self.units:
             unit.release()
@@ -499,7 +534,7 @@ class Schedule:
             self._reduce(bucket)
         self._num_eager = len(self._eager)
         if self._reduces or self._gathers:
-            self._meet()
+            self.meet(self.done)
         self._is_tail = True
         if self._reduces:
             self._reduce_the_rest(completes=self._ends_step)
@@ -566,7 +601,7 @@ class Schedule:
     def reduce_local(self) -> None:
         """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""
         if self._has_local:
-            self._meet()
+            self.meet(self.done)
             for bucket in self._buckets:
                 bucket.grads.prepare(outlives_backward=False)  # what was zeroed is not reduced
             self._eager, self._num_eager = [], 0
@@ -603,7 +638,8 @@ class Schedule:
         self._comm.free_scratch()
         self._reducing = None
         self._num_issued = 0
-        self._has_local = self._has_partial = self._awaits_backward = False
+        self._has_local = self._has_partial = False
+        self._awaits_backward = self.is_mid_round = False
         self._unclaimed.clear()
         for unit in self.units:
             unit.num_awaited = 0

@@ -59,6 +59,7 @@ from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together,
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
+from lightning_zero.evaluation import LockstepEvaluation
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import (
     START_METHODS,
@@ -209,6 +210,7 @@ class ZeroStrategy(ParallelStrategy):
         # From a checkpoint that was opened before the engine was built.
         self._masters_to_load: Mapping[str, Tensor] = {}
         self._parameters_to_load: dict[str, Tensor] = {}  # those that had no memory then
+        self._evaluation = LockstepEvaluation()
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -498,6 +500,34 @@ class ZeroStrategy(ParallelStrategy):
         context = self.precision_plugin.predict_step_context()
         return self._step(context, "predict_step", args, kwargs)
 
+    def _begin_evaluation(self) -> None:
+        assert self.lightning_module is not None
+        self._evaluation.begin(self.lightning_module.trainer, self.engine.lockstep)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._evaluation.end()
+
+    @override
+    def on_test_end(self) -> None:
+        self._evaluation.end()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._evaluation.end()
+
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -521,10 +551,15 @@ class ZeroStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- small collectives
 
+    def _wait_for_collective(self) -> None:
+        if self._engine is not None:
+            self._engine.lockstep.wait_for_collective()
+
     @override
     def barrier(self, name: str | None = None) -> None:
         if not _distributed_is_initialized() or self._has_rallied is False:
             return
+        self._wait_for_collective()
         on_nccl = dist.get_backend() == "nccl"
         dist.barrier(device_ids=[self.root_device.index] if on_nccl else None)
 
@@ -532,6 +567,7 @@ class ZeroStrategy(ParallelStrategy):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         if not _distributed_is_initialized():
             return obj
+        self._wait_for_collective()
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
@@ -539,8 +575,16 @@ class ZeroStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         if isinstance(tensor, Tensor):
+            self._wait_for_collective()
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        self._wait_for_collective()
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -737,6 +781,7 @@ class ZeroStrategy(ParallelStrategy):
             self._tear_down()
 
     def _tear_down(self) -> None:
+        self._evaluation.end()
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         cpu = torch.device("cpu")

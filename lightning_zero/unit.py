@@ -79,13 +79,25 @@ class Trace:
             self._last, self._now = self._now, []
         self._cursor = 0
 
-    def record(self, unit: Unit) -> None:
-        """`unit` is asked for; finds its place in the last pass, if it has one from here on."""
+    def record(self, unit: Unit, *, may_repeat: bool = False) -> None:
+        """`unit` is asked for; finds its place in the last pass, if it has one from here on.
+
+        Args:
+            unit: The unit.
+            may_repeat: If it has none, and was asked for in this pass already, a new one begins, as
+                with each token that is generated.
+        """
+        if not self._find(unit) and may_repeat and unit in self._now:
+            self.begin()
+            self._find(unit)
         self._now.append(unit)
+
+    def _find(self, unit: Unit) -> bool:
         for position in range(self._cursor, len(self._last)):
             if self._last[position] is unit:
                 self._cursor = position + 1
-                return
+                return True
+        return False
 
     @property
     def is_at_end(self) -> bool:

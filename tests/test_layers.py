@@ -21,6 +21,7 @@ LAYERS = {
     },
     2: {
         "access",
+        "activations",
         "bucket",
         "bucket_step",
         "chunk",
@@ -28,6 +29,7 @@ LAYERS = {
         "grad_home",
         "gradient",
         "guard",
+        "lockstep",
         "norm",
         "optim_state",
         "probe",
@@ -45,6 +47,7 @@ LAYERS = {
         "callbacks",
         "checkpoint_io",
         "cli",
+        "evaluation",
         "launcher",
         "load_from_checkpoint",
         "precision",

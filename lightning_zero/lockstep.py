@@ -1,0 +1,124 @@
+"""Loops in which ranks use the module a different number of times.
+
+[Note: Lockstep] In stage 3 every forward is collective. A rank that needs fewer of them than the
+others (its samples end earlier, it has fewer batches) leaves the loop early and then takes part in
+what the others still gather, in rounds, until all have left: see [Note: Same order on every rank]
+in schedule.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
+number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
+While one is under way, a collective of another kind could pair with a round of a rank that is
+elsewhere, so it comes after `wait_for_collective`, which every rank must come to, or all fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.comm import Communicator
+from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.schedule import Moment, Schedule
+
+__all__ = ["Lockstep", "lockstep"]
+
+
+@contextmanager
+def lockstep(module: nn.Module) -> Iterator[None]:
+    """Inside, ranks may call `module` or its parts a different number of times, also never.
+
+    For generation, sampling and the like: no gradients are recorded. A rank that leaves early goes
+    on serving the others until all have left. An exception on one rank ends the context on every
+    rank. Collective: every rank enters and leaves it, equally often.
+
+    Args:
+        module: The trained module or a part of it. One that no engine holds needs nothing.
+
+    Raises:
+        RuntimeError: In the middle of a backward.
+        PeerFailedError: Another rank failed inside; the text tells how.
+    """
+    found: dict[Lockstep, None] = {}
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            found[placement_of(parameter).bucket.lockstep] = None
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for one in found:
+            stack.enter_context(one.together())
+        yield
+
+
+class Lockstep:
+    """The loops of one engine. See [Note: Lockstep].
+
+    Attributes:
+        is_in_loop: Between `begin_loop` and `end_loop`.
+    """
+
+    def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
+        self.is_in_loop = False
+        self._schedule = schedule
+        self._comm = comm
+        self._depth = 0  # nested `together`
+        self._told: BaseException | None = None  # the other ranks know of it
+        for bucket in buckets:
+            bucket.lockstep = self
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One step without gradients, of as many forwards as each rank likes. Collective."""
+        schedule = self._schedule
+        if schedule.moment is Moment.BACKWARD:
+            raise RuntimeError("lockstep() was entered in the middle of a backward; do so before.")
+        self._depth += 1
+        try:
+            schedule.open()
+            yield
+            schedule.meet(schedule.done)
+        except BaseException as error:
+            self._tell(error)
+            schedule.reset()
+            raise
+        finally:
+            self._depth -= 1
+        self._told = None
+        schedule.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Lets the other ranks fail too, once."""
+        if error is self._told:
+            return
+        self._told = error
+        if isinstance(error, Exception) and not self._schedule.is_mid_round:
+            self._comm.fail(error)
+        else:
+            self._comm.abort()  # others may wait for data of this rank, which goes away
+
+    def begin_loop(self) -> None:
+        """Before a loop of steps, of which each rank takes as many as it likes. Collective."""
+        self._schedule.prepare()
+        self.is_in_loop = True
+
+    def end_loop(self) -> None:
+        """Serves the other ranks until all have ended their loop. Collective."""
+        if self.is_in_loop:
+            self._schedule.meet(self._schedule.left)
+            self._schedule.release_all()
+            self.is_in_loop = False
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, on every rank. Collective, outside of a loop."""
+        return self._comm.gather_objects(value)
+
+    def wait_for_collective(self) -> None:
+        """Inside a loop, before a collective that is no gather: waits until every rank comes here.
+
+        Raises:
+            RuntimeError: Another rank has left the loop, or ended the step, and will not come.
+        """
+        if self.is_in_loop or self._depth:
+            self._schedule.meet(self._schedule.together)
