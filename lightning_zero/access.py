@@ -105,7 +105,7 @@ def _readable(bucket: Bucket) -> Iterator[None]:
 @contextmanager
 def _writable(bucket: Bucket) -> Iterator[None]:
     exact = bucket.gather_master()
-    bucket.show(exact)
+    bucket.show(exact.views)
     try:
         yield
     except BaseException:

@@ -441,10 +441,10 @@ class Bucket:
 
     def gather_master(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
-        return self.gather_parts(self._exact())
+        return self.gather_parts(self.exact())
 
-    def _exact(self) -> Tensor:
-        """The elements that this rank steps, in the fullest precision there is: 1-D.
+    def exact(self) -> Tensor:
+        """The elements that this rank steps, in the fullest precision there is: 1-D. Local.
 
         A view of memory, a copy of a file.
         """
@@ -474,13 +474,18 @@ class Bucket:
             read: Given a slot and the elements `owned` of it, returns those, in any floating dtype,
                 or None to leave the slot as it is. The same slots on every rank.
         """
-        exact = self._exact()
+        exact = self.exact()
         with torch.no_grad():
             for index, part in enumerate(self.shards.cut(exact)):
                 values = read(index, self.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
-            self._comm.wait_for_sent(self._sends_from_cpu)
+            self.store(exact)
+
+    def store(self, exact: Tensor) -> None:
+        """Takes what has become of `exact()`; parameters follow, whole ones too. Collective."""
+        self._comm.wait_for_sent(self._sends_from_cpu)
+        with torch.no_grad():
             self.shards.store_exact(exact)
             if self.phase is Phase.WHOLE and not self.steps_whole:
                 self._send_shard().wait()
@@ -497,14 +502,25 @@ class Bucket:
                 self._comm.all_gather(exact.tensor, self.plan.name).wait()
         return exact
 
-    def show(self, exact: FlatBuffer) -> None:
-        """Points the parameters at `exact`, plain, until `hide`."""
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Points the parameters at `views`, by slot, plain, until `hide`."""
         self.finish_gather()
         self.pins += 1
         self.is_shown = True
-        for parameter, view in zip(self.parameters, exact.views, strict=True):
+        for parameter, view in zip(self.parameters, views, strict=True):
             unguard(parameter)
             parameter.data = view
+
+    def show_own(self) -> Tensor:
+        """Points the parameters at this rank's elements in full precision, 1-D, until `hide`.
+
+        Returns:
+            `exact()`, of which those are parts. Where they are written to, `store` must follow.
+        """
+        exact = self.exact()
+        self._comm.wait_for_sent(self._sends_from_cpu)
+        self.show(self.shards.cut(exact))
+        return exact
 
     def hide(self) -> None:
         """Points the parameters back to where they were before `show`."""

@@ -253,10 +253,12 @@ class Engine:
         Stages 2 and 3 reduce every micro-batch, for they keep no whole gradients.
         """
         syncs, self._syncs = self._syncs, False
+        self.schedule.is_accumulating = True
         try:
             yield
         finally:
             self._syncs = syncs
+            self.schedule.is_accumulating = not syncs
 
     def finish_reductions(self) -> None:
         """Reduces what micro-batches under `no_sync` left local. Collective."""

@@ -68,6 +68,7 @@ class Schedule:
     Attributes:
         moment: What the loop is doing.
         units: The root first.
+        is_accumulating: Forwards from now on are of micro-batches that end no step.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Schedule:
     ) -> None:
         self.units = list(units)
         self.moment = Moment.IDLE
+        self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -214,6 +216,8 @@ class Schedule:
         self._wait_for_gathers_of_steps()
         self._forward_trace.begin()
         self._share_buffers()
+        # A forward in training may change them (BatchNorm), whether a backward follows or not.
+        self._buffers_are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         for unit in self.units:
             if unit.is_held:
                 self._unshard(unit)
@@ -506,8 +510,6 @@ class Schedule:
         self._num_issued = 0
         self._awaits_backward = False
         self.moment = Moment.FORWARD if self._depth else Moment.IDLE
-        if self._ends_step:
-            self._buffers_are_fresh = False
 
     def _reduce_the_rest(self) -> None:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order."""
@@ -597,10 +599,9 @@ class Schedule:
         self.moment = Moment.LOST
 
     def _share_buffers(self) -> None:
-        """Copies rank 0's buffers to all ranks, once before the first forward after a step."""
+        """Copies rank 0's buffers to all ranks, before the first forward after a step."""
         if self._buffers_are_fresh or not self._config.broadcast_buffers or self._comm.size == 1:
             return
-        self._buffers_are_fresh = True
         groups: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._module.buffers():
             groups.setdefault(buffer.dtype, []).append(buffer)

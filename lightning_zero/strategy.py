@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.averages import Averages
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,
@@ -191,6 +192,7 @@ class ZeroStrategy(ParallelStrategy):
         self.translation: Translation | None = None  # all that the DeepSpeed file says
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._engine: Engine | None = None
+        self._averages: Averages | None = None  # as long as the engine
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
@@ -412,6 +414,8 @@ class ZeroStrategy(ParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self._build_engine()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._averages = Averages(self.engine, callbacks, self._average_state_dict)
         self.setup_precision_plugin()
 
     @override
@@ -550,6 +554,14 @@ class ZeroStrategy(ParallelStrategy):
         if self._engine is None:
             return super().lightning_module_state_dict()
         return full_state_dict(self._engine)
+
+    def _average_state_dict(self, average: nn.Module, kind: str) -> dict[str, Any]:
+        """As `lightning_module_state_dict`, of a callback's averaged module. Collective."""
+        if not self._is_together():
+            return {}
+        if self._is_sharded:
+            return self._saving.average_state_dict(self.engine, average, kind)
+        return full_state_dict(self.engine, average)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -721,12 +733,16 @@ class ZeroStrategy(ParallelStrategy):
         cpu = torch.device("cpu")
         if self._engine is not None:
             if self._is_together():
+                if self._averages is not None:
+                    self._averages.give_back(cpu)
                 self._last_masters = narrow_masters(self._engine)
                 self._engine.close(cpu, keeps_optimizer_shards=True)
                 self._last_engine = self._engine
             else:
                 self._engine.abandon()
-            self._engine = None
+                if self._averages is not None:
+                    self._averages.let_go()
+            self._engine = self._averages = None
         self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
         if module is not None and not any(has_placement(p) for p in module.parameters()):

@@ -22,6 +22,7 @@ LAYERS = {
         "optim_state",
         "probe",
         "schedule",
+        "shadow",
         "sharded_grad",
         "shards",
         "stand_in",
@@ -31,6 +32,7 @@ LAYERS = {
     },
     3: {"checkpoint"},
     4: {
+        "averages",
         "callbacks",
         "checkpoint_io",
         "cli",
