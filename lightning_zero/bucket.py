@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator, Pending
+from lightning_zero.compare import equal
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
@@ -202,6 +203,10 @@ class Bucket:
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index].data
 
+    def equals(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
+        return equal(one, other, self._comm)
+
     @property
     def device(self) -> torch.device:
         """Where the module computes."""
@@ -313,6 +318,19 @@ class Bucket:
                 target.copy_(part.reshape(-1))
         return self.gather_parts(joined).views
 
+    def _absorb_changes(self) -> None:
+        """Takes what somebody has written to whole parameters, or put in their place, into masters.
+
+        `parameter.data = other` is how torch's pruning and others give new values.
+        """
+        if self.phase is Phase.WHOLE and not self.is_shown:
+            for parameter, view in zip(self.parameters, self._whole.views, strict=True):
+                data = parameter.data
+                if data.data_ptr() != view.data_ptr() and data.shape == view.shape:
+                    view.copy_(data)
+                    parameter.data = view
+        self.shards.absorb_changes()
+
     # ---------------------------------------------------------------- the step
 
     def begin_step(self, stepping: Stepping | None = None) -> None:
@@ -322,7 +340,7 @@ class Bucket:
             stepping: Done when a worker has ended the step; None: the caller ends it.
         """
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         self.shards.stop_reading()  # what was read ahead is about to change
         self._comm.wait_for_sent(self._sends_from_cpu)
         if self.is_gathered_before_use:
@@ -366,7 +384,7 @@ class Bucket:
         until `leave_step`.
         """
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         grads: list[Tensor | None] = [None] * len(self.parameters)
         if has_grads:
             grads = self.grads.fetch_all(self.plan.master_dtype)
@@ -433,7 +451,7 @@ class Bucket:
     def exact_views(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         is_exact = self.shards.master is None or not self.shards.has_own_master
         if is_exact and self.phase is Phase.WHOLE:
             return self._whole.views
@@ -454,7 +472,7 @@ class Bucket:
     def _exact_home(self) -> Home:
         self._worker.drain()
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         return self.shards.exact
 
     def exact_parts(self) -> list[Tensor]:

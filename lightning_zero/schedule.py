@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
+from lightning_zero.guard import BetweenStepsError
 from lightning_zero.unit import Trace, Unit
 
 __all__ = ["Moment", "Schedule"]
@@ -271,7 +272,8 @@ class Schedule:
         """Somebody reads parameter `name` outside the forward of its unit.
 
         Raises:
-            RuntimeError: Outside a step, where ranks do not act in lockstep.
+            BetweenStepsError: Outside a step, where ranks do not act in lockstep.
+            RuntimeError: After other ranks were lost.
         """
         if self.moment is Moment.LOST:
             raise RuntimeError(
@@ -279,7 +281,7 @@ class Schedule:
                 "checkpoint into a new module."
             )
         if self.moment is Moment.IDLE:
-            raise RuntimeError(
+            raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.size} outside forward and "
                 "backward; use `with lightning_zero.gathered(...)` on every rank to see it whole, "
                 "and trainer.save_checkpoint() or strategy.lightning_module_state_dict() for state "

@@ -66,6 +66,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+from lightning_zero.refused import refuse_callbacks
 from lightning_zero.requeue import RequeuedExit
 from lightning_zero.saving import (
     MASTERS_KEY,
@@ -404,7 +405,9 @@ class ZeroStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._has_rallied = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if is_fitting:
+            refuse_callbacks(callbacks, self.config)
             self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -414,7 +417,6 @@ class ZeroStrategy(ParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self._build_engine()
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._averages = Averages(self.engine, callbacks, self._average_state_dict)
         self.setup_precision_plugin()
 

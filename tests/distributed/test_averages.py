@@ -91,7 +91,9 @@ def _train_all(rank, world_size, specs, make_callback, factory, options=None):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", list(CALLBACKS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in CALLBACKS]
+)
 def test_averages_equal_those_of_ddp(name, precision):
     factory = partial(MLPModule, ranks=2)
     specs = ["ddp", *map(settings, STAGES)]
@@ -112,6 +114,7 @@ def test_averages_equal_those_of_ddp(name, precision):
         assert_equal(ours, results[0][4], 1e-6)
 
 
+@pytest.mark.shows("StochasticWeightAveraging")
 def test_stochastic_averaging_updates_the_statistics_of_batchnorm():
     factory = partial(ConvModule, ranks=2)
     specs = ["ddp", *map(settings, STAGES)]
@@ -172,7 +175,13 @@ def _assert_same_file(ours, other):
             torch.testing.assert_close(average, state["average_model_state"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.shows(name))
+        for name in ("EMAWeightAveraging", "StochasticWeightAveraging")
+    ],
+)
 def test_averaging_resumes_exactly_also_under_ddp_and_from_it(name):
     factory = partial(MLPModule, ranks=2)
     (results, _) = run_ranks(
@@ -222,6 +231,7 @@ def _weigh(rank, world_size, stage, precision, callbacks):
     return module.bytes, module.live_bytes - before, sum(p.numel() for p in module.parameters())
 
 
+@pytest.mark.shows("averages of weights at 4/N bytes per parameter")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks(stage):
     ema = CALLBACKS["EMAWeightAveraging"]
@@ -247,11 +257,15 @@ def _refused(rank, world_size):
         partial(WeightAveraging, avg_fn=_normed),
         partial(StochasticWeightAveraging, swa_lrs=1e-2, avg_fn=_normed),
     ):
-        with pytest.raises(ValueError, match=r"averaging function of .* every element by itself"):
-            train(settings(3), make, partial(MLPModule, ranks=world_size))
+        for stage in STAGES:
+            with pytest.raises(ValueError, match=r"averaging function .* every element by itself"):
+                train(settings(stage), make, partial(MLPModule, ranks=world_size))
     train(settings(0), make, partial(MLPModule, ranks=world_size))
 
 
+@pytest.mark.refuses(
+    "an averaging function that is not elementwise", because="each rank averages its shards"
+)
 def test_an_averaging_function_that_looks_at_whole_tensors_is_refused():
     run_ranks(2, _refused, has_group=False)
 
