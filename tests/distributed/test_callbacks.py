@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.ranks import run_ranks
-from tests.fitting import assert_same, fit, make_trainer, run_once, settings
+from tests.fitting import assert_same, fit, make_trainer, settings
 from tests.models import MLPModule, Recorder
 
 STAGES = [1, 2, 3]
@@ -192,7 +192,7 @@ class RateModule(MLPModule):
 
 
 def _find_rate(rank, world_size, specs):
-    factory = partial(RateModule, ranks=world_size, num_batches=12)
+    factory = partial(RateModule, ranks=world_size, num_batches=20)
     results = []
     for spec in specs:
         search = {"num_training_steps": 30, "max_lr": 0.1, "early_stop_threshold": None}
@@ -213,7 +213,7 @@ def test_the_learning_rate_finder_suggests_as_under_ddp_and_leaves_no_trace():
         for (rate, taken, same, plain), (expected, *_) in zip(of_ranks, reference, strict=True):
             assert rate == expected
             assert taken.learning_rates == [rate]
-            assert same.losses[-12:] == plain.losses  # the first ones are the finder's
+            assert same.losses[-20:] == plain.losses  # the first ones are the finder's
             for key, value in plain.state.items():
                 np.testing.assert_array_equal(same.state[key], value)
         assert_same([r[1] for r in of_ranks], [r[1] for r in reference], rtol=1e-5)
@@ -299,7 +299,9 @@ def _spike(rank, world_size, spec):
     detection = SpikeDetection(exclude_batches_path=str(path / "skipped.json"), atol=50)
     with pytest.raises(TrainingSpikeException):
         make_trainer(spec, callbacks=[detection]).fit(module)
-    return detection.bad_batches, json.loads((path / "skipped.json").read_text())
+    if rank == 0:
+        assert json.loads((path / "skipped.json").read_text()) == detection.bad_batches
+    return detection.bad_batches
 
 
 def _watch_all(rank, world_size):
@@ -311,6 +313,11 @@ def _watch_all(rank, world_size):
         seen[name]["rich"] = _watch(rank, world_size, spec, "RichProgressBar", "RichModelSummary")
         seen[name]["spike"] = _spike(rank, world_size, spec)
     return seen
+
+
+@cache
+def _watched():
+    return run_ranks(2, _watch_all, has_group=False, timeout_s=180)
 
 
 def columns(seen, part):
@@ -347,7 +354,7 @@ CHECKS = {
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in CHECKS]
 )
 def test_a_callback_that_looks_on_sees_what_it_sees_under_ddp(name, stage):
-    for seen in run_once(2, _watch_all):
+    for seen in _watched():
         is_logged = "Monitor" in name
         if not is_logged or "metrics" in seen[stage]:
             found, expected = (CHECKS[name](seen[key]) for key in (stage, "ddp"))
@@ -360,5 +367,5 @@ def test_a_callback_that_looks_on_sees_what_it_sees_under_ddp(name, stage):
 
 
 def test_the_summary_counts_the_whole_model():
-    for seen in run_once(2, _watch_all):
+    for seen in _watched():
         assert {seen[stage]["total"] for stage in STAGES} == {8 * 13 + 13 + 13 * 3 + 3}
