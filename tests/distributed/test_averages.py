@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import (
 
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
-from tests.fitting import arrays, make_trainer, run_once, settings
+from tests.fitting import arrays, make_trainer, settings
 from tests.models import ConvModule, MLPModule, TiedModule
 
 STAGES = [1, 2, 3]
@@ -196,6 +197,37 @@ def test_averaging_resumes_exactly_also_under_ddp_and_from_it(name):
             assert_equal(ours, whole, 1e-6, ("state", "average") if is_resumed else ("val",))
 
 
+class FindingRate(LearningRateFinder):
+    """Looks for a learning rate before the first epoch, and keeps the one that is set."""
+
+    def on_fit_start(self, trainer, module):
+        self.lr_find(trainer, module)
+
+
+class RateModule(MLPModule):
+    lr = 1e-3
+
+
+def _find_rate(rank, world_size):
+    """With a search for the learning rate before: what was averaged in it is restored."""
+    for name in CALLBACKS:
+        for stage in STAGES:
+            outcomes = []
+            for finders in ([], [FindingRate(num_training_steps=4, update_attr=False)]):
+                pl.seed_everything(3, verbose=False)
+                module, callback = RateModule(ranks=world_size), CALLBACKS[name]()
+                make_trainer(settings(stage), callbacks=[callback, *finders], max_epochs=3).fit(
+                    module
+                )
+                average = arrays(callback._average_model.state_dict())
+                outcomes.append({"state": arrays(module.state_dict()), "average": average})
+            assert_equal(*outcomes, 0, ("state", "average"))
+
+
+def test_a_search_for_the_learning_rate_leaves_averages_as_they_were():
+    run_ranks(2, _find_rate, has_group=False, timeout_s=120)
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -221,28 +253,32 @@ class Wide(MLPModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Linear(4096, 3))
 
 
-def _weigh(rank, world_size, stage, precision, callbacks):
-    module = Wide(ranks=world_size)
-    callbacks = [*(make() for make in callbacks), Weigh()]
-    options = {"precision": precision, "limit_val_batches": 1, "max_epochs": 1}
-    gc.collect()
-    before = live_storage_bytes()
-    make_trainer(settings(stage), callbacks=callbacks, **options).fit(module)
-    return module.bytes, module.live_bytes - before, sum(p.numel() for p in module.parameters())
+def _weigh(rank, world_size):
+    """By stage and precision: bytes of the average, those that it adds in all, and elements."""
+    weights = {}
+    for stage in STAGES:
+        for precision in ("32-true", "bf16-mixed"):
+            live = []
+            for make in ([], [CALLBACKS["EMAWeightAveraging"]]):
+                module = Wide(ranks=world_size)
+                callbacks = [*(one() for one in make), Weigh()]
+                options = {"precision": precision, "limit_val_batches": 1}
+                gc.collect()
+                gc.freeze()  # what was there before is not counted
+                before = live_storage_bytes()
+                make_trainer(settings(stage), callbacks=callbacks, **options).fit(module)
+                live.append(module.live_bytes - before)
+            numel = sum(p.numel() for p in module.parameters())
+            weights[stage, precision] = module.bytes, live[1] - live[0], numel
+    return weights
 
 
 @pytest.mark.shows("averages of weights at 4/N bytes per parameter")
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks(stage):
-    ema = CALLBACKS["EMAWeightAveraging"]
-    for precision in ("32-true", "bf16-mixed"):
-        plain = run_once(2, _weigh, stage, precision, [])
-        for (own, live, numel), (_, without, _) in zip(
-            run_once(2, _weigh, stage, precision, [ema]), plain, strict=True
-        ):
-            expected = 4 * numel / 2
-            assert own == pytest.approx(expected, rel=0.01)  # padding
-            assert live - without == pytest.approx(expected, rel=0.02)
+def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks():
+    for of_rank in run_ranks(2, _weigh, has_group=False, timeout_s=120):
+        for case, (own, added, numel) in of_rank.items():
+            assert own == pytest.approx(4 * numel / 2, rel=0.01), case  # padding
+            assert added == pytest.approx(own, rel=0.02), case
 
 
 # ---------------------------------------------------------------- what is refused, and the rest
