@@ -8,7 +8,7 @@ both show this rank's elements. The callbacks stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.shadow import Shadow, is_copy
 from lightning_zero.stage import State
 
-__all__ = ["Averages"]
+__all__ = ["Averages", "check_restorable"]
 
 _AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 _MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], None]
@@ -145,6 +145,24 @@ class Averages:
     def _set(self, owner: Any, name: str, value: Any) -> None:
         owner.__dict__[name] = value
         self._replaced.append((owner, name))
+
+
+def check_restorable(checkpoint: Mapping[str, Any]) -> None:
+    """Refuses to restore averages into parameters that have no memory yet.
+
+    The callbacks load them by themselves, before the strategy's set-up, which is lost there.
+
+    Raises:
+        ValueError: The checkpoint holds averages of weights.
+    """
+    states = checkpoint.get("callbacks", {}).values()
+    is_stochastic = any(isinstance(s, Mapping) and s.get("average_model_state") for s in states)
+    if is_stochastic or "averaging_state" in checkpoint:
+        raise ValueError(
+            "the checkpoint holds averages of weights, which their callback cannot restore into "
+            "parameters on the meta device; materialise the module before fit "
+            "(module.to_empty(device=...))."
+        )
 
 
 def _unless_nested(module: nn.Module, name: str, function: Callable[..., Any]) -> Any:

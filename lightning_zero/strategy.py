@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_zero.averages import Averages
+from lightning_zero.averages import Averages, check_restorable
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,
@@ -666,6 +666,8 @@ class ZeroStrategy(ParallelStrategy):
         state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
         awaited = None if self._engine else self._parameters_to_load
         load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
+        if awaited and _was_fitting(self.lightning_module):
+            check_restorable(checkpoint)
         if self._engine is None:
             self._masters_to_load = masters
         else:
@@ -747,7 +749,9 @@ class ZeroStrategy(ParallelStrategy):
             self._engine = self._averages = None
         self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
-        if module is not None and not any(has_placement(p) for p in module.parameters()):
+        if module is not None and not any(
+            has_placement(p) or p.is_meta for p in module.parameters()
+        ):
             if self._layer_sync and _was_fitting(module):
                 self.model = self._layer_sync.revert(module)
             module.cpu()

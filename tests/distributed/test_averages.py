@@ -197,6 +197,17 @@ def test_averaging_resumes_exactly_also_under_ddp_and_from_it(name):
             assert_equal(ours, whole, 1e-6, ("state", "average") if is_resumed else ("val",))
 
 
+def _resume_without_memory(rank, world_size):
+    make = CALLBACKS["StochasticWeightAveraging"]
+    train(settings(3), make, partial(MLPModule, ranks=1), folder="whole", max_epochs=3)
+    with pytest.raises(ValueError, match="averages of weights, which their callback cannot"):
+        train(settings(3), make, lambda: MLPModule(ranks=1).to("meta"), "whole/epoch=1.ckpt")
+
+
+def test_averages_are_not_lost_in_parameters_that_have_no_memory_yet():
+    run_ranks(1, _resume_without_memory, has_group=False)
+
+
 class FindingRate(LearningRateFinder):
     """Looks for a learning rate before the first epoch, and keeps the one that is set."""
 
