@@ -107,7 +107,7 @@ def _readable(bucket: Bucket) -> Iterator[None]:
 @contextmanager
 def _writable(bucket: Bucket) -> Iterator[None]:
     exact = bucket.gather_master()
-    bucket.show(exact)
+    bucket.show(exact.views)
     try:
         yield
     except BaseException:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator, Pending
+from lightning_zero.compare import equal
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
@@ -206,6 +207,10 @@ class Bucket:
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index].data
 
+    def equals(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
+        return equal(one, other, self._comm)
+
     @property
     def device(self) -> torch.device:
         """Where the module computes."""
@@ -317,6 +322,19 @@ class Bucket:
                 target.copy_(part.reshape(-1))
         return self.gather_parts(joined).views
 
+    def _absorb_changes(self) -> None:
+        """Takes what somebody has written to whole parameters, or put in their place, into masters.
+
+        `parameter.data = other` is how torch's pruning and others give new values.
+        """
+        if self.phase is Phase.WHOLE and not self.is_shown:
+            for parameter, view in zip(self.parameters, self._whole.views, strict=True):
+                data = parameter.data
+                if data.data_ptr() != view.data_ptr() and data.shape == view.shape:
+                    view.copy_(data)
+                    parameter.data = view
+        self.shards.absorb_changes()
+
     # ---------------------------------------------------------------- the step
 
     def begin_step(self, stepping: Stepping | None = None) -> None:
@@ -326,7 +344,7 @@ class Bucket:
             stepping: Done when a worker has ended the step; None: the caller ends it.
         """
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         self.shards.stop_reading()  # what was read ahead is about to change
         self._comm.wait_for_sent(self._sends_from_cpu)
         if self.is_gathered_before_use:
@@ -370,7 +388,7 @@ class Bucket:
         until `leave_step`.
         """
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         grads: list[Tensor | None] = [None] * len(self.parameters)
         if has_grads:
             grads = self.grads.fetch_all(self.plan.master_dtype)
@@ -437,7 +455,7 @@ class Bucket:
     def exact_views(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         is_exact = self.shards.master is None or not self.shards.has_own_master
         if is_exact and self.phase is Phase.WHOLE:
             return self._whole.views
@@ -445,10 +463,10 @@ class Bucket:
 
     def gather_master(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
-        return self.gather_parts(self._exact())
+        return self.gather_parts(self.exact())
 
-    def _exact(self) -> Tensor:
-        """The elements that this rank steps, in the fullest precision there is: 1-D.
+    def exact(self) -> Tensor:
+        """The elements that this rank steps, in the fullest precision there is: 1-D. Local.
 
         A view of memory, a copy of a file.
         """
@@ -458,7 +476,7 @@ class Bucket:
     def _exact_home(self) -> Home:
         self._worker.drain()
         self.finish_gather()
-        self.shards.absorb_changes()
+        self._absorb_changes()
         return self.shards.exact
 
     def exact_parts(self) -> list[Tensor]:
@@ -478,13 +496,18 @@ class Bucket:
             read: Given a slot and the elements `owned` of it, returns those, in any floating dtype,
                 or None to leave the slot as it is. The same slots on every rank.
         """
-        exact = self._exact()
+        exact = self.exact()
         with torch.no_grad():
             for index, part in enumerate(self.shards.cut(exact)):
                 values = read(index, self.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
-            self._comm.wait_for_sent(self._sends_from_cpu)
+            self.store(exact)
+
+    def store(self, exact: Tensor) -> None:
+        """Takes what has become of `exact()`; parameters follow, whole ones too. Collective."""
+        self._comm.wait_for_sent(self._sends_from_cpu)
+        with torch.no_grad():
             self.shards.store_exact(exact)
             if self.phase is Phase.WHOLE and not self.steps_whole:
                 self._send_shard().wait()
@@ -501,14 +524,25 @@ class Bucket:
                 self._comm.all_gather(exact.tensor, self.plan.name).wait()
         return exact
 
-    def show(self, exact: FlatBuffer) -> None:
-        """Points the parameters at `exact`, plain, until `hide`."""
+    def show(self, views: Sequence[Tensor]) -> None:
+        """Points the parameters at `views`, by slot, plain, until `hide`."""
         self.finish_gather()
         self.pins += 1
         self.is_shown = True
-        for parameter, view in zip(self.parameters, exact.views, strict=True):
+        for parameter, view in zip(self.parameters, views, strict=True):
             unguard(parameter)
             parameter.data = view
+
+    def show_own(self) -> Tensor:
+        """Points the parameters at this rank's elements in full precision, 1-D, until `hide`.
+
+        Returns:
+            `exact()`, of which those are parts. Where they are written to, `store` must follow.
+        """
+        exact = self.exact()
+        self._comm.wait_for_sent(self._sends_from_cpu)
+        self.show(self.shards.cut(exact))
+        return exact
 
     def hide(self) -> None:
         """Points the parameters back to where they were before `show`."""

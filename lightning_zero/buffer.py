@@ -66,8 +66,13 @@ class FlatBuffer:
         self._zero_gaps()
 
     def free(self) -> None:
-        """Empties the storage; every view of it is invalid until the next `allocate`."""
-        self.tensor.untyped_storage().resize_(0)
+        """Empties the storage; every view of it is invalid until the next `allocate`.
+
+        Memory that NumPy has a view of stays: torch marks its storage for good.
+        """
+        storage = self.tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
 
     def shard(self, rank: int) -> Tensor:
         """The 1-D part that `rank` owns, a view."""

@@ -261,10 +261,12 @@ class Engine:
         the group where `sharding_group_size` divides the ranks, else over all.
         """
         syncs, self._syncs = self._syncs, False
+        self.schedule.is_accumulating = True
         try:
             yield
         finally:
             self._syncs = syncs
+            self.schedule.is_accumulating = not syncs
 
     def finish_reductions(self) -> None:
         """Reduces what micro-batches under `no_sync` left local, or in the group. Collective."""

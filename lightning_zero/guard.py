@@ -19,9 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GuardedParameter", "Placement", "attributes_of", "guard", "placement_of", "unguard"]
+__all__ = [
+    "BetweenStepsError",
+    "GuardedParameter",
+    "Placement",
+    "attributes_of",
+    "guard",
+    "placement_of",
+    "unguard",
+]
 
 _ATTRIBUTE = "_zero_placement"
+
+
+class BetweenStepsError(RuntimeError):
+    """Values are asked for outside a step, where ranks do not act in lockstep."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,8 @@ class GuardedParameter(nn.Parameter):
             return placement.bucket.look_at_rest(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             placement_of(args[0]).bucket.settle()
+        elif func is torch.equal:
+            return _equal(*args)
         elif func not in _UNTOUCHED:
             for parameter in _guarded_in((args, kwargs)):
                 if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
@@ -129,6 +143,25 @@ def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
 def has_placement(parameter: Tensor) -> bool:
     """Whether an engine holds `parameter`."""
     return _ATTRIBUTE in parameter.__dict__
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """`torch.equal`, which between steps asks the other ranks only where it must."""
+    if one is other:
+        return True
+    if one.shape != other.shape:
+        return False
+    if not has_placement(one):
+        one, other = other, one
+    placement = placement_of(one)
+    try:
+        for parameter in _guarded_in((one, other)):
+            if isinstance(parameter, GuardedParameter):
+                placement_of(parameter).make_whole(placement_of(parameter).name)
+    except BetweenStepsError:
+        return bool(placement.bucket.equals(one, other))
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.equal(one, other)
 
 
 def _guarded_in(values: Any) -> list[nn.Parameter]:

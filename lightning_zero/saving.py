@@ -141,6 +141,12 @@ class Saving:
         self._shards |= shards_in(state)
         return state
 
+    def average_state_dict(self, engine: Engine, average: nn.Module, kind: str) -> dict[str, Any]:
+        """The entries of a shadow of the module; see `sharded_state_dict`. Local."""
+        state = sharded_state_dict(engine, average, kind)
+        self._shards |= shards_in(state)
+        return state
+
     def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
         """The optimizer's entries; see `sharded_optimizer_state`. Local."""
         state = sharded_optimizer_state(optimizer, engine)

@@ -54,6 +54,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator, Round
 from lightning_zero.config import ZeroConfig
+from lightning_zero.guard import BetweenStepsError
 from lightning_zero.unit import Trace, Unit
 
 __all__ = ["Moment", "Schedule"]
@@ -78,6 +79,7 @@ class Schedule:
         moment: What the loop is doing.
         units: The root first.
         is_mid_round: Ranks have agreed on a gather that this one has not issued yet.
+        is_accumulating: Forwards from now on are of micro-batches that end no step.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Schedule:
         self.units = list(units)
         self.moment = Moment.IDLE
         self.is_mid_round = False
+        self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -225,6 +228,8 @@ class Schedule:
         self.moment = Moment.FORWARD
         self._forward_trace.begin()
         self.prepare()
+        # A forward in training may change them (BatchNorm), whether a backward follows or not.
+        self._buffers_are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         for unit in self.units:
             if unit.is_held:
                 self._unshard(unit)
@@ -233,6 +238,7 @@ class Schedule:
         """Before the first forward after a step: what else is collective in it. Collective."""
         self._wait_for_gathers_of_steps()
         self._share_buffers()
+        self._buffers_are_fresh = True
 
     def _wait_for_gathers_of_steps(self) -> None:
         """A worker must not gather while units are gathered: the order would differ by rank."""
@@ -283,7 +289,8 @@ class Schedule:
         """Somebody reads parameter `name` outside the forward of its unit.
 
         Raises:
-            RuntimeError: Outside a step, where ranks do not act in lockstep.
+            BetweenStepsError: Outside a step, where ranks do not act in lockstep.
+            RuntimeError: After other ranks were lost.
         """
         if self.moment is Moment.LOST:
             raise RuntimeError(
@@ -291,7 +298,7 @@ class Schedule:
                 "checkpoint into a new module."
             )
         if self.moment is Moment.IDLE:
-            raise RuntimeError(
+            raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward; use `with lightning_zero.gathered(...)` on every rank to "
                 "see it whole, and trainer.save_checkpoint() or "
@@ -552,8 +559,6 @@ class Schedule:
         self._num_issued = 0
         self._awaits_backward = False
         self.moment = Moment.FORWARD if self._depth else Moment.IDLE
-        if self._ends_step:
-            self._buffers_are_fresh = False
 
     def _reduce_the_rest(self, *, completes: bool) -> None:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order.
@@ -608,7 +613,7 @@ class Schedule:
             self._reduce_the_rest(completes=True)
             self._comm.free_scratch()
         elif self._has_partial:
-            self._meet()
+            self.meet(self.done)
             partial = self._comm.union([b.grads.replicas.is_partial for b in self._buckets])
             for bucket, is_partial in zip(self._buckets, partial, strict=True):
                 if is_partial:
@@ -663,10 +668,9 @@ class Schedule:
         self.moment = Moment.LOST
 
     def _share_buffers(self) -> None:
-        """Copies rank 0's buffers to all ranks, once before the first forward after a step."""
+        """Copies rank 0's buffers to all ranks, before the first forward after a step."""
         if self._buffers_are_fresh or not self._config.broadcast_buffers or self._comm.size == 1:
             return
-        self._buffers_are_fresh = True
         groups: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._module.buffers():
             groups.setdefault(buffer.dtype, []).append(buffer)

@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.averages import Averages, check_restorable
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,
@@ -73,6 +74,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
+from lightning_zero.refused import refuse_callbacks
 from lightning_zero.requeue import RequeuedExit
 from lightning_zero.saving import (
     MASTERS_KEY,
@@ -204,6 +206,7 @@ class ZeroStrategy(ParallelStrategy):
         self.translation: Translation | None = None  # all that the DeepSpeed file says
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._engine: Engine | None = None
+        self._averages: Averages | None = None  # as long as the engine
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
@@ -424,7 +427,9 @@ class ZeroStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._has_rallied = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if is_fitting:
+            refuse_callbacks(callbacks, self.config)
             self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -434,6 +439,7 @@ class ZeroStrategy(ParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self._build_engine()
+        self._averages = Averages(self.engine, callbacks, self._average_state_dict)
         self.setup_precision_plugin()
 
     @override
@@ -616,6 +622,14 @@ class ZeroStrategy(ParallelStrategy):
             return super().lightning_module_state_dict()
         return full_state_dict(self._engine)
 
+    def _average_state_dict(self, average: nn.Module, kind: str) -> dict[str, Any]:
+        """As `lightning_module_state_dict`, of a callback's averaged module. Collective."""
+        if not self._is_together():
+            return {}
+        if self._is_sharded:
+            return self._saving.average_state_dict(self.engine, average, kind)
+        return full_state_dict(self.engine, average)
+
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
@@ -717,6 +731,8 @@ class ZeroStrategy(ParallelStrategy):
         state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
         awaited = None if self._engine else self._parameters_to_load
         load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
+        if awaited and _was_fitting(self.lightning_module):
+            check_restorable(checkpoint)
         if self._engine is None:
             self._masters_to_load = masters
         else:
@@ -787,15 +803,21 @@ class ZeroStrategy(ParallelStrategy):
         cpu = torch.device("cpu")
         if self._engine is not None:
             if self._is_together():
+                if self._averages is not None:
+                    self._averages.give_back(cpu)
                 self._last_masters = narrow_masters(self._engine)
                 self._engine.close(cpu, keeps_optimizer_shards=True)
                 self._last_engine = self._engine
             else:
                 self._engine.abandon()
-            self._engine = None
+                if self._averages is not None:
+                    self._averages.let_go()
+            self._engine = self._averages = None
         self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
-        if module is not None and not any(has_placement(p) for p in module.parameters()):
+        if module is not None and not any(
+            has_placement(p) or p.is_meta for p in module.parameters()
+        ):
             if self._layer_sync and _was_fitting(module):
                 self.model = self._layer_sync.revert(module)
             module.cpu()

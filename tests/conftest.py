@@ -7,6 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.launcher.children import Children
+from tests.features import pytest_addoption, pytest_configure, pytest_sessionfinish
+
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_sessionfinish"]
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,16 @@ def open_sharded(
     rest = {}
     if (folder / REST).is_file():
         rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
-    return {**_as_lightning(tree), **rest}
+    return _merged(_as_lightning(tree), rest)
+
+
+def _merged(tree: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Both, also where a dict of `rest` lacks what has shards: that is in the dict of `tree`."""
+    merged = {**tree, **rest}
+    for key in tree.keys() & rest.keys():
+        if isinstance(tree[key], dict) and isinstance(rest[key], dict):
+            merged[key] = _merged(tree[key], rest[key])
+    return merged
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -9,32 +9,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.bucket import Bucket
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
 
 __all__ = ["full_state_dict", "narrow_masters"]
 
 
-def full_state_dict(engine: Engine) -> dict[str, Any]:
+def full_state_dict(engine: Engine, module: nn.Module | None = None) -> dict[str, Any]:
     """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
 
     Parameters that share memory (tied weights) share it in the result.
+
+    Args:
+        engine: Holds the module.
+        module: A shadow of it; None: the module itself.
 
     Returns:
         The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device: hooks
         that rename or delete entries work on every rank.
     """
     is_recipient = engine.comm.rank == 0
+    module = engine.module if module is None else module
     # With keep_vars the module hands out the parameter objects, of which nothing is read here.
-    state: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
     wanted: dict[nn.Parameter, list[str]] = {}
     for key, value in state.items():
         if isinstance(value, nn.Parameter) and has_placement(value):
             wanted.setdefault(value, []).append(key)
         elif isinstance(value, Tensor):
             state[key] = value.detach()
-    buckets: dict[Bucket, None] = dict.fromkeys(placement_of(p).bucket for p in wanted)
+    buckets = dict.fromkeys(placement_of(p).bucket for p in wanted)
     for bucket in buckets:
         views = bucket.exact_views()
         for index, parameter in enumerate(bucket.parameters):

@@ -37,20 +37,28 @@ __all__ = [
 ]
 
 
-def sharded_state_dict(engine: Engine) -> dict[str, Any]:
+def sharded_state_dict(
+    engine: Engine, module: nn.Module | None = None, kind: str = "parameter"
+) -> dict[str, Any]:
     """The module's state dict with this rank's shards for parameters. Local.
 
     Keys, order, dtypes and shapes are those before sharding. The values are read when they are
     written: before the next step.
+
+    Args:
+        engine: Says which rank writes what.
+        module: A shadow of its module; None: the module itself.
+        kind: What the parameters are called among all that is saved at once.
     """
-    state: dict[str, Any] = engine.module.state_dict(keep_vars=True)
+    module = engine.module if module is None else module
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
     exact = _ExactParts()
     for key, value in state.items():
         if isinstance(value, nn.Parameter) and has_placement(value):
             placement = placement_of(value)
             bucket, index = placement.bucket, placement.index
             state[key] = _shard(
-                f"parameter {placement.name}",
+                f"{kind} {placement.name}",
                 bucket,
                 index,
                 partial(exact.part, bucket, index),

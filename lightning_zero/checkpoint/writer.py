@@ -209,11 +209,23 @@ def split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     for key, value in checkpoint.items():
         if key == "optimizer_states":
             tree.update({f"optimizer_{number}": state for number, state in enumerate(value)})
-        elif key == "state_dict" or shards_in(value):
+        elif key == "state_dict":
             tree[key] = value
         else:
-            rest[key] = value
+            _split(key, value, tree, rest)
     return tree, rest
+
+
+def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Puts dicts with shards into `tree`; of those that hold such dicts, the others into `rest`."""
+    if not shards_in(value):
+        rest[key] = value
+    elif not isinstance(value, Mapping) or any(isinstance(v, ShardTensor) for v in value.values()):
+        tree[key] = value
+    else:
+        tree[key], rest[key] = {}, {}
+        for name, part in value.items():
+            _split(name, part, tree[key], rest[key])
 
 
 def _key(shard: ShardTensor) -> str:

@@ -16,6 +16,7 @@ from tests.models import GPTModule, MLPModule
 STAGES = [0, 1, 2, 3]
 
 
+@pytest.mark.shows("gradient accumulation")
 @pytest.mark.parametrize("stage", STAGES)
 def test_six_batches_accumulated_by_four_are_two_steps_equal_to_ddp(stage):
     factory = partial(GPTModule, ranks=2, num_batches=6)
@@ -25,6 +26,7 @@ def test_six_batches_accumulated_by_four_are_two_steps_equal_to_ddp(stage):
     assert ours[0].global_step == 2
 
 
+@pytest.mark.shows("GradientAccumulationScheduler")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_accumulation_that_changes_between_epochs_equals_ddp(stage):
     factory = partial(MLPModule, ranks=2, num_batches=5)

@@ -52,6 +52,7 @@ def assert_same_tree(ours, reference, path="checkpoint"):
         assert ours == reference, path
 
 
+@pytest.mark.shows("full checkpoint, as DDP's")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", list(MODELS))
 def test_the_file_has_what_ddp_writes(model, stage):
@@ -93,6 +94,7 @@ def _save_early(rank, world_size, spec):
     return torch.load("early.ckpt", weights_only=True)
 
 
+@pytest.mark.shows("ModelCheckpoint")
 @pytest.mark.parametrize("stage", STAGES)
 def test_load_from_checkpoint_and_every_file_of_model_checkpoint_are_as_under_ddp(stage):
     ours = run_ranks(2, _files, settings(stage), has_group=False)
@@ -146,6 +148,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.shows("resuming, bit-equal")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", list(RESUMED))
 def test_resuming_from_the_last_checkpoint_is_bit_equal_to_never_stopping(model, stage):
@@ -167,6 +170,7 @@ def _assert_equal_bits(ours, reference):
         assert checkpoint["lr_schedulers"] == other["lr_schedulers"]
 
 
+@pytest.mark.shows("resuming from and under DDP")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("order", ["ours to ddp", "ddp to ours"])
 @pytest.mark.parametrize("model", ["two groups", "tied gpt"])
@@ -192,6 +196,7 @@ def _check_resumed(specs, factory):
         assert_same_tree(checkpoint["lr_schedulers"], other["lr_schedulers"])
 
 
+@pytest.mark.shows("resuming on another number of ranks")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_then_one_then_three_train_as_one(stage, tmp_path):
     factory = partial(MLPModule, ranks=6, batch_size=1, scheduler="per step")

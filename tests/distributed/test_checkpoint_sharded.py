@@ -174,6 +174,7 @@ def _uninterrupted(rank, world_size, spec, factory, num_epochs):
     return arrays(module.state_dict()), module.losses[-4:]
 
 
+@pytest.mark.shows("sharded checkpoint, also asynchronous")
 @pytest.mark.parametrize(
     ("model", "is_async", "stage"),
     [

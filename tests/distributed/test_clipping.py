@@ -23,6 +23,7 @@ MODELS = {
 }
 
 
+@pytest.mark.shows("gradient clipping by norm")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", list(MODELS))
 def test_clipping_by_norm_equals_ddp(model, stage):
@@ -41,6 +42,7 @@ def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(s
     assert_same(ours, fit_reference(3, factory, options))
 
 
+@pytest.mark.shows("gradient clipping by value")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", ["two groups", "tied gpt"])
 def test_clipping_by_value_equals_ddp(model, stage):
@@ -86,6 +88,7 @@ class NoClippingModule(MLPModule):
         pass
 
 
+@pytest.mark.shows("`configure_gradient_clipping`")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "module", [OwnValueModule, TorchNormModule, TorchValueModule, OneGroupModule]
@@ -112,6 +115,7 @@ class NormModule(GPTModule):
         self.norms = []
 
 
+@pytest.mark.shows("`grad_norm` in `on_before_optimizer_step`")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_grad_norm_before_the_step_gives_the_values_of_ddp(world_size, stage):

@@ -207,6 +207,7 @@ def test_an_optimizer_that_needs_a_global_norm_is_refused(stage):
     run(_refuse, GlobalNorm, stage)
 
 
+@pytest.mark.refuses("LBFGS", because="it looks at all parameters at once")
 @pytest.mark.parametrize("stage", STAGES)
 def test_lbfgs_is_refused_in_every_stage(stage):
     run(_refuse, torch.optim.LBFGS, stage)

@@ -47,6 +47,7 @@ class IndexModule(MLPModule):
         self.seen["predict"] += batch[0][:, 0].tolist()
 
 
+@pytest.mark.shows("`DistributedSampler` put in by the Trainer")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_distributed_sampler_is_injected_as_under_ddp(stage):
     ours = run_ranks(3, _samples_seen, settings(stage), has_group=False)
@@ -79,6 +80,7 @@ class MetricModule(MLPModule):
         self.log("val_rank", float(self.global_rank), sync_dist=True)
 
 
+@pytest.mark.shows("`self.log(..., sync_dist=True)`")
 @pytest.mark.parametrize("stage", STAGES)
 def test_sync_dist_gives_the_mean_of_all_ranks_on_each(stage):
     factory = partial(MetricModule, ranks=3)
@@ -98,6 +100,7 @@ class SyncWitness(Callback):
         self.kinds = {type(m) for m in pl_module.modules() if "Norm" in type(m).__name__}
 
 
+@pytest.mark.shows("`sync_batchnorm=True`")
 @pytest.mark.parametrize("stage", STAGES)
 def test_sync_batchnorm_is_applied_for_the_fit_and_reverted_after_it(stage):
     for during, after in run_ranks(2, _normalizations, settings(stage), has_group=False):
@@ -117,6 +120,7 @@ def _normalizations(rank, world_size, spec):
     return witness.kinds, {type(m) for m in module.modules() if "Norm" in type(m).__name__}
 
 
+@pytest.mark.shows("evaluation in inference mode")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", [GPTModule, ConvModule])
 def test_evaluation_in_inference_mode_between_fits_equals_ddp(model, stage):
@@ -166,6 +170,7 @@ def _fit_with_inference_mode(rank, world_size, spec, factory):
     return arrays(module.state_dict()), witness.was_inference
 
 
+@pytest.mark.shows("validate, test and predict before and after fit; a second fit")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", [MLPModule, ConvModule])
 def test_evaluation_before_and_after_fit_and_a_second_fit_equal_ddp(model, stage):
@@ -268,6 +273,7 @@ def _check_after_fit(rank, world_size, spec):
     return "good"
 
 
+@pytest.mark.shows("the module under another strategy afterwards")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("order", ["ours first", "ddp first"])
 def test_a_module_goes_from_one_strategy_to_another(order, stage):

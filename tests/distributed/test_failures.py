@@ -144,6 +144,7 @@ def _fit_with_checkpoint(rank, world_size, spec, place):
     _fit(rank, world_size, spec, factory, **_saving())
 
 
+@pytest.mark.shows("OnExceptionCheckpoint")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("place", ["step", "forward"])
 def test_an_exception_on_all_ranks_is_saved_and_resumed_from_as_under_ddp(place, stage):
@@ -168,6 +169,7 @@ def _fail_and_resume(rank, world_size, spec, place):
     return trainer.global_step, arrays(resumed.state_dict())
 
 
+@pytest.mark.shows("validate and fit after an exception")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("place", ["step", "forward", "backward", "optimizer"])
 def test_after_an_exception_validate_and_fit_work_as_under_ddp(place, stage):

@@ -113,6 +113,7 @@ def _evaluate(rank, world_size, spec, folder):
     return losses
 
 
+@pytest.mark.shows("resuming from DeepSpeed's checkpoints")
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_resumed_from_ddp_or_deepspeed_goes_on_to_the_last_digits(reference, stage):
     folder, outcome = reference

@@ -79,11 +79,13 @@ def test_each_registered_name_gives_its_stage_before_any_process_group(name, cha
     assert not dist.is_initialized()
 
 
+@pytest.mark.shows("launch by the Trainer", stages=(3,))
 def test_the_subprocess_launcher_trains_on_two_ranks_as_ddp(tmp_path):
     run_script(SCRIPTS / "train.py", "zero3", 2, tmp_path)
     assert_saved_equals_ddp(tmp_path)
 
 
+@pytest.mark.shows("launch by torchrun", stages=(2,))
 def test_torchrun_trains_on_two_ranks_as_ddp(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     run_script(*torchrun, SCRIPTS / "train.py", "zero2", 2, tmp_path)
@@ -117,6 +119,7 @@ def test_a_notebook_gets_lightnings_message_for_the_plain_name(tmp_path):
     assert "`Trainer(strategy='zero3')` is not compatible with an interactive" in output
 
 
+@pytest.mark.shows("launch in a notebook", stages=(1, 3))
 @pytest.mark.parametrize("name", ["zero1_notebook", "zero3_notebook"])
 def test_a_notebook_trains_and_holds_the_trained_weights(name, tmp_path):
     run_script(SCRIPTS / "notebook.py", name, tmp_path)
@@ -157,6 +160,7 @@ def _wait_for(condition, timeout_s):
     return value
 
 
+@pytest.mark.shows("LightningCLI", stages=(3,))
 def test_lightning_cli_parses_the_strategy_with_its_timeout_and_backend():
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
     for config, timeout_s, backend, num_losses in run_ranks(2, _run_cli, has_group=False):

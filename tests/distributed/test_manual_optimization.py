@@ -13,6 +13,7 @@ from tests.models import OPTIMIZERS, GANModule, MLPModule
 STAGES = [1, 2, 3]
 
 
+@pytest.mark.shows("manual optimization, two optimizers (a GAN)")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

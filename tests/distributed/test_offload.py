@@ -149,6 +149,7 @@ def _compare(rank, world_size, stage, micro_batches, clip, num_steps, **extra):
             assert_bit_equal(expected, found, (name, overlaps))
 
 
+@pytest.mark.shows("offload to CPU memory and NVMe, bit-equal")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("world_size", "micro_batches", "clip"), [(1, 1, None), (2, 3, 0.1)])
 def test_an_offloaded_run_is_bit_equal(stage, world_size, micro_batches, clip):

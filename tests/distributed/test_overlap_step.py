@@ -64,6 +64,7 @@ def _step_returns(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.shows("`overlap_step=True`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_step_returns_while_it_runs_and_the_forward_waits_for_it(stage):
     run_ranks(2, _step_returns, stage)

@@ -43,6 +43,7 @@ def test_each_elementwise_optimizer_with_two_groups_equals_ddp(optimizer, stage)
     assert_same(ours, fit_reference(2, factory))
 
 
+@pytest.mark.shows("learning rate schedulers")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("scheduler", list(SCHEDULERS))
 def test_each_scheduler_equals_ddp(scheduler, stage):

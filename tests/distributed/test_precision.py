@@ -88,6 +88,7 @@ def test_a_users_plugin_is_accepted_or_refused_with_its_name(build, name):
         assert trainer.precision == name
 
 
+@pytest.mark.shows("precision bf16-mixed")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", [GPTModule, ConvModule])
 def test_bf16_mixed_equals_ddp_in_bf16_mixed(model, stage):
@@ -116,6 +117,7 @@ class SmallStepModule(Recorder):
 STEPS = partial(SmallStepModule, ranks=2, num_batches=200)
 
 
+@pytest.mark.shows("precision bf16-true, with float32 masters")
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_true_keeps_small_steps_that_plain_bf16_loses(stage):
     options = {"precision": "bf16-true"}
@@ -144,6 +146,7 @@ def _dtypes_after_fit(rank, world_size, spec):
     return [value.dtype for value in module.state_dict().values()]
 
 
+@pytest.mark.shows("precision 64-true")
 @pytest.mark.parametrize("stage", STAGES)
 def test_64_true_equals_ddp_or_is_refused_by_name(stage):
     factory = partial(MLPModule, ranks=2)
@@ -193,6 +196,7 @@ class ScaleRecorder(Callback):
 OVERFLOW = partial(OverflowModule, ranks=2, optimizer="sgd")
 
 
+@pytest.mark.shows("precision 16-mixed: the loss scaler")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(stage):
     results = run_ranks(2, _fit_with_scaler, settings(stage), None, has_group=False)

@@ -41,6 +41,7 @@ MODULES = {
 }
 
 
+@pytest.mark.shows("frozen, tied, unused parameters; branches that differ by rank")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("module", list(MODULES))
@@ -67,6 +68,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.shows("parameters used outside their module's forward")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("module", list(OUTSIDE))
 def test_use_outside_of_a_forward_gives_the_right_gradient_or_an_error_with_the_name(module, stage):
@@ -88,6 +90,7 @@ def fit_or_error(rank, world_size, spec, factory):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.shows("activation checkpointing")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("checkpointing", list(CHECKPOINTING))
 def test_activation_checkpointing_equals_none(checkpointing, stage):
@@ -191,6 +194,7 @@ LOOK_AT_WHOLE_TENSORS = {
 }
 
 
+@pytest.mark.shows("elementwise optimizers")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", list(ELEMENTWISE))
 def test_elementwise_optimizers_equal_ddp(optimizer, stage):

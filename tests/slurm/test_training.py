@@ -58,6 +58,7 @@ def never_interrupted(tmp_path_factory):
     return folder
 
 
+@pytest.mark.shows("launch by srun", stages=(3,))
 def test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp(slurm, tmp_path, never_interrupted):
     job = slurm.submit(
         batch_script("zero3", 1, 2, tmp_path), "--nodes=2", "--ntasks-per-node=1", cwd=tmp_path
@@ -99,6 +100,7 @@ def paused(slurm, job, folder, step):
     (folder / f"pause-{step}").unlink()
 
 
+@pytest.mark.shows("requeue in SLURM", stages=(2,))
 def test_a_job_that_is_signalled_and_then_preempted_ends_as_if_never_interrupted(
     slurm, tmp_path, never_interrupted
 ):

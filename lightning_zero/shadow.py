@@ -1,0 +1,293 @@
+"""A copy of the trained module that rests as shards: an average of its weights, say.
+
+[Note: Shadows] A shadow has a parameter for each one of the module, which holds the elements that
+this rank steps, in the dtype and on the device of the master: it costs what one more optimizer
+state costs, 1/N where those are shards. Inside `shown` the parameters of both are plain tensors of
+the same elements, 1-D and in full precision, so that averaging, swapping and copying are what they
+are without sharding. Outside it, a shadow's parameter is guarded as one that rests as a shard is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.buffer import FlatBuffer
+from lightning_zero.comm import Communicator
+from lightning_zero.engine import Engine
+from lightning_zero.guard import Placement, guard, set_placement, unguard
+from lightning_zero.plan import BucketPlan
+
+__all__ = ["Shadow", "ShadowBucket"]
+
+
+class ShadowBucket:
+    """What one bucket is to its parameters, for those of a shadow: values of their own, at rest.
+
+    Attributes:
+        parameters: Of the shadow, by slot.
+        own_dtypes: Dtype of each before it became a shadow.
+        shard: 1-D, as long and laid out as the bucket's master, in the dtype of that.
+        pins: Number of outside looks (`gathered`) under way.
+        is_shown: The parameters point at a whole buffer, to be written to.
+    """
+
+    is_gathered_before_use = True
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: list[nn.Parameter],
+        comm: Communicator,
+        device: torch.device | None,
+    ) -> None:
+        """Takes rank 0's values; on the meta device, those of the bucket. Collective.
+
+        Args:
+            bucket: Of the trained module.
+            parameters: By slot; whole.
+            comm: The engine's.
+            device: Where the shard rests; None: where the master is stepped.
+        """
+        self._bucket = bucket
+        self._comm = comm
+        self.parameters = parameters
+        self.own_dtypes = [parameter.dtype for parameter in parameters]
+        self.pins = 0
+        self.is_shown = False
+        exact = bucket.exact()
+        self.shard: Tensor = exact.to(device or exact.device, copy=True)
+        if not any(parameter.is_meta for parameter in parameters):
+            whole = FlatBuffer(bucket.plan.layout, exact.dtype, bucket.device)
+            for view, parameter in zip(whole.views, parameters, strict=True):
+                view.copy_(parameter.detach())
+            self.accept(whole)
+        for index, (slot, parameter) in enumerate(
+            zip(bucket.plan.layout.slots, parameters, strict=True)
+        ):
+            placement = Placement(
+                name=slot.name,
+                shape=parameter.shape,
+                dtype=parameter.dtype,
+                own_class=type(parameter),
+                bucket=self,
+                index=index,
+                make_whole=_refuse,
+            )
+            set_placement(parameter, placement)
+        self.rest()
+
+    # ---------------------------------------------------------------- at rest
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket's."""
+        return self._bucket.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shard rests."""
+        return self.shard.device
+
+    @property
+    def steps_whole(self) -> bool:
+        """Every rank holds all elements."""
+        return self._bucket.steps_whole
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from its own first one, that this rank holds."""
+        return self._bucket.owned(index)
+
+    def exact_parts(self) -> list[Tensor]:
+        """By slot, the elements `owned(index)`: 1-D views."""
+        return self._bucket.shards.cut(self.shard)
+
+    def look_at_rest(self, index: int) -> Tensor:
+        """What `parameter.data` is of slot `index`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameters[index].data
+
+    def settle(self) -> None:
+        """Nothing is ever under way."""
+
+    def rest(self) -> None:
+        """Points the parameters at their slices, guarded."""
+        for parameter, part in zip(self.parameters, self.exact_parts(), strict=True):
+            unguard(parameter)
+            parameter.data = part
+            guard(parameter)
+
+    def bare(self) -> None:
+        """Lets the parameters be used as what they are: slices. `collect` ends it."""
+        for parameter in self.parameters:
+            unguard(parameter)
+
+    def collect(self) -> None:
+        """Takes over what the bare parameters hold, which may have been moved or cast."""
+        parts = [parameter.data for parameter in self.parameters]
+        here = self.exact_parts()
+        if any(part.data_ptr() != own.data_ptr() for part, own in zip(parts, here, strict=True)):
+            self.shard = self.shard.to(parts[0].device, parts[0].dtype, copy=True)
+            for own, part in zip(self.exact_parts(), parts, strict=True):
+                own.copy_(part)
+        self.rest()
+
+    def load(self, read: Callable[[int, range], Tensor | None]) -> None:
+        """Takes new values, each rank its own elements; as `Bucket.load`. Local."""
+        for index, part in enumerate(self.exact_parts()):
+            values = read(index, self.owned(index))
+            if values is not None:
+                part.copy_(values.reshape(-1))
+
+    # ---------------------------------------------------------------- whole
+
+    def exact_views(self) -> list[Tensor]:
+        """By slot, all elements, n-D, on the device of the bucket. Collective."""
+        return self.gather_master().views
+
+    def gather_master(self) -> FlatBuffer:
+        """A new buffer with all elements on every rank. Collective; waits."""
+        return self._bucket.gather_parts(self.shard.to(self._bucket.device))
+
+    def accept(self, exact: FlatBuffer) -> None:
+        """Takes rank 0's values of `exact` on every rank. Collective."""
+        self._comm.broadcast_(exact.tensor)
+        own = exact.tensor if self.steps_whole else exact.shard(self._comm.rank)
+        self.shard.copy_(own)
+
+    def show(self, views: list[Tensor]) -> None:
+        """Points the parameters at `views`, plain, until `hide`."""
+        self.pins += 1
+        self.is_shown = True
+        for parameter, view in zip(self.parameters, views, strict=True):
+            unguard(parameter)
+            parameter.data = view
+
+    def hide(self) -> None:
+        """Points the parameters back at their slices."""
+        self.pins -= 1
+        self.is_shown = False
+        self.rest()
+
+    def wait_for_all_steps(self) -> None:
+        """A worker's gathers come before any other."""
+        self._bucket.wait_for_all_steps()
+
+    @property
+    def is_whole(self) -> bool:
+        """The parameters show all elements."""
+        return self.pins > 0
+
+    def gather(self) -> None:
+        """Shows all elements until `release`. Collective."""
+        if not self.is_whole:
+            for parameter, view in zip(self.parameters, self.exact_views(), strict=True):
+                unguard(parameter)
+                parameter.data = view
+
+    def finish_gather(self) -> None:
+        """Nothing is ever under way."""
+
+    def release(self) -> None:
+        """Back at rest after `gather`."""
+        if not self.pins:
+            self.rest()
+
+    def give_back(self, device: torch.device) -> None:
+        """Makes every parameter a whole tensor of its own on `device`. Collective."""
+        views = self.exact_views()
+        for view, parameter, dtype in zip(views, self.parameters, self.own_dtypes, strict=True):
+            unguard(parameter)
+            set_placement(parameter, None)
+            parameter.data = view.to(device, dtype, copy=True)
+
+
+class Shadow:
+    """A copy of the module of an engine whose parameters rest as shards. See [Note: Shadows].
+
+    Args:
+        engine: Holds the module.
+        module: The copy: parameters of the same names and shapes, whole. Collective: every rank.
+        device: Where the shards rest; None: where the masters are stepped.
+
+    Raises:
+        ValueError: Other parameters than the engine's module has.
+    """
+
+    def __init__(
+        self, engine: Engine, module: nn.Module, *, device: torch.device | None = None
+    ) -> None:
+        if not is_copy(module, engine.module):
+            raise ValueError(
+                f"{type(module).__name__} is no copy of the trained {type(engine.module).__name__}:"
+                " its parameters have other names or shapes."
+            )
+        self.module = module
+        self._engine = engine
+        named = dict(module.named_parameters())
+        with torch.no_grad():
+            self.buckets = [
+                ShadowBucket(
+                    bucket,
+                    [named[slot.name] for slot in bucket.plan.layout.slots],
+                    engine.comm,
+                    device,
+                )
+                for bucket in engine.buckets
+            ]
+
+    @contextmanager
+    def shown(self, *, writes: bool) -> Iterator[None]:
+        """The parameters of both modules are this rank's elements. Collective where it `writes`.
+
+        Args:
+            writes: Those of the trained module are written to: narrower parameters, and whole ones
+                on all ranks, then follow.
+        """
+        exact = [bucket.show_own() for bucket in self._engine.buckets]
+        try:
+            with self.bare():
+                yield
+        finally:
+            for bucket in self._engine.buckets:
+                bucket.hide()
+        if writes:
+            for bucket, values in zip(self._engine.buckets, exact, strict=True):
+                bucket.store(values)
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """The shadow's parameters are this rank's elements, and may be moved. Local."""
+        for bucket in self.buckets:
+            bucket.bare()
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.collect()
+
+    def give_back(self, device: torch.device) -> None:
+        """Makes the parameters whole, on `device`. Collective."""
+        for bucket in self.buckets:
+            bucket.give_back(device)
+
+
+def is_copy(module: nn.Module, trained: nn.Module) -> bool:
+    """Whether both have parameters of the same names and shapes."""
+
+    def shapes(of: nn.Module) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in of.named_parameters()}
+
+    return shapes(module) == shapes(trained)
+
+
+def _refuse(name: str) -> None:
+    raise RuntimeError(
+        f"parameter {name} of the averaged model rests as a shard; use "
+        "`with lightning_zero.gathered(averaged_model)` on every rank to see it whole, and a "
+        "checkpoint for its state dict."
+    )
