@@ -156,7 +156,7 @@ class ShadowBucket:
     def accept(self, exact: FlatBuffer) -> None:
         """Takes rank 0's values of `exact` on every rank. Collective."""
         self._comm.broadcast_(exact.tensor)
-        own = exact.tensor if self.steps_whole else exact.shard(self._comm.rank)
+        own = exact.tensor if self.steps_whole else exact.shard(self._comm.mesh.shard_rank)
         self.shard.copy_(own)
 
     def show(self, views: list[Tensor]) -> None:
