@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 from lightning_zero.bucket import Bucket
 from lightning_zero.bucket_step import BucketStep
 from lightning_zero.chunk import chunks_of
-from lightning_zero.guard import has_placement
+from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.offload import Tier
-from lightning_zero.probe import StepKind
+from lightning_zero.probe import Findings, StepKind
 from lightning_zero.stand_in import Template
 from lightning_zero.tiers import Job, Storage
 from lightning_zero.worker import Stepping, StepWorker, fail, mark
 
-__all__ = ["OptimizerStep"]
+__all__ = ["OptimizerStep", "check_whole"]
 
 
 class OptimizerStep:
@@ -50,7 +50,7 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        kind: StepKind,
+        found: Findings,
         *,
         before: Callable[[], None],
         order: Callable[[], Sequence[Bucket]],
@@ -58,7 +58,8 @@ class OptimizerStep:
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self.kind = kind
+        self.kind = kind = found.kind
+        self._found = found
         self._before = before  # waits for what the step must not overtake
         self._order = order  # all buckets, in the order in which the next forward needs them
         self._stepping: list[Bucket] = []
@@ -224,7 +225,29 @@ class OptimizerStep:
                     f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
                     "averaged. Add parameters to the module before the engine is built."
                 )
+        check_whole(self.optimizer, self._found)
         return members
+
+
+def check_whole(optimizer: Optimizer, found: Findings) -> None:
+    """Refuses an optimizer that would step slices as if they were tensors.
+
+    Raises:
+        ValueError: It needs whole tensors, and was given parameters that are cut.
+    """
+    if found.is_elementwise:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            placement = placement_of(parameter)
+            bucket: Bucket = placement.bucket
+            if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
+                raise ValueError(
+                    f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
+                    "cut, because another optimizer stepped it or there was none of this kind; "
+                    "give it to this optimizer before the engine is built (in Lightning, in "
+                    "configure_optimizers)."
+                )
 
 
 def _in_turn(jobs: list[Job]) -> Job:
