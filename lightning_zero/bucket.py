@@ -317,7 +317,8 @@ class Bucket:
             slices: By slot, 1-D as `slice_state` made them; None counts as zeros.
         """
         dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
-        numel = self.shards.own_whole.numel()
+        layout = self.plan.layout
+        numel = layout.numel if self.steps_whole else len(layout.shard(self._comm.rank))
         joined = torch.zeros(numel, dtype=dtype, device=self._device)
         for target, part in zip(self.shards.cut(joined), slices, strict=True):
             if part is not None:

@@ -110,7 +110,7 @@ def missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
     """An estimate of the bytes of states that other ranks own. Local.
 
     A parameter of another rank is taken to have what one of this rank with equally many dimensions
-    has, with its own sizes in the place of that one's.
+    has, with its own sizes in the place of that one's; nothing where this rank has none of these.
     """
     nbytes = 0
     for bucket in _buckets_of(optimizer, buckets):
