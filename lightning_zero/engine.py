@@ -199,6 +199,7 @@ class Engine:
             OptimizerStep(
                 optimizer,
                 found,
+                examine=self._examine,
                 before=self.finish_reductions,
                 order=self.schedule.step_order,
                 storage=self.storage,

@@ -18,6 +18,7 @@ until the next backward, which waits too: the values are those of a step that no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -52,6 +53,7 @@ class OptimizerStep:
         optimizer: Optimizer,
         found: Findings,
         *,
+        examine: Callable[[Optimizer], Findings],
         before: Callable[[], None],
         order: Callable[[], Sequence[Bucket]],
         storage: Storage,
@@ -60,6 +62,8 @@ class OptimizerStep:
         self.optimizer = optimizer
         self.kind = kind = found.kind
         self._found = found
+        self._examine = examine
+        self._num_members = sum(len(group["params"]) for group in optimizer.param_groups)
         self._before = before  # waits for what the step must not overtake
         self._order = order  # all buckets, in the order in which the next forward needs them
         self._stepping: list[Bucket] = []
@@ -215,7 +219,8 @@ class OptimizerStep:
         """The optimizer's parameters.
 
         Raises:
-            ValueError: One was added that no engine holds.
+            ValueError: One was added that no engine holds, or that would be stepped as a slice by
+                an optimizer of whole tensors.
         """
         members = {p for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in members:
@@ -225,6 +230,10 @@ class OptimizerStep:
                     f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
                     "averaged. Add parameters to the module before the engine is built."
                 )
+        if len(members) > self._num_members:  # and perhaps of other dimensions
+            self._num_members = len(members)
+            is_elementwise = self._examine(self.optimizer).is_elementwise
+            self._found = dataclasses.replace(self._found, is_elementwise=is_elementwise)
         check_whole(self.optimizer, self._found)
         return members
 
