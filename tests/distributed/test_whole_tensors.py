@@ -16,6 +16,7 @@ from lightning_zero.checkpoint import open_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_offload_trainer import ALL_NVME, compare
 from tests.fitting import arrays, assert_same, fit, make_trainer, run_once, settings
+from tests.test_probe import FactoredFrom
 from tests.whole_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb
 
 STAGES = [1, 2, 3]
@@ -245,6 +246,15 @@ def _refuse(rank, world_size, stage):
     with pytest.raises(ValueError, match=r"Lamb must step whole tensors, and 1.weight was cut"):
         engine.attach(Lamb(second))
     engine.close()
+    module = nn.ModuleList([nn.Linear(4, 5), nn.Linear(140, 130).requires_grad_(False)])
+    optimizer = FactoredFrom(
+        module[0].parameters(), lr=0.1
+    )  # elementwise as far as it has matrices
+    engine = Engine(module, [optimizer], config)
+    optimizer.add_param_group({"params": [module[1].requires_grad_(True).weight]})
+    engine.backward(module[0](torch.ones(2, 4)).sum())
+    with pytest.raises(ValueError, match=r"FactoredFrom must step whole .* 1.weight was cut"):
+        engine.step()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
