@@ -4,10 +4,12 @@
     SHARD       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
     GATHERING   the slice, or the view of a buffer in flight guarded
     WHOLE       n-D view of the whole buffer                 plain     in use; at rest elsewhere
-    STEP        this rank's slice of the master, 1-D         plain     while the optimizer steps
+    STEP        what this rank steps of the master           plain     while the optimizer steps
 
 What rests on this rank, and the master, which the optimizer steps, are told in shards.py. Where a
-shard rests in a file, `parameter.data` is empty at rest.
+shard rests in a file, `parameter.data` is empty at rest. What a rank steps is a 1-D slice, or,
+where the layout holds whole tensors, the n-D tensor on its owner; on other ranks nothing, without a
+gradient.
 
 [Note: Stepped by stand-ins] A bucket that is stepped by itself never enters STEP: stand-ins of its
 parameters do that (bucket_step.py). `begin_step` marks the parameters as in flight, `end_step`
@@ -90,7 +92,7 @@ class Bucket:
         self._device = landing.storage.device
         self._grad_home: GradHome | None = None
         if landing.storage.is_elsewhere(plan.tiers.grad):
-            numel = plan.layout.shard_numel
+            numel = len(plan.layout.shard(comm.mesh.shard_rank))
             self._grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
         self.grads = Gradients(
             plan, parameters, comm, grad_dtype, self._grad_home, settle=self.wait_for_step
@@ -177,7 +179,7 @@ class Bucket:
         """
         if self.is_whole:
             self.finish_gather()
-            self._comm.all_gather(self._whole.tensor, self.plan.name).wait()
+            self._gather_in_place(self._whole.tensor).wait()
             return
         self.wait_for_step()
         self._whole.allocate()
@@ -189,7 +191,11 @@ class Bucket:
     def _send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
         source = self.shards.send_params()
-        return self._comm.all_gather(self._whole.tensor, self.plan.name, source=source)
+        return self._gather_in_place(self._whole.tensor, source)
+
+    def _gather_in_place(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+        cuts = self.plan.layout.cuts
+        return self._comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
 
     @property
     def _sends_from_cpu(self) -> bool:
@@ -210,6 +216,11 @@ class Bucket:
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
         return equal(one, other, self._comm)
+
+    @property
+    def comm(self) -> Communicator:
+        """Between the ranks that have a shard of it."""
+        return self._comm
 
     @property
     def device(self) -> torch.device:
@@ -315,7 +326,8 @@ class Bucket:
             slices: By slot, 1-D as `slice_state` made them; None counts as zeros.
         """
         dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
-        numel = self.plan.layout.numel if self.steps_whole else self.plan.layout.shard_numel
+        layout = self.plan.layout
+        numel = layout.numel if self.steps_whole else len(layout.shard(self._comm.mesh.shard_rank))
         joined = torch.zeros(numel, dtype=dtype, device=self._device)
         for target, part in zip(self.shards.cut(joined), slices, strict=True):
             if part is not None:
@@ -362,7 +374,7 @@ class Bucket:
         """The new values are there; issues their gather where parameters rest whole. Collective."""
         self.shards.mark_written()
         if self.plan.stage.gathers_after_step:
-            self._pending = self._comm.all_gather(self._whole.tensor, self.plan.name)
+            self._pending = self._gather_in_place(self._whole.tensor)
 
     def wait_for_step(self) -> None:
         """Waits until a worker has stepped this bucket.
@@ -396,15 +408,15 @@ class Bucket:
         master = self.shards.stepped()
         self._stepped = master.fetch(0, master.numel)
         parts = self.shards.cut(self._stepped)
-        for parameter, slot, part, grad in zip(
-            self.parameters, self.plan.layout.slots, parts, grads, strict=True
+        for index, (parameter, part, grad) in enumerate(
+            zip(self.parameters, parts, grads, strict=True)
         ):
             parameter.grad = None
             unguard(parameter)
-            parameter.data = part.view(slot.shape) if self.steps_whole else part
-            if grad is not None:
+            parameter.data = part.view(self.shards.step_shape(index))
+            if grad is not None and self.shards.is_stepped(index):
                 grad = grad.read() if isinstance(grad, StoredTensor) else grad
-                parameter.grad = grad.to(part.device)
+                parameter.grad = grad.to(part.device).view(parameter.data.shape)
         self.phase = Phase.STEP
 
     def leave_step(self, *, is_changed: bool) -> None:
@@ -521,7 +533,7 @@ class Bucket:
                 exact.tensor.copy_(part)
             else:
                 exact.shard(self._comm.mesh.shard_rank).copy_(part)
-                self._comm.all_gather(exact.tensor, self.plan.name).wait()
+                self._gather_in_place(exact.tensor).wait()
         return exact
 
     def show(self, views: Sequence[Tensor]) -> None:

@@ -48,7 +48,9 @@ class BucketStep:
         self._grads: dict[int, Tensor] = {}  # by slot that is stepped
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
-            if grad is not None and parameter in template.group_of:
+            if grad is None or not bucket.shards.is_stepped(index):
+                continue
+            if parameter in template.group_of:
                 self._grads[index] = grad
                 self._bring_states(self._state.get(parameter, {}))
                 if bucket.shards.keeps_states_in_files:
@@ -91,7 +93,8 @@ class BucketStep:
             if (part := part_of(self.bucket, index, chunk.start, chunk.stop))
             or (chunk.is_first and not self.bucket.shards.own_range(index))
         }
-        self._template.step(list(slices.values()))
+        if slices:
+            self._template.step(list(slices.values()))
         for index, stepped in slices.items():
             part = part_of(self.bucket, index, chunk.start, chunk.stop)
             self._keep_state(index, part, chunk, stepped, memory)
@@ -126,8 +129,9 @@ class BucketStep:
                 key: self._chunk_of(key, value, own, part, memory, here)
                 for key, value in state.items()
             }
-        if self.bucket.steps_whole:
-            data, grad = data.view(parameter.shape), grad.view(parameter.shape)
+        if len(part) == len(own):
+            shape = self.bucket.shards.step_shape(index)
+            data, grad = data.view(shape), grad.view(shape)
         return Slice(parameter, data, grad, state)
 
     @staticmethod

@@ -90,7 +90,9 @@ def part_of(bucket: Bucket, index: int, start: int, stop: int) -> range:
 
 
 def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
-    """By name, the homes that are files."""
+    """By name, the homes that are files and pass through buffers."""
+    if bucket.plan.layout.holds_whole_tensors:
+        return {}  # a chunk would end within a tensor: its shard is read and written at once
     homes = {MASTER: bucket.shards.stepped(), GRAD: bucket.grads.home}
     if bucket.shards.has_own_master:
         homes[PARAM] = bucket.shards.follower

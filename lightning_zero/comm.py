@@ -148,27 +148,37 @@ class Communicator:
             return PeerToPeer(axes.shard, mesh.shard_rank, mesh.num_shards)
         return Native(axes.gather, axes.shard, mesh.shard_rank, mesh.num_shards, self.device)
 
-    def all_gather(self, whole: Tensor, name: str = "", source: Tensor | None = None) -> Pending:
-        """Fills `whole` (1-D, num_shards x shard) in place from the shards of this rank's group.
+    def all_gather(
+        self,
+        whole: Tensor,
+        name: str = "",
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+    ) -> Pending:
+        """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
 
         Args:
             whole: The whole buffer.
             name: Bucket, for the profiler.
             source: This rank's shard, 1-D, where it is not in `whole` yet; it may be in CPU memory.
+            cuts: Elements of each rank's shard; None: all alike.
         """
         with record_function(f"zero::all_gather {name}"):
-            return self._exchange.all_gather(whole, source)
+            return self._exchange.all_gather(whole, source, cuts)
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, name: str = "") -> Pending:
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None
+    ) -> Pending:
         """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
 
         Args:
-            whole: 1-D, num_shards x shard. Its content is lost.
+            whole: 1-D, all shards. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
             name: Bucket, for the profiler.
+            cuts: Elements of each rank's shard; None: all alike.
         """
         with record_function(f"zero::reduce_scatter {name}"):
-            return self._exchange.reduce_scatter(whole, out)
+            return self._exchange.reduce_scatter(whole, out, cuts)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks that hold the same one."""

@@ -61,7 +61,8 @@ class ZeroConfig:
             is. Where it is narrower than float32, float32 masters are kept and stepped.
         broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
             first forward after a step, as DistributedDataParallel does.
-        assume_elementwise: Skip the check that an optimizer treats every element by itself. For an
+        assume_elementwise: Promise that optimizers treat every element by itself, instead of a
+            trial on toy tensors, which finds out whether they do or need whole tensors. For an
             optimizer that draws random numbers, say; a wrong promise trains wrongly.
         offload_optimizer: Stages 1 to 3: where optimizer shards rest, with the gradients that step
             them: None (the device), "cpu", "nvme", "auto", a mapping or an OffloadConfig. They are

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
@@ -31,11 +32,12 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
+from lightning_zero.owned_state import missing_state_bytes
 from lightning_zero.plan import Plan, make_plan, nvme_bytes
-from lightning_zero.probe import NotElementwiseError, StepKind, probe
+from lightning_zero.probe import CannotShardError, Findings, StepKind, probe
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import State
-from lightning_zero.step import OptimizerStep
+from lightning_zero.step import OptimizerStep, check_whole
 from lightning_zero.stored import StoredTensor
 from lightning_zero.tiers import Storage
 from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
@@ -85,7 +87,7 @@ class Engine:
         self.module = module
         self.config = config or ZeroConfig()
         self.device = _check_devices(module, device)
-        kinds = [self._examine(optimizer) for optimizer in optimizers]
+        findings = [self._examine(optimizer) for optimizer in optimizers]
         self.comm = Communicator(
             self.device,
             timeout=timeout,
@@ -101,20 +103,22 @@ class Engine:
             self.config,
             world_size=self.comm.mesh.num_shards,
             optimizer_of=optimizer_of,
+            whole_tensors=[i for i, found in enumerate(findings) if not found.is_elementwise],
             budgets=self._measure_budgets(),
         )
         self.storage = self._open_storage()
         self._worker = StepWorker(self.device)
         self.buckets: list[Bucket] = []
         self._steps: list[OptimizerStep] = []
+        self._warned: list[Optimizer] = []  # that their states do not go to files
         self._syncs = True
         self._is_closed = self._lacks_states = False
         try:
             units = self._build_units()
             self.schedule = Schedule(module, units, self.buckets, self.comm, self.config)
             self.lockstep = Lockstep(self.schedule, self.buckets, self.comm)
-            for optimizer, kind in zip(optimizers, kinds, strict=True):
-                self._attach(optimizer, kind)
+            for optimizer, found in zip(optimizers, findings, strict=True):
+                self._attach(optimizer, found)
         except BaseException:
             self.comm.abort()  # the others may wait for this rank's next broadcast
             self._worker.close()
@@ -178,11 +182,15 @@ class Engine:
         """Makes `optimizer` step this rank's slices from now on.
 
         Raises:
-            ValueError: It holds foreign parameters, or cannot be sharded.
+            ValueError: It holds foreign parameters, or cannot be sharded, or needs whole tensors
+                where the engine was made without it and has cut them.
         """
-        self._attach(optimizer, self._examine(optimizer))
+        found = self._examine(optimizer)
+        check_whole(optimizer, found)
+        self._attach(optimizer, found)
 
-    def _attach(self, optimizer: Optimizer, kind: StepKind) -> None:
+    def _attach(self, optimizer: Optimizer, found: Findings) -> None:
+        kind = found.kind
         if kind is StepKind.AT_ONCE and self.config.overlap_step and self.comm.rank == 0:
             warnings.warn(
                 f"overlap_step has no effect on {type(optimizer).__name__}: it can only step all "
@@ -197,7 +205,8 @@ class Engine:
         self._steps.append(
             OptimizerStep(
                 optimizer,
-                kind,
+                found,
+                examine=self._examine,
                 before=self.finish_reductions,
                 order=self.schedule.step_order,
                 storage=self.storage,
@@ -206,15 +215,21 @@ class Engine:
         )
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
-        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET
-        if kind is StepKind.AT_ONCE and self.comm.rank == 0:
-            warnings.warn(
-                f"{type(optimizer).__name__} can only step all parameters in one call: its states "
-                "stay in CPU memory, not on NVMe, and masters are read for each step at once.",
-                stacklevel=2,
-            )
+        is_whole = bucket.plan.layout.holds_whole_tensors
+        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not is_whole
+        if bucket.shards.keeps_states_in_files or self.comm.rank or optimizer in self._warned:
+            return
+        self._warned.append(optimizer)
+        reason = "can only step all parameters in one call"
+        if is_whole and kind is StepKind.BY_BUCKET:
+            reason = "steps whole tensors"
+        warnings.warn(
+            f"{type(optimizer).__name__} {reason}: its states stay in CPU memory, not on NVMe, and "
+            "masters are read for each step at once.",
+            stacklevel=2,
+        )
 
-    def _examine(self, optimizer: Optimizer) -> StepKind:
+    def _examine(self, optimizer: Optimizer) -> Findings:
         own = set(self.module.parameters())
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -226,15 +241,19 @@ class Engine:
                         "the module that is trained."
                     )
         if self.config.assume_elementwise:
-            return StepKind.AT_ONCE
+            return Findings(StepKind.AT_ONCE, is_elementwise=True)
+        is_sharded = self.config.states.has_shard(State.OPTIM)
         try:
+            found = probe(optimizer, self.device, torch.float32)
             if self.device.type != "cpu" and self.config.offload_optimizer is not None:
-                probe(optimizer, torch.device("cpu"), torch.float32)  # steps there, too
-            return probe(optimizer, self.device, torch.float32)
-        except NotElementwiseError:
-            if self.config.states.has_shard(State.OPTIM):
+                found &= probe(optimizer, torch.device("cpu"), torch.float32)  # steps there, too
+        except CannotShardError:
+            if is_sharded:
                 raise
-            return StepKind.AT_ONCE  # whole tensors are stepped as ever
+            found = Findings(StepKind.AT_ONCE, is_elementwise=False)
+        if not is_sharded and not found.is_elementwise:
+            return Findings(StepKind.AT_ONCE, is_elementwise=False)  # stepped as ever
+        return found
 
     # ---------------------------------------------------------------- the loop
 
@@ -340,7 +359,8 @@ class Engine:
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 placement = placement_of(parameter)
-                for value in state.values():
+                is_owned = placement.bucket.shards.holds_whole_tensors
+                for value in tree_leaves(state):
                     if not isinstance(value, Tensor):
                         continue
                     if not isinstance(value, StoredTensor):  # those are counted by their bucket
@@ -349,8 +369,10 @@ class Engine:
                         of_tier = held.setdefault(tier, dict.fromkeys(State, 0))
                         of_tier[State.OPTIM] += value.untyped_storage().nbytes()
                     is_slice = value.dim() == 1 or value.shape == placement.shape
+                    is_slice &= not is_owned
                     numel = placement.shape.numel() if is_slice else value.numel()
                     alone[State.OPTIM] += numel * value.element_size()
+            alone[State.OPTIM] += missing_state_bytes(optimizer, self.buckets)
         tiers = {tier.value: states for tier, states in held.items()}
         return MemoryReport(
             self.comm.rank,

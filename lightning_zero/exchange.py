@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,10 +34,14 @@ class Pending(Protocol):
 class Exchange(Protocol):
     """How the data plane moves flat tensors. See `Communicator` for the arguments."""
 
-    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """Fills `whole` in place from every rank's own part, which is first taken from `source`."""
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """Leaves this rank's part of the mean in `out`."""
 
     def all_reduce(self, whole: Tensor) -> Pending:
@@ -58,11 +62,15 @@ def backend_for(device: torch.device) -> str:
 class Closed:
     """Takes the place of an exchange whose group is gone."""
 
-    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """See `Exchange`."""
         raise RuntimeError("the engine is closed; no collective is possible any more.")
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """See `Exchange`."""
         return self.all_gather(whole)
 
@@ -113,26 +121,31 @@ class PeerToPeer:
         self._gather_tag = 0
         self._reduce_tag = 1
 
-    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """See `Exchange`."""
         if source is not None:
-            whole.chunk(self._size)[self._rank].copy_(source)
+            _parts(whole, self._size, cuts)[self._rank].copy_(source)
         self._gather_tag += 2
-        return self._gather(whole, self._gather_tag)
+        return self._gather(whole, self._gather_tag, cuts)
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """See `Exchange`."""
         if self._size == 1:
             return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
         if whole.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._staged(
-                whole, lambda cpu: self.reduce_scatter(cpu, total), lambda _: out.copy_(total)
+                whole, lambda cpu: self.reduce_scatter(cpu, total, cuts), lambda _: out.copy_(total)
             )
-        parts = list(whole.chunk(self._size))
+        parts = _parts(whole, self._size, cuts)
+        own = parts[self._rank]
         received = [
-            part if peer == self._rank else self.scratch.take(part.numel(), part.dtype)
-            for peer, part in enumerate(parts)
+            own if peer == self._rank else self.scratch.take(own.numel(), own.dtype)
+            for peer in range(self._size)
         ]
         self._reduce_tag += 2
         works = self._trade(parts, received, self._reduce_tag)
@@ -162,12 +175,12 @@ class PeerToPeer:
     def wait_for_sent(self) -> None:
         """See `Exchange`. Sources are copied at once here."""
 
-    def _gather(self, whole: Tensor, tag: int) -> Pending:
+    def _gather(self, whole: Tensor, tag: int, cuts: Sequence[int] | None = None) -> Pending:
         if self._size == 1:
             return _Works([])
         if whole.device.type != "cpu":
-            return self._staged(whole, lambda cpu: self._gather(cpu, tag), whole.copy_)
-        parts = list(whole.chunk(self._size))
+            return self._staged(whole, lambda cpu: self._gather(cpu, tag, cuts), whole.copy_)
+        parts = _parts(whole, self._size, cuts)
         return _Works(self._trade([parts[self._rank]] * self._size, parts, tag), (whole,))
 
     def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
@@ -193,6 +206,11 @@ class PeerToPeer:
             finish(staged)
 
         return _Works([], (whole, staged), copy_back)
+
+
+def _parts(whole: Tensor, size: int, cuts: Sequence[int] | None) -> list[Tensor]:
+    """Every rank's part of a flat tensor, views: equal ones, or as long as `cuts` says."""
+    return list(whole.chunk(size) if cuts is None else whole.split(list(cuts)))
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
@@ -233,6 +251,9 @@ class _Event:
 class Native:
     """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
 
+    Parts of different lengths go through the calls that take lists: NCCL has one broadcast or
+    reduction for each of them, issued together.
+
     Gathers and reductions have a stream each, so that a reduction that waits for a backward does
     not hold up the gather of the next bucket. Each side stream first waits for the current stream,
     on which the buffers were allocated and written.
@@ -251,22 +272,34 @@ class Native:
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
         self._has_mean = backend_for(device) == "nccl"
 
-    def all_gather(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+    def all_gather(
+        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """See `Exchange`."""
-        own = whole.chunk(self._size)[self._rank]
+        parts = _parts(whole, self._size, cuts)
+        own = parts[self._rank]
         with self._on(self._gather_stream):
             if source is not None:
                 own.copy_(source, non_blocking=True)
-            _all_gather_single(whole, own, group=self._gather_group)
+            if cuts is None:
+                _all_gather_single(whole, own, group=self._gather_group)
+            else:
+                dist.all_gather(parts, own, group=self._gather_group)
             tensors = (whole,) if source is None else (whole, source)
             return self._event(self._gather_stream, *tensors)
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor) -> Pending:
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
         """See `Exchange`."""
         with self._on(self._reduce_stream):
             source = whole.to(out.dtype)
             op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
-            _reduce_scatter_single(out, source, op=op, group=self._group)
+            if cuts is None:
+                _reduce_scatter_single(out, source, op=op, group=self._group)
+            else:
+                parts = _parts(source, self._size, cuts)
+                dist.reduce_scatter(out, parts, op=op, group=self._group)
             if not self._has_mean:
                 out.mul_(1 / self._size)
             return self._event(self._reduce_stream, whole, out)

@@ -45,7 +45,7 @@ class Gradients:
     Attributes:
         whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is
             sharded it exists from the first gradient of a backward to the end of the reduction.
-        shard: The mean over ranks: 1-D, `shard_numel` (`numel` where OPTIM is whole), reduce dtype;
+        shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype;
             None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
         replicas: Whether that is the mean over all ranks, or over this group so far.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
@@ -161,11 +161,13 @@ class Gradients:
         if self._is_in_place:
             self._out = whole.shard(self._comm.mesh.shard_rank)
         elif self.shard is None or self._holds_mean or self._home is not None:
-            numel = self._plan.layout.shard_numel
+            numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
             self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
         else:
             self._out = self.shard
-        self._pending = self._comm.reduce_scatter(whole.tensor, self._out, self._plan.name)
+        self._pending = self._comm.reduce_scatter(
+            whole.tensor, self._out, self._plan.name, cuts=self._plan.layout.cuts
+        )
 
     def finish(self) -> None:
         """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
@@ -198,7 +200,8 @@ class Gradients:
     def average(self) -> None:
         """Completes the mean over all ranks. Collective, at the end of backward; waits."""
         if self._home is not None:
-            self.replicas.average_at_home(self._home, self._plan.layout.shard_numel)
+            numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
+            self.replicas.average_at_home(self._home, numel)
         self.begin_average()
         self.replicas.finish()
 
@@ -274,7 +277,7 @@ class Gradients:
         """
         assert self.shard is not None
         if indices is None and self._home is not None:
-            self._home.apply_(change, 0, self._plan.layout.shard_numel)
+            self._home.apply_(change, 0, len(self._plan.layout.shard(self._comm.mesh.shard_rank)))
         elif indices is None:
             change(self.shard)
         for index in indices or ():
@@ -437,7 +440,8 @@ class Gradients:
         """Copies a gradient that a user has set into the mean."""
         if self.shard is None:
             layout = self._plan.layout
-            numel = layout.numel if self._is_whole_mean else layout.shard_numel
+            own = layout.shard(self._comm.mesh.shard_rank)
+            numel = layout.numel if self._is_whole_mean else len(own)
             zeros = torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
             if self._home is not None:
                 self._home.put(zeros, is_added=False)

@@ -2,20 +2,32 @@
 
     flat space of a bucket, N = 3 ranks, parameters a, b, c, padding '.'
 
-    |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|
+    |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|    Layout.of
     |<-- shard 0 ----->|<-- shard 1 ----->|<-- shard 2 ->|
 
-Shard boundaries ignore parameter boundaries, so every rank owns exactly 1/N. A rank's share of a
-parameter is a contiguous range of its row-major elements, possibly empty.
+    |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        Layout.of_whole_tensors
+    |<------ shard 0 ------->|<- shard 1 -->|<shard 2>|
+
+Where the optimizer treats every element by itself, shard boundaries ignore parameter boundaries, so
+every rank owns exactly 1/N, and its share of a parameter is a contiguous range of its row-major
+elements, possibly empty. Where it looks at whole tensors, each parameter lies in the shard of one
+rank, its owner, and shards are as long as what they hold.
+
+[Note: Shards of different lengths] Whole tensors in shards of equal length would need padding: a
+transformer block has four large matrices, which on 8 ranks would take 2.7 times their elements, in
+every gather and at rest; an embedding alone in its bucket 8 times. So shards have the length of
+their tensors, collectives take the lengths (`cuts`), and owners are chosen over the whole model
+(`assign_owners`), where the sizes even out, not bucket by bucket.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-__all__ = ["ALIGN_NUMEL", "Layout", "Slot"]
+__all__ = ["ALIGN_NUMEL", "Layout", "Slot", "assign_owners"]
 
 # 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels ask for.
 ALIGN_NUMEL = 32
@@ -29,11 +41,14 @@ class Slot:
         name: Qualified name of the parameter.
         shape: Its shape.
         start: First element, in the flat space.
+        owner: The rank in whose shard it lies whole, and which alone steps it; None: it is sliced
+            wherever a shard ends, and every rank steps its slice.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    owner: int | None = None
 
     @property
     def numel(self) -> int:
@@ -45,6 +60,10 @@ class Slot:
         """One past the last element, in the flat space."""
         return self.start + self.numel
 
+    def is_stepped_by(self, rank: int) -> bool:
+        """Whether `rank` steps it, or its slice of it, which may be empty."""
+        return self.owner in (None, rank)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -52,13 +71,12 @@ class Layout:
 
     Attributes:
         slots: The parameters in order, each aligned to `ALIGN_NUMEL`.
-        world_size: Number of shards.
-        shard_numel: Elements of every shard, padding included; a multiple of `ALIGN_NUMEL`.
+        bounds: First element of each rank's shard, and one past the last of all; multiples of
+            `ALIGN_NUMEL`. No shard is empty.
     """
 
     slots: tuple[Slot, ...]
-    world_size: int
-    shard_numel: int
+    bounds: tuple[int, ...]
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> Layout:
@@ -66,15 +84,62 @@ class Layout:
         slots = []
         stop = 0
         for name, shape in shapes:
-            slots.append(Slot(name, tuple(shape), _round_up(stop, ALIGN_NUMEL)))
+            slots.append(Slot(name, tuple(shape), _aligned(stop)))
             stop = slots[-1].stop
-        shard_numel = _round_up(max(1, math.ceil(stop / world_size)), ALIGN_NUMEL)
-        return cls(tuple(slots), world_size, shard_numel)
+        shard_numel = _aligned(max(1, math.ceil(stop / world_size)))
+        return cls(tuple(slots), tuple(rank * shard_numel for rank in range(world_size + 1)))
+
+    @classmethod
+    def of_whole_tensors(
+        cls,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        owners: Sequence[int],
+        world_size: int,
+    ) -> Layout:
+        """Lays named shapes out by owner: shard after shard, each as long as what it holds.
+
+        Args:
+            shapes: In the order of the slots.
+            owners: The rank of each.
+            world_size: Number of shards.
+        """
+        placed: dict[int, Slot] = {}
+        named = list(shapes)
+        bounds = [0]
+        for rank in range(world_size):
+            stop = bounds[-1]
+            for index, (name, shape) in enumerate(named):
+                if owners[index] == rank:
+                    placed[index] = Slot(name, tuple(shape), _aligned(stop), rank)
+                    stop = placed[index].stop
+            bounds.append(_aligned(max(stop, bounds[-1] + 1)))
+        return cls(tuple(placed[index] for index in range(len(named))), tuple(bounds))
+
+    @property
+    def world_size(self) -> int:
+        """Number of shards."""
+        return len(self.bounds) - 1
 
     @property
     def numel(self) -> int:
-        """Elements of the flat space, padding included: `world_size * shard_numel`."""
-        return self.world_size * self.shard_numel
+        """Elements of the flat space, padding included."""
+        return self.bounds[-1]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the largest shard, padding included; of every one where tensors are cut."""
+        return max(stop - start for start, stop in pairwise(self.bounds))
+
+    @property
+    def cuts(self) -> tuple[int, ...] | None:
+        """Elements of every shard for a collective; None where they are equal."""
+        numels = tuple(stop - start for start, stop in pairwise(self.bounds))
+        return numels if len(set(numels)) > 1 else None
+
+    @property
+    def holds_whole_tensors(self) -> bool:
+        """Every parameter has an owner."""
+        return all(slot.owner is not None for slot in self.slots)
 
     @property
     def parameter_numel(self) -> int:
@@ -83,7 +148,7 @@ class Layout:
 
     def shard(self, rank: int) -> range:
         """The part of the flat space that `rank` owns."""
-        return range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return range(self.bounds[rank], self.bounds[rank + 1])
 
     def owned(self, slot: Slot, rank: int) -> range:
         """Elements of `slot`, counted from its own first one, that `rank` owns; possibly empty."""
@@ -92,8 +157,12 @@ class Layout:
     def within_shard(self, slot: Slot, rank: int) -> range:
         """The same elements, counted from the first one of the shard of `rank`."""
         owned = self.owned(slot, rank)
-        start = slot.start + owned.start - rank * self.shard_numel if owned else 0
+        start = slot.start + owned.start - self.bounds[rank] if owned else 0
         return range(start, start + len(owned))
+
+    def step_shape(self, slot: Slot, rank: int) -> tuple[int, ...]:
+        """The shape in which `rank` steps its elements of `slot`: its own, or one dimension."""
+        return slot.shape if slot.owner == rank else (len(self.owned(slot, rank)),)
 
     @staticmethod
     def within(slot: Slot, part: range) -> range:
@@ -105,12 +174,30 @@ class Layout:
     def gaps(self) -> list[range]:
         """The padding: ranges of the flat space that belong to no parameter."""
         edges = [0]
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda slot: (slot.start, slot.stop)):
             edges += [slot.start, slot.stop]
         edges.append(self.numel)
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [range(start, stop) for start, stop in pairs if stop > start]
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
+    """A rank for each tensor, so that ranks own about equally many elements.
+
+    The longest first, each to the rank that has least so far: at most 4/3 of the best (R. L.
+    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The same on every rank.
+
+    Args:
+        numels: Elements of each tensor.
+        world_size: Number of ranks.
+    """
+    loads = [0] * world_size
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += max(numels[index], 1)
+    return owners
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL

@@ -2,21 +2,24 @@
 
 A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that
 the optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as
-they are.
+they are. Where a rank owns whole parameters, it alone has all of their states (owned_state.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.guard import placement_of
+from lightning_zero.owned_state import gather_owned_states
 from lightning_zero.state_keys import SCALAR_KEYS, is_elementwise_state
 
 __all__ = [
@@ -29,9 +32,12 @@ __all__ = [
 
 
 def shard_initial_state(optimizer: Optimizer) -> None:
-    """Replaces whole states that an optimizer was born with (Adagrad's sum) by slices."""
-    for parameter, state in optimizer.state.items():
+    """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
+    for parameter, state in list(optimizer.state.items()):
         placement = placement_of(parameter)
+        if not placement.bucket.shards.is_stepped(placement.index):
+            del optimizer.state[parameter]
+            continue
         for key, value in state.items():
             if _is_shaped_like(placement.shape, key, value):
                 state[key] = placement.bucket.shards.slice_state(placement.index, value)
@@ -57,6 +63,9 @@ def optimizer_state_dict(
             entry = dict(packed["state"][ids[parameter]])
             entry[key] = whole.to("cpu", copy=True)
             packed["state"][ids[parameter]] = entry
+    for parameter, owned in gather_owned_states(optimizer, buckets):
+        if is_recipient:
+            packed["state"][ids[parameter]] = tree_map(_on_cpu, owned)
     if not is_recipient:
         return {}
     state = packed["state"]
@@ -93,6 +102,7 @@ def load_optimizer_state_dict(
             if by_number[number] not in in_files or key == "step"
         }
         for number, entry in state_dict["state"].items()
+        if _is_stepped(by_number[number])
     }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
     mine = set(parameters) - in_files
@@ -120,7 +130,16 @@ def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     if _is_shaped_like(placement.shape, key, value):
         return placement.bucket.shards.slice_state(placement.index, value)
     # A copy of what may be mapped from a file.
-    return value.clone() if isinstance(value, Tensor) else value
+    return tree_map_only(Tensor, Tensor.clone, value)
+
+
+def _is_stepped(parameter: nn.Parameter) -> bool:
+    placement = placement_of(parameter)
+    return bool(placement.bucket.shards.is_stepped(placement.index))
+
+
+def _on_cpu(value: object) -> object:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _check_states(
@@ -145,6 +164,7 @@ def _check_states(
             and value.numel() > 1
             and value.shape != placement.shape
             and not placement.bucket.steps_whole
+            and not placement.bucket.shards.holds_whole_tensors
         ]
     if wrong:
         lines = "\n\t".join(wrong)
@@ -163,8 +183,21 @@ def join_optimizer_state(
         (parameter, key, whole.to(device, copy=True))
         for parameter, key, whole in _joined(optimizer, buckets)
     ]
+    owned = [
+        (parameter, tree_map(partial(_at_home, device), state))
+        for parameter, state in gather_owned_states(optimizer, buckets)
+    ]
+    for parameter, state in owned:
+        optimizer.state[parameter] = state
     for parameter, key, whole in joined:
         optimizer.state[parameter][key] = whole
+
+
+def _at_home(device: torch.device, value: object) -> object:
+    """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device if value.dim() else value.device, copy=True)
 
 
 def _joined(
@@ -173,6 +206,8 @@ def _joined(
     """Every elementwise state of every parameter, whole. Collective: exhaust it on every rank."""
     mine = set(_parameter_ids(optimizer))
     for bucket in buckets:
+        if bucket.shards.holds_whole_tensors:
+            continue
         states = [optimizer.state.get(p, {}) if p in mine else {} for p in bucket.parameters]
         keys = sorted({key for state in states for key in state})
         for key in keys:

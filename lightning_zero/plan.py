@@ -2,7 +2,9 @@
 
 A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
 of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
-combination of dtype, trainability and optimizer, and more where a size limit cuts it.
+combination of dtype, trainability and optimizer, and more where a size limit cuts it. Parameters of
+optimizers that look at whole tensors are placed whole, each with an owner that is chosen over the
+whole module.
 
 Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages
 that shard parameters find units by themselves:
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.layout import Layout
+from lightning_zero.layout import Layout, assign_owners
 from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.stage import STAGES, Stage, State
 
@@ -111,6 +113,31 @@ class _Kind:
     is_trainable: bool
     optimizer: int | None
     is_persistent: bool
+    is_whole: bool  # an optimizer may look at whole tensors
+
+
+@dataclass(frozen=True)
+class _Claims:
+    """Which optimizer steps what; see `make_plan`."""
+
+    optimizer_of: Mapping[nn.Parameter, int]
+    whole_tensors: Collection[int]
+
+    def wants_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer steps `parameter`, or may do so later, as a whole tensor only."""
+        optimizer = self.optimizer_of.get(parameter)
+        return bool(self.whole_tensors) if optimizer is None else optimizer in self.whole_tensors
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """What the cutting of a module into buckets goes by."""
+
+    named: Mapping[str, nn.Parameter]
+    config: ZeroConfig
+    world_size: int
+    owners: Mapping[str, int]  # of parameters that are placed whole
+    limit: int  # elements of a bucket
 
 
 def make_plan(
@@ -119,6 +146,7 @@ def make_plan(
     *,
     world_size: int,
     optimizer_of: Mapping[nn.Parameter, int] | None = None,
+    whole_tensors: Collection[int] = (),
     budgets: Budgets | None = None,
 ) -> Plan:
     """Plans units and buckets of `module`. Pure: no tensor is touched, meta tensors will do.
@@ -129,6 +157,8 @@ def make_plan(
         world_size: Number of shards.
         optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do
             not share a bucket.
+        whole_tensors: Optimizers that must step whole tensors. Parameters of no optimizer may be
+            given to these later, and are placed whole as well.
         budgets: What offload "auto" may use; None: nothing but NVMe.
 
     Raises:
@@ -142,21 +172,24 @@ def make_plan(
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
     blocks = set(_repeated_blocks(module))
     kept = _parameters_beside_statistics(module)
-    optimizer_of = optimizer_of or {}
-    limit = _bucket_limit(config, world_size)
+    claims = _Claims(optimizer_of or {}, whole_tensors)
+    owners = _find_owners(named, config, claims, world_size)
+    cutting = _Cutting(named, config, world_size, owners, _bucket_limit(config, world_size))
     units = []
     for unit, names in members.items():
         kinds: dict[_Kind, list[str]] = {}
         for name in names:
             parameter = named[name]
-            kind = _kind(parameter, config, optimizer_of.get(parameter), parameter in kept)
+            kind = dataclasses.replace(
+                _kind(parameter, config, keeps_dtype=parameter in kept),
+                optimizer=claims.optimizer_of.get(parameter),
+                is_whole=name in owners,
+            )
             kinds.setdefault(kind, []).append(name)
         buckets = [
             bucket
             for kind, of_kind in kinds.items()
-            for bucket in _cut(
-                unit, kind, of_kind, named, config, world_size, limit, unit in blocks
-            )
+            for bucket in _cut(unit, kind, of_kind, cutting, is_block=unit in blocks)
         ]
         units.append(UnitPlan(unit, tuple(buckets)))
     reduce_dtype = config.reduce_dtype
@@ -228,19 +261,35 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
             )
 
 
-def _kind(
-    parameter: nn.Parameter, config: ZeroConfig, optimizer: int | None, keeps_dtype: bool
-) -> _Kind:
+def _find_owners(
+    named: Mapping[str, nn.Parameter], config: ZeroConfig, claims: _Claims, world_size: int
+) -> dict[str, int]:
+    """By name, the owner of each parameter that is placed whole."""
+    if not config.states.has_shard(State.OPTIM):
+        return {}  # every rank steps everything
+    owners: dict[str, int] = {}
+    for is_trainable in (True, False):  # what is frozen weighs less: each evens out by itself
+        names = [
+            name
+            for name, parameter in named.items()
+            if claims.wants_whole(parameter) and parameter.requires_grad is is_trainable
+        ]
+        numels = [named[name].numel() for name in names]
+        owners.update(zip(names, assign_owners(numels, world_size), strict=True))
+    return owners
+
+
+def _kind(parameter: nn.Parameter, config: ZeroConfig, *, keeps_dtype: bool) -> _Kind:
     threshold = config.param_persistence_threshold or 0
     is_persistent = config.states.gathers_before_use and parameter.numel() < threshold
     own = parameter.dtype
     if not own.is_floating_point:
-        return _Kind(own, own, parameter.requires_grad, optimizer, is_persistent)
+        return _Kind(own, own, parameter.requires_grad, None, is_persistent, is_whole=False)
     wanted = None if keeps_dtype else config.param_dtype
     assert not isinstance(wanted, str)
     dtype = wanted or own
     master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
-    return _Kind(dtype, master, parameter.requires_grad, optimizer, is_persistent)
+    return _Kind(dtype, master, parameter.requires_grad, None, is_persistent, is_whole=False)
 
 
 def _parameters_beside_statistics(module: nn.Module) -> set[nn.Parameter]:
@@ -260,30 +309,28 @@ def _bucket_limit(config: ZeroConfig, world_size: int) -> int:
 
 
 def _cut(
-    unit: str,
-    kind: _Kind,
-    names: Sequence[str],
-    named: Mapping[str, nn.Parameter],
-    config: ZeroConfig,
-    world_size: int,
-    limit: int,
-    is_block: bool,
+    unit: str, kind: _Kind, names: Sequence[str], cutting: _Cutting, *, is_block: bool
 ) -> Iterator[BucketPlan]:
     """Buckets of one kind within a unit; a repeated block is never cut."""
     runs: list[list[str]] = []
     run_numel = 0
     for name in names:
-        numel = named[name].numel()
-        if not runs or (not is_block and run_numel + numel > limit):
+        numel = cutting.named[name].numel()
+        if not runs or (not is_block and run_numel + numel > cutting.limit):
             runs.append([])
             run_numel = 0
         runs[-1].append(name)
         run_numel += numel
     # Where parameters stay whole in a stage that shards them, the next lower stage tells what
     # rests.
-    stage = STAGES[2] if kind.is_persistent else config.states
+    stage = STAGES[2] if kind.is_persistent else cutting.config.states
     for number, run in enumerate(runs):
-        layout = Layout.of(((name, tuple(named[name].shape)) for name in run), world_size)
+        shapes = [(name, tuple(cutting.named[name].shape)) for name in run]
+        if kind.is_whole:
+            owners = [cutting.owners[name] for name in run]
+            layout = Layout.of_whole_tensors(shapes, owners, cutting.world_size)
+        else:
+            layout = Layout.of(shapes, cutting.world_size)
         label = unit or "root"
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""

@@ -1,21 +1,25 @@
-"""Finds out whether an optimizer may step slices, and how: by trying it on toy tensors."""
+"""Finds out what an optimizer looks at, and how it may be called: by trying it on toy tensors.
+
+It may look at every element by itself (Adam), at every tensor by itself (Muon, Adafactor, LAMB), or
+at all tensors together (a norm over all gradients), in which case it cannot be sharded.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["NotElementwiseError", "StepKind", "probe", "raw_step"]
+from lightning_zero.toys import Trial, run_trial
+
+__all__ = ["CannotShardError", "Findings", "StepKind", "probe"]
 
 
-class NotElementwiseError(ValueError):
-    """An optimizer that must see whole tensors, or all of them."""
+class CannotShardError(ValueError):
+    """An optimizer that must see all tensors at once."""
 
 
 class StepKind(Enum):
@@ -25,169 +29,110 @@ class StepKind(Enum):
     AT_ONCE = "all slices in one call"
 
 
-def raw_step(optimizer: Optimizer) -> None:
-    """The step function itself, under the wrapper that torch puts around it to call hooks."""
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer)
+@dataclass(frozen=True)
+class Findings:
+    """What a probe has found out.
+
+    Attributes:
+        kind: How the optimizer may be called.
+        is_elementwise: It treats every element by itself; else every tensor.
+    """
+
+    kind: StepKind
+    is_elementwise: bool
+
+    def __and__(self, other: Findings) -> Findings:
+        """What holds for both."""
+        kind = self.kind if self.kind is other.kind else StepKind.AT_ONCE
+        return Findings(kind, self.is_elementwise and other.is_elementwise)
 
 
-_SHAPE = (4, 6)
-_CUT = 7  # in the middle of a row
-_STEPS = 3
+def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
+    """Finds out, on toy parameters, what an optimizer looks at and how it may be called.
 
-
-def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> StepKind:
-    """Finds out, on toy parameters, whether slices may be stepped and how.
-
-    A clone of the optimizer, with its settings but none of its state, steps two whole tensors; then
-    the same tensors cut into slices: by a clone of its own for each slice, as ranks do, in one
-    call, and in one call for each slice. Equal results prove that it treats every element by
-    itself.
+    Clones of the optimizer, with its settings but none of its state, step toys: all in one call;
+    then divided as ranks would divide them, in slices and in whole tensors, and piece after piece.
+    Equal results prove that the division does not matter.
 
     Raises:
-        NotElementwiseError: It does not, so that sharding it would change the training.
+        CannotShardError: It looks at all tensors together, so that sharding it would change the
+            training.
         ValueError: Its step needs a closure, or cannot be tried.
     """
     name = type(optimizer).__name__
     try:
-        start = _run_probe(optimizer, device, dtype, _Cut.WHOLE, num_steps=0)
-        whole = _run_probe(optimizer, device, dtype, _Cut.WHOLE)
+        start = run_trial(optimizer, device, dtype, Trial(num_steps=0))
+        whole = run_trial(optimizer, device, dtype, Trial())
     except Exception as error:
         raise ValueError(
             f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
             f"failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose "
             "step() needs no closure and takes dense gradients, such as AdamW."
         ) from error
-    reason = "stepping the slices of a tensor gives other values than stepping the tensor"
-    try:
-        by_rank = _run_probe(optimizer, device, dtype, _Cut.BY_RANK)
-        cut = _run_probe(optimizer, device, dtype, _Cut.AT_ONCE)
-        is_elementwise = all(torch.allclose(whole, x, rtol=1e-4, atol=1e-6) for x in (by_rank, cut))
-    except Exception as error:
-        is_elementwise = False
-        reason = f"it refuses a 1-D slice of a tensor ({type(error).__name__}: {error})"
     if torch.equal(start, whole):
-        is_elementwise, reason = False, "a clone of it does not move the parameters in its groups"
-    if not is_elementwise:
-        raise NotElementwiseError(
-            f"optimizer {name} is not elementwise: {reason}. Sharding it would change the "
-            "training; use stage 0, or an elementwise optimizer such as SGD, Adam, AdamW, Adagrad "
-            "or RMSprop; or promise by assume_elementwise=True that it is one."
+        raise _refusal(name, "a clone of it does not move the parameters in its groups")
+    tried = _Tried(optimizer, device, dtype, whole)
+    # Slices of one tensor may be rounded in other places than the tensor.
+    if tried.agrees(Trial(is_cut=True, num_ranks=2), 1e-4) and tried.agrees(
+        Trial(is_cut=True), 1e-4
+    ):
+        return Findings(tried.kind(is_cut=True), is_elementwise=True)
+    tried.error = None
+    if tried.agrees(Trial(num_ranks=2), 1e-6):
+        return Findings(tried.kind(is_cut=False), is_elementwise=False)
+    if tried.error is not None:
+        raise _refusal(
+            name,
+            "it does not step some of its tensors where the others are empty and have no gradients "
+            f"({type(tried.error).__name__}: {tried.error})",
         )
-    try:
-        by_slice = _run_probe(optimizer, device, dtype, _Cut.BY_SLICE)
-    except Exception:
-        return StepKind.AT_ONCE
-    return StepKind.BY_BUCKET if torch.equal(cut, by_slice) else StepKind.AT_ONCE
+    raise _refusal(
+        name,
+        "it looks at all tensors together: stepping some of them by themselves gives other values "
+        "than stepping all in one call, as a norm over all gradients does",
+    )
 
 
-class _Cut(Enum):
-    """How the toy tensors of a probe are stepped."""
+class _Tried:
+    """Trials of one optimizer, compared with stepping whole toys in one call."""
 
-    WHOLE = "whole"
-    BY_RANK = "slices, a clone for each"
-    AT_ONCE = "slices, in one call"
-    BY_SLICE = "slices, in one call for each"
+    def __init__(
+        self, optimizer: Optimizer, device: torch.device, dtype: torch.dtype, whole: Tensor
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._dtype = dtype
+        self._whole = whole
+        self.error: Exception | None = None  # of the last trial
 
+    def agrees(self, trial: Trial, tolerance: float) -> bool:
+        """Whether a trial gives the same values, relative to each and to the largest."""
+        values = self._run(trial)
+        if values is None:
+            return False
+        atol = tolerance / 100 * max(1.0, float(self._whole.abs().max()))
+        return torch.allclose(self._whole, values, rtol=tolerance, atol=atol)
 
-def _run_probe(
-    optimizer: Optimizer,
-    device: torch.device,
-    dtype: torch.dtype,
-    cut: _Cut,
-    *,
-    num_steps: int = _STEPS,
-) -> Tensor:
-    """Values of the toy parameters after some steps, flattened."""
-    if cut is _Cut.BY_RANK:
-        runs = [_run_toys(optimizer, device, dtype, cut, num_steps, only=i) for i in range(2)]
-        groups = range(len(optimizer.param_groups))
-        return torch.cat([runs[i][group] for group in groups for i in range(2)])
-    return torch.cat(_run_toys(optimizer, device, dtype, cut, num_steps))
+    def kind(self, *, is_cut: bool) -> StepKind:
+        """Whether pieces may be stepped one after another: only where the very bits agree."""
+        together = self._run(Trial(is_cut=is_cut))
+        in_turn = self._run(Trial(is_cut=is_cut, is_in_turn=True))
+        if together is None or in_turn is None or not torch.equal(together, in_turn):
+            return StepKind.AT_ONCE
+        return StepKind.BY_BUCKET
 
-
-def _run_toys(
-    optimizer: Optimizer,
-    device: torch.device,
-    dtype: torch.dtype,
-    cut: _Cut,
-    num_steps: int,
-    only: int | None = None,
-) -> list[Tensor]:
-    """By group, the toys after `num_steps`, flattened; only one of the slices where asked."""
-
-    def parts_of(whole: Tensor) -> list[Tensor]:
-        if cut is _Cut.WHOLE:
-            return [whole]
-        flat = whole.reshape(-1)
-        parts = [flat[:_CUT].clone(), flat[_CUT:].clone()]
-        return parts if only is None else [parts[only]]
-
-    def draw() -> Tensor:
-        return torch.randn(_SHAPE, generator=generator).to(device, dtype)
-
-    with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        clone = _clone_without_state(optimizer)
-        for group, source in zip(clone.param_groups, optimizer.param_groups, strict=True):
-            group["params"] = [nn.Parameter(part) for part in parts_of(draw())]
-            _copy_initial_state(optimizer, source, clone, group["params"])
-        toys = [toy for group in clone.param_groups for toy in group["params"]]
-        for _ in range(num_steps):
-            for group in clone.param_groups:
-                for toy, part in zip(group["params"], parts_of(draw()), strict=True):
-                    toy.grad = part
-            _step_toys(clone, toys, cut is _Cut.BY_SLICE)
-        return [
-            torch.cat([toy.detach().reshape(-1) for toy in group["params"]])
-            for group in clone.param_groups
-        ]
+    def _run(self, trial: Trial) -> Tensor | None:
+        try:
+            return run_trial(self._optimizer, self._device, self._dtype, trial)
+        except Exception as error:
+            self.error = error
+            return None
 
 
-def _step_toys(clone: Optimizer, toys: list[nn.Parameter], is_by_slice: bool) -> None:
-    if not is_by_slice:
-        raw_step(clone)
-        return
-    kept = [group["params"] for group in clone.param_groups]
-    for toy in toys:
-        for group, parameters in zip(clone.param_groups, kept, strict=True):
-            group["params"] = [p for p in parameters if p is toy]
-        raw_step(clone)
-    for group, parameters in zip(clone.param_groups, kept, strict=True):
-        group["params"] = parameters
-    for toy in toys:
-        toy.grad = None
-    raw_step(clone)  # the body that follows the hook finds no gradients and must do nothing
-
-
-def _clone_without_state(optimizer: Optimizer) -> Optimizer:
-    clone: Optimizer = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-    clone.state = defaultdict(dict)
-    clone._optimizer_step_pre_hooks = OrderedDict()
-    clone._optimizer_step_post_hooks = OrderedDict()
-    clone.param_groups = []
-    for group in optimizer.param_groups:
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
-            lr = settings["lr"]
-            settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
-        clone.param_groups.append({**settings, "params": []})
-    return clone
-
-
-def _copy_initial_state(
-    optimizer: Optimizer, source: dict[str, Any], clone: Optimizer, toys: list[nn.Parameter]
-) -> None:
-    """Gives toys the state that the optimizer was born with, shaped like them."""
-    like = next((p for p in source["params"] if p in optimizer.state), None)
-    if like is None:
-        return
-    for toy in toys:
-        for key, value in optimizer.state[like].items():
-            if isinstance(value, Tensor) and value.shape == like.shape and key != "step":
-                clone.state[toy][key] = value.reshape(-1)[0].expand(toy.shape).clone()
-            else:
-                clone.state[toy][key] = copy.deepcopy(value)
+def _refusal(name: str, reason: str) -> CannotShardError:
+    return CannotShardError(
+        f"optimizer {name} cannot be sharded: {reason}. Sharding it would change the training; use "
+        "stage 0, or an optimizer that treats every element or every tensor by itself, such as "
+        "AdamW, Muon or Adafactor; or promise by assume_elementwise=True that it treats every "
+        "element by itself."
+    )

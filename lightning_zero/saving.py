@@ -148,7 +148,7 @@ class Saving:
         return state
 
     def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
-        """The optimizer's entries; see `sharded_optimizer_state`. Local."""
+        """The optimizer's entries; see `sharded_optimizer_state`. Collective: every rank."""
         state = sharded_optimizer_state(optimizer, engine)
         self._shards |= shards_in(state)
         return state

@@ -33,7 +33,7 @@ class Shards:
         plan: Layout, dtypes, stage and tiers.
         storage: Makes the homes.
         steps_whole: OPTIM rests whole: every rank steps all elements.
-        param: What a gather sends: 1-D, `shard_numel`, param dtype; None where nothing is gathered
+        param: What a gather sends: 1-D, own part, param dtype; None where nothing is gathered
             before use.
         master: What is stepped: 1-D, own part, master dtype; None until it is needed.
         reader: Reads a `param` that rests in a file.
@@ -69,6 +69,20 @@ class Shards:
         if self.steps_whole:
             return range(slot.start, slot.stop)
         return self.plan.layout.within_shard(slot, self._rank)
+
+    @property
+    def holds_whole_tensors(self) -> bool:
+        """Every parameter is stepped by one rank, whole."""
+        return not self.steps_whole and self.plan.layout.holds_whole_tensors
+
+    def is_stepped(self, index: int) -> bool:
+        """Whether this rank steps slot `index`: all of it, or its slice, which may be empty."""
+        return self.steps_whole or self.plan.layout.slots[index].is_stepped_by(self._rank)
+
+    def step_shape(self, index: int) -> tuple[int, ...]:
+        """The shape in which this rank steps its elements of slot `index`."""
+        slot = self.plan.layout.slots[index]
+        return slot.shape if self.steps_whole else self.plan.layout.step_shape(slot, self._rank)
 
     def cut(self, part: Tensor) -> list[Tensor]:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
@@ -195,16 +209,14 @@ class Shards:
     def slice_state(self, index: int, whole: Tensor) -> Tensor:
         """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
         device = self.storage.step_device(self.plan.tiers.optim)
-        if self.steps_whole:
-            return whole.to(device, self.plan.master_dtype, copy=True)
         owned = self.owned(index)
-        part = read_flat(whole, owned.start, owned.stop)
+        part = read_flat(whole, owned.start, owned.stop).view(self.step_shape(index))
         return part.to(device, self.plan.master_dtype, copy=True)
 
     def state_home(self, key: str, dtype: torch.dtype) -> Home:
         """The file of optimizer state `key`, as long as the shard; zeros at first."""
         if key not in self.state_homes:
-            name, numel = f"{self.plan.name}.{key}", self.plan.layout.shard_numel
+            name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
             self.state_homes[key] = self.storage.make_optim(name, numel, dtype)
         return self.state_homes[key]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.guard import attributes_of
-from lightning_zero.probe import raw_step
+from lightning_zero.toys import raw_step
 
 __all__ = ["Slice", "Template"]
 
@@ -29,7 +29,7 @@ class Slice:
 
     Attributes:
         parameter: The user's.
-        data: Stepped in place: 1-D, or the whole parameter.
+        data: Stepped in place: 1-D, or the whole parameter, n-D.
         grad: Like `data`.
         state: What the optimizer knows of it; replaced by what it knows after the step.
     """

@@ -18,6 +18,7 @@ until the next backward, which waits too: the values are those of a step that no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -29,14 +30,14 @@ from torch.optim import Optimizer
 from lightning_zero.bucket import Bucket
 from lightning_zero.bucket_step import BucketStep
 from lightning_zero.chunk import chunks_of
-from lightning_zero.guard import has_placement
+from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.offload import Tier
-from lightning_zero.probe import StepKind
+from lightning_zero.probe import Findings, StepKind
 from lightning_zero.stand_in import Template
 from lightning_zero.tiers import Job, Storage
 from lightning_zero.worker import Stepping, StepWorker, fail, mark
 
-__all__ = ["OptimizerStep"]
+__all__ = ["OptimizerStep", "check_whole"]
 
 
 class OptimizerStep:
@@ -50,15 +51,19 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        kind: StepKind,
+        found: Findings,
         *,
+        examine: Callable[[Optimizer], Findings],
         before: Callable[[], None],
         order: Callable[[], Sequence[Bucket]],
         storage: Storage,
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self.kind = kind
+        self.kind = kind = found.kind
+        self._found = found
+        self._examine = examine
+        self._num_members = sum(len(group["params"]) for group in optimizer.param_groups)
         self._before = before  # waits for what the step must not overtake
         self._order = order  # all buckets, in the order in which the next forward needs them
         self._stepping: list[Bucket] = []
@@ -214,7 +219,8 @@ class OptimizerStep:
         """The optimizer's parameters.
 
         Raises:
-            ValueError: One was added that no engine holds.
+            ValueError: One was added that no engine holds, or that would be stepped as a slice by
+                an optimizer of whole tensors.
         """
         members = {p for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in members:
@@ -224,7 +230,33 @@ class OptimizerStep:
                     f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
                     "averaged. Add parameters to the module before the engine is built."
                 )
+        if len(members) > self._num_members:  # and perhaps of other dimensions
+            self._num_members = len(members)
+            is_elementwise = self._examine(self.optimizer).is_elementwise
+            self._found = dataclasses.replace(self._found, is_elementwise=is_elementwise)
+        check_whole(self.optimizer, self._found)
         return members
+
+
+def check_whole(optimizer: Optimizer, found: Findings) -> None:
+    """Refuses an optimizer that would step slices as if they were tensors.
+
+    Raises:
+        ValueError: It needs whole tensors, and was given parameters that are cut.
+    """
+    if found.is_elementwise:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            placement = placement_of(parameter)
+            bucket: Bucket = placement.bucket
+            if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
+                raise ValueError(
+                    f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
+                    "cut, because another optimizer stepped it or there was none of this kind; "
+                    "give it to this optimizer before the engine is built (in Lightning, in "
+                    "configure_optimizers)."
+                )
 
 
 def _in_turn(jobs: list[Job]) -> Job:

@@ -122,7 +122,7 @@ class ZeroStrategy(ParallelStrategy):
             under "bf16-mixed" leaves the casts to autocast, as DDP does, for twice the parameter
             bytes.
         broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
-        assume_elementwise: Skip the check that an optimizer can be sharded.
+        assume_elementwise: Skip the check of what an optimizer looks at.
         offload_optimizer: Stages 1 to 3: None, "cpu", "nvme", "auto", a mapping or an
             `OffloadConfig`: where optimizer shards rest, with their gradients.
         offload_param: Stage 3: likewise for parameter shards.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_zero.buffer import FlatBuffer, slice_shard
-from lightning_zero.layout import ALIGN_NUMEL, Layout
+from lightning_zero.layout import ALIGN_NUMEL, Layout, assign_owners
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 WORLDS = st.integers(1, 9)
@@ -66,3 +66,62 @@ def test_memory_comes_back_with_zero_padding(shapes, world_size):
     for view in buffer.views:
         view.fill_(1)
     assert buffer.tensor.sum() == buffer.layout.parameter_numel
+
+
+def place(shapes, world_size):
+    owners = assign_owners([math.prod(shape) for shape in shapes], world_size)
+    named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
+    return Layout.of_whole_tensors(named, owners, world_size), owners
+
+
+@given(SHAPES, WORLDS)
+def test_a_whole_tensor_lies_in_the_shard_of_its_owner_who_alone_steps_it(shapes, world_size):
+    layout, owners = place(shapes, world_size)
+    assert layout.holds_whole_tensors
+    for slot, shape, owner in zip(layout.slots, shapes, owners, strict=True):
+        for rank in range(world_size):
+            is_owner = rank == owner
+            assert slot.is_stepped_by(rank) == is_owner
+            assert layout.owned(slot, rank) == range(slot.numel if is_owner else 0)
+            assert layout.step_shape(slot, rank) == (shape if is_owner else (0,))
+
+
+@given(SHAPES, WORLDS)
+def test_shards_of_whole_tensors_are_as_long_as_what_they_hold(shapes, world_size):
+    layout, owners = place(shapes, world_size)
+    assert layout.bounds[0] == 0
+    assert layout.numel == sum(len(layout.shard(rank)) for rank in range(world_size))
+    for rank in range(world_size):
+        numels = [s.numel for s, owner in zip(layout.slots, owners, strict=True) if owner == rank]
+        held = sum(-(-numel // ALIGN_NUMEL) * ALIGN_NUMEL for numel in numels)
+        assert len(layout.shard(rank)) == max(held, ALIGN_NUMEL)
+    assert layout.cuts is None or sum(layout.cuts) == layout.numel
+
+
+@given(SHAPES, WORLDS)
+def test_gaps_and_whole_tensors_fill_the_flat_space_once(shapes, world_size):
+    layout, _ = place(shapes, world_size)
+    covered = [i for gap in layout.gaps() for i in gap]
+    covered += [i for slot in layout.slots for i in range(slot.start, slot.stop)]
+    assert sorted(covered) == list(range(layout.numel))
+
+
+@given(SHAPES, WORLDS)
+def test_shards_of_whole_tensors_joined_are_the_parameters(shapes, world_size):
+    layout, _ = place(shapes, world_size)
+    whole = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    for index, view in enumerate(whole.views):
+        view.copy_(torch.arange(view.numel()).reshape(view.shape) + 1000 * index)
+    parts = [slice_shard(layout, whole.shard(rank), rank) for rank in range(world_size)]
+    for index, view in enumerate(whole.views):
+        assert torch.equal(torch.cat([part[index] for part in parts]), view.reshape(-1))
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), WORLDS)
+def test_no_rank_owns_more_than_another_but_for_one_tensor(numels, world_size):
+    owners = assign_owners(numels, world_size)
+    loads = [0] * world_size
+    for numel, owner in zip(numels, owners, strict=True):
+        loads[owner] += max(numel, 1)
+    assert max(loads) - min(loads) <= max(numels, default=0) + 1
+    assert assign_owners(numels, world_size) == owners

@@ -161,3 +161,48 @@ def test_auto_counts_the_bytes_of_masters_and_moments_of_a_shard():
     three = optim_tiers(root + 16 * numel, 16 * numel)
     assert three == [Tier.DEVICE, Tier.CPU, Tier.NVME]
     assert optim_tiers(root + 16 * numel - 1, 16 * numel) == [Tier.CPU, Tier.NVME, Tier.NVME]
+
+
+def whole_plan(module, whole, *, stage, world_size=8, **settings):
+    """Optimizer 0 steps `whole`, by whole tensors; optimizer 1 the rest."""
+    of = dict.fromkeys(module.parameters(), 1) | dict.fromkeys(whole, 0)
+    config = ZeroConfig(stage=stage, **settings)
+    return make_plan(module, config, world_size=world_size, optimizer_of=of, whole_tensors=[0])
+
+
+def matrices(module):
+    return [p for name, p in module.named_parameters() if "blocks" in name and p.dim() == 2]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buckets_of_whole_tensors_are_apart_from_the_others_and_every_rank_owns_as_much(stage):
+    module = GPT(GPTConfig(vocab_size=512, context=16, width=64, num_layers=8, num_heads=2))
+    whole = matrices(module)
+    buckets = whole_plan(module, whole, stage=stage, reduce_bucket_size=10**5).buckets
+    slots = [slot for bucket in buckets for slot in bucket.layout.slots]
+    names = {name for name, p in module.named_parameters() if any(p is w for w in whole)}
+    assert {slot.name for slot in slots if slot.owner is not None} == names
+    for bucket in buckets:
+        assert len({slot.owner is None for slot in bucket.layout.slots}) == 1
+    loads = [sum(slot.numel for slot in slots if slot.owner == rank) for rank in range(8)]
+    assert max(loads) == min(loads) == sum(p.numel() for p in whole) // 8
+    at_rest = [sum(len(b.layout.shard(rank)) for b in buckets) for rank in range(8)]
+    assert max(at_rest) < 1.02 * sum(p.numel() for p in module.parameters()) / 8
+
+
+def test_what_no_optimizer_steps_is_whole_where_one_may_ask_for_it_later():
+    module = gpt()
+    of = dict.fromkeys(matrices(module), 0)
+    config = ZeroConfig(stage=3)
+    plans = [
+        make_plan(module, config, world_size=4, optimizer_of=of, whole_tensors=whole)
+        for whole in ([0], [])
+    ]
+    assert all(bucket.layout.holds_whole_tensors for bucket in plans[0].buckets)
+    assert not any(bucket.layout.holds_whole_tensors for bucket in plans[1].buckets)
+
+
+def test_stage_0_places_nothing_whole_for_every_rank_steps_everything():
+    module = gpt()
+    buckets = whole_plan(module, list(module.parameters()), stage=0).buckets
+    assert not any(bucket.layout.holds_whole_tensors for bucket in buckets)

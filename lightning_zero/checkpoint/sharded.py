@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.mesh import Mesh
 from lightning_zero.optim_state import is_elementwise
+from lightning_zero.owned_state import Outline, outline_owned_states
 from lightning_zero.stored import read_flat
 
 __all__ = [
@@ -105,12 +108,13 @@ def sharded_masters(engine: Engine) -> dict[str, ShardTensor]:
 
 
 def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
-    """`optimizer.state_dict()` by parameter names, with this rank's shards. Local.
+    """`optimizer.state_dict()` by parameter names, with this rank's shards. Collective: every rank.
 
     Returns:
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`.
     """
     number = engine.optimizers.index(optimizer)
+    outlines = outline_owned_states(optimizer, engine.buckets)
     packed = optimizer.state_dict()
     ids = {
         parameter: packed_id
@@ -126,7 +130,11 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
                 continue
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
             entry = packed["state"].get(ids[parameter])
-            if entry is not None:
+            if parameter in outlines:
+                own = entry if bucket.shards.is_stepped(index) else None
+                source = f"of {name} in optimizer {number}"
+                state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
+            elif entry is not None:
                 state[name] = {
                     key: _shard(
                         f"{key} of {name} in optimizer {number}",
@@ -160,6 +168,34 @@ def shards_in(tree: Any) -> dict[str, ShardTensor]:
         elif isinstance(value, list):
             stack.extend(value)
     return found
+
+
+def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any:
+    """The state of a parameter that one rank of a group owns: it is written there.
+
+    Args:
+        outline: Of the state.
+        own: The state; None on other ranks.
+        source: Names the values, with a number before it.
+        mesh: Owners of other groups write another part of it.
+    """
+    values = iter([leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)])
+    number = 0
+
+    def shard(leaf: object) -> object:
+        nonlocal number
+        if not isinstance(leaf, Outline):
+            return leaf
+        if leaf.number is not None:
+            next(values, None)
+            return torch.tensor(leaf.number, dtype=leaf.dtype)
+        number += 1
+        value = torch.empty(0, dtype=leaf.dtype) if own is None else next(values)
+        read = _reader(partial(_itself, value), 0)
+        owned = _equal_share(range(value.numel()), mesh.replica_rank, mesh.num_replicas)
+        return ShardTensor.of(f"state {number} {source}", leaf.shape, leaf.dtype, owned, read)
+
+    return tree_map(shard, outline)
 
 
 class _ExactParts:

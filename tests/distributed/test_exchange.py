@@ -37,6 +37,27 @@ def test_a_transfer_whose_wait_was_interrupted_can_be_waited_for_again():
         assert whole == [0, 0, 1, 1]
 
 
+def _unequal_parts(rank, world_size):
+    exchange = PeerToPeer(dist.new_group(), rank, world_size)
+    cuts = [1, 4, 2]
+    start = sum(cuts[:rank])
+    whole = torch.zeros(7)
+    whole[start : start + cuts[rank]] = rank + 1
+    exchange.all_gather(whole, cuts=cuts).wait()
+    sent = torch.zeros(7)
+    exchange.all_gather(sent, torch.full((cuts[rank],), rank + 1.0), cuts=cuts).wait()
+    mean = torch.empty(cuts[rank])
+    exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, cuts=cuts).wait()
+    return whole.tolist(), sent.tolist(), mean.tolist()
+
+
+def test_parts_of_different_lengths_are_gathered_and_reduced():
+    results = run_ranks(3, _unequal_parts)
+    for whole, sent, _ in results:
+        assert whole == sent == [1, 2, 2, 2, 2, 3, 3]
+    assert [x for *_, mean in results for x in mean] == pytest.approx([2.0 * i for i in range(7)])
+
+
 def _abort_with_transfers(rank, world_size):
     comm = Communicator(torch.device("cpu"))
     comm.all_gather(torch.zeros(4)).wait()

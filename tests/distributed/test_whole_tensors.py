@@ -1,0 +1,294 @@
+"""Optimizers that look at whole tensors step as without sharding, or are refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch import nn
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.checkpoint import open_checkpoint
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_offload_trainer import ALL_NVME, compare
+from tests.fitting import arrays, assert_same, fit, make_trainer, run_once, settings
+from tests.test_probe import FactoredFrom
+from tests.whole_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb
+
+STAGES = [1, 2, 3]
+ROUNDED = "Muon and AdamW"
+BUCKETS = {"reduce_bucket_size": 2**13}  # several for the modules of these tests
+
+
+def fit_all(rank, world_size, spec, cases):
+    """By case, its outcome."""
+    outcomes = {}
+    for name in cases:
+        factory, options = CASES[name]
+        factory = partial(factory, ranks=world_size, **_long(factory))
+        outcomes[name] = fit(rank, world_size, spec, factory, options)
+    return outcomes
+
+
+def _long(factory):
+    return {} if "num_batches" in getattr(factory, "keywords", {}) else {"num_batches": 5}
+
+
+CELLS = [(3, 1), (1, 2), (2, 2), (3, 2), (3, 3)]
+REST = [(1, 1), (2, 1), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in REST)],
+)
+def test_losses_and_parameters_equal_ddp(stage, world_size):
+    spec = settings(stage, **BUCKETS)
+    ours = run_ranks(world_size, fit_all, spec, list(CASES), has_group=False, timeout_s=120)
+    expected = run_once(world_size, fit_all, "ddp", list(CASES))
+    if world_size > 2:
+        # torch's Muon rounds gradients to bfloat16: a last bit of one, from adding up three ranks
+        # in another order, becomes 2^-9 of it. Stage 0 adds up in the same order.
+        plain = settings(0, **BUCKETS)
+        rounded = run_once(world_size, fit_all, plain, [ROUNDED])
+        expected = [{**theirs, **own} for theirs, own in zip(expected, rounded, strict=True)]
+    for name in CASES:
+        assert len(expected[0][name].losses) >= 5
+        assert_same([r[name] for r in ours], [r[name] for r in expected])
+
+
+# Every world size divides the global batch into equal parts, so that one process is a reference.
+RESUMED = {
+    name: partial(CASES[name][0], ranks=6, batch_size=1, num_batches=2)
+    for name in ("Adafactor", "Muon and AdamW, clipped", "all in one call")
+}
+CHAIN = [(1, 2, "full"), (3, 3, "sharded"), (2, 1, "full"), (3, 2, "sharded"), (1, 3, "full")]
+
+
+class SavingAtStart(Callback):
+    """Saves what has just been loaded, and what there is when training ends."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.save_checkpoint(f"{self.folder}/loaded")
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(f"{self.folder}/trained")
+
+
+def _train_on(rank, world_size, spec, sources, folder, max_epochs):
+    """By case, resumes from its source; the parameters when training ended."""
+    states = {}
+    for name, source in sources.items():
+        seed_everything(7 if source is None else 50, verbose=False)
+        module = RESUMED[name]()
+        callbacks = [SavingAtStart(f"{folder}/{name}")] if folder else []
+        trainer = make_trainer(spec, max_epochs=max_epochs, callbacks=callbacks)
+        trainer.fit(module, ckpt_path=source)
+        if folder:
+            trainer.save_checkpoint(f"{folder}/{name}/late")
+        states[name] = arrays(module.state_dict())
+    return states
+
+
+def opened(path, name):
+    """Its parameters, and for each optimizer the states by parameter name."""
+    module = RESUMED[name]()
+    built = module.configure_optimizers()
+    names = {p: key for key, p in module.named_parameters()}
+    checkpoint = open_checkpoint(path)
+    states = []
+    for optimizer, state in zip(
+        built if isinstance(built, list) else [built], checkpoint["optimizer_states"], strict=True
+    ):
+        ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        states.append({ordered[k] if k in range(99) else k: v for k, v in state["state"].items()})
+    return checkpoint["state_dict"], states
+
+
+def assert_equal_bits(one, other):
+    if isinstance(other, dict):
+        assert set(one) == set(other)
+        for key, value in other.items():
+            assert_equal_bits(one[key], value)
+    elif isinstance(other, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal_bits(a, b)
+    elif isinstance(other, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one.clone(), other.clone())
+    else:
+        assert one == other
+
+
+def test_a_run_goes_on_from_either_form_in_any_stage_and_world_size(tmp_path):
+    sources = dict.fromkeys(RESUMED)
+    for epoch, (stage, world_size, form) in enumerate(CHAIN):
+        folder = tmp_path / str(epoch)
+        spec = settings(stage, checkpoint=form, **BUCKETS)
+        results = run_ranks(
+            world_size, _train_on, spec, sources, str(folder), epoch + 1, has_group=False
+        )
+        for name, source in sources.items():
+            if source is not None:
+                assert_equal_bits(opened(folder / name / "loaded", name), opened(source, name))
+            trained = opened(folder / name / "trained", name)
+            assert_equal_bits(opened(folder / name / "late", name), trained)
+            sources[name] = str(folder / name / "trained")
+    assert all(one != other for one, other in pairwise(CHAIN))
+    (expected,) = run_once(1, _train_on, "auto", dict.fromkeys(RESUMED), None, len(CHAIN))
+    for result in results:
+        for name, state in expected.items():
+            for key, value in state.items():
+                np.testing.assert_allclose(
+                    result[name][key], value, rtol=2e-6, atol=2e-6, err_msg=f"{name} {key}"
+                )
+
+
+def _states_and_unsharded(rank, world_size, stage):
+    """What the full form and `close` give, beside the optimizer of one process."""
+    factory, _ = CASES["Adafactor"]
+    torch.manual_seed(0)
+    module, alone = factory().gpt, factory().gpt
+    alone.load_state_dict(module.state_dict())
+    optimizer, expected = ADAFACTOR(module.parameters()), ADAFACTOR(alone.parameters())
+    engine = Engine(module, [optimizer], ZeroConfig(stage=stage, **BUCKETS))
+    ids = torch.arange(8).repeat(2, 1)
+    for number in range(3):
+        for model in (module, alone):
+            loss = model(ids + number).square().mean()
+            engine.backward(loss) if model is module else loss.backward()
+        engine.step()
+        expected.step()
+        engine.zero_grad()
+        expected.zero_grad()
+    report = engine.memory_report()
+    states = sum(v.numel() * v.element_size() for s in expected.state.values() for v in s.values())
+    parameters = 8 * sum(p.numel() for p in alone.parameters())
+    # What other ranks own is estimated from what this one does: some rank may have no vector.
+    assert report.data_parallel_bytes == pytest.approx(parameters + states, rel=0.02)
+    owned = len(optimizer.state)
+    engine.close()
+    for mine, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        entry = optimizer.state[mine]
+        assert set(entry) == set(expected.state[theirs])
+        for key, value in expected.state[theirs].items():
+            torch.testing.assert_close(entry[key], value, rtol=1e-4, atol=1e-7)
+    return owned, report.total_bytes / report.data_parallel_bytes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_are_on_one_rank_each_until_the_engine_is_closed(stage):
+    results = run_ranks(3, _states_and_unsharded, stage)
+    factory, _ = CASES["Adafactor"]
+    assert sum(owned for owned, _ in results) == len(list(factory().parameters()))
+    for _, ratio in results:
+        assert ratio < {2: 0.75, 3: 0.45}[stage]
+
+
+OFFLOADED = {
+    2: [{"offload_optimizer": "cpu", "overlap_step": True}],
+    3: [{"offload_optimizer": "cpu", "offload_param": "cpu"}, {**ALL_NVME, "overlap_step": True}],
+}
+
+
+def _compare_offloaded(rank, world_size):
+    for name in ("Adafactor", "all in one call"):
+        factory, options = CASES[name]
+        factory = partial(factory, ranks=2, num_batches=4)
+        compare(rank, world_size, factory, lambda options=options: options, (2, 3), OFFLOADED)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_offloaded_and_overlapped_steps_give_the_same_bits():
+    run_ranks(2, _compare_offloaded, has_group=False, timeout_s=120)
+
+
+def _fit_each_precision(rank, world_size, spec):
+    factory, options = CASES["Muon and Adam in one"]
+    outcomes = {}
+    for precision in ("bf16-mixed", "bf16-true"):
+        module = partial(factory, ranks=world_size, num_batches=5)
+        outcomes[precision] = fit(rank, world_size, spec, module, {"precision": precision})
+    return outcomes
+
+
+def test_masters_of_whole_tensors_are_stepped_under_lower_precisions():
+    sharded = run_ranks(2, _fit_each_precision, settings(3, **BUCKETS), has_group=False)
+    whole = run_once(2, _fit_each_precision, settings(0, **BUCKETS))
+    for ours, expected in zip(sharded, whole, strict=True):
+        for precision, outcome in expected.items():
+            assert len(set(outcome.losses)) > 1
+            np.testing.assert_allclose(ours[precision].losses, outcome.losses, rtol=1e-2)
+
+
+def _refuse(rank, world_size, stage):
+    config = ZeroConfig(stage=stage)
+
+    def attach(build, message, module=None):
+        module = module or nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+        with pytest.raises(ValueError, match=message):
+            Engine(module, [build(module.parameters())], config)
+
+    attach(torch.optim.LBFGS, "LBFGS cannot be stepped .* whose step.. needs no closure")
+    attach(NormedLamb, "NormedLamb cannot be sharded: it looks at all tensors together")
+    module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    first, second = module[0].parameters(), module[1].parameters()
+    engine = Engine(module, [torch.optim.AdamW(first)], config)
+    with pytest.raises(ValueError, match=r"Lamb must step whole tensors, and 1.weight was cut"):
+        engine.attach(Lamb(second))
+    engine.close()
+    module = nn.ModuleList([nn.Linear(4, 5), nn.Linear(140, 130).requires_grad_(False)])
+    optimizer = FactoredFrom(
+        module[0].parameters(), lr=0.1
+    )  # elementwise as far as it has matrices
+    engine = Engine(module, [optimizer], config)
+    optimizer.add_param_group({"params": [module[1].requires_grad_(True).weight]})
+    engine.backward(module[0](torch.ones(2, 4)).sum())
+    with pytest.raises(ValueError, match=r"FactoredFrom must step whole .* 1.weight was cut"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_cannot_be_sharded_is_refused_by_name(stage):
+    run_ranks(2, _refuse, stage)
+
+
+def _thaw(rank, world_size):
+    """A part that no optimizer had at first is given to it later."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    optimizers = [
+        MuonAndAdam([{"params": [module[1].weight], "use_muon": True}]) for module in modules
+    ]
+    for module in modules:
+        module[0].requires_grad_(False)
+    engine = Engine(modules[0], optimizers[:1], ZeroConfig(stage=3))
+    for number in range(4):
+        if number == 2:
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                module[0].requires_grad_(True)
+                group = {"params": list(module[0].parameters()), "use_muon": False}
+                optimizer.add_param_group(group)
+        for module in modules:
+            loss = module(torch.ones(2, 4) * number).square().sum()
+            engine.backward(loss) if module is modules[0] else loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.close()
+    for one, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_unfrozen_later_is_whole_too():
+    run_ranks(2, _thaw)
