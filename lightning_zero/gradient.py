@@ -440,8 +440,8 @@ class Gradients:
         """Copies a gradient that a user has set into the mean."""
         if self.shard is None:
             layout = self._plan.layout
-            own = layout.shard(self._comm.mesh.shard_rank)
-            numel = layout.numel if self._is_whole_mean else len(own)
+            own_range = layout.shard(self._comm.mesh.shard_rank)
+            numel = layout.numel if self._is_whole_mean else len(own_range)
             zeros = torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
             if self._home is not None:
                 self._home.put(zeros, is_added=False)
