@@ -3,7 +3,8 @@
 [Note: Shapes of toys] What an optimizer does to a tensor may depend on its dimensions (Adafactor,
 Muon), on sizes of one, and on whether it is large enough (Adafactor's variants factor from 128 on).
 So each group has a toy for every such pattern among its parameters, as large as the largest of
-these up to a bound, and a small one beside it.
+these up to a bound, and a small one beside it; groups that differ in numbers alone, as in rates by
+layer, share the large ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +98,9 @@ class _Run:
         return {place: toy.detach() for place, toy in self._toys.items()}
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
-        seen: set[_Shape] = set()
+        seen: set[tuple[_Shape, str]] = set()
         for group, source in zip(self._clone.param_groups, optimizer.param_groups, strict=True):
-            for shape, like in _shapes_like(source["params"], seen):
+            for shape, like in _shapes_like(source, seen):
                 number = len(self._shapes)
                 self._shapes.append(shape)
                 for piece, values in enumerate(self._cut(self._draw(shape))):
@@ -151,16 +152,17 @@ class _Run:
 
 
 def _shapes_like(
-    parameters: Iterable[nn.Parameter], seen: set[_Shape]
+    group: Mapping[str, Any], seen: set[tuple[_Shape, str]]
 ) -> list[tuple[_Shape, nn.Parameter | None]]:
     """Shapes of the toys of a group, each with the parameter it stands for.
 
     Args:
-        parameters: Of the group.
-        seen: Patterns of which a group before has had a large toy.
+        group: Of the optimizer.
+        seen: The large toys so far, with the settings of their groups.
     """
+    settings = {k: v for k, v in group.items() if k != "params" and not isinstance(v, float)}
     largest: dict[_Shape, nn.Parameter] = {}
-    for parameter in parameters:
+    for parameter in group["params"]:
         pattern = tuple(min(size, 2) for size in parameter.shape)
         if pattern not in largest or parameter.numel() > largest[pattern].numel():
             largest[pattern] = parameter
@@ -169,12 +171,13 @@ def _shapes_like(
         if not math.prod(pattern):
             continue  # nothing to step
         bound = _BOUNDS.get(len(pattern), _BOUND)
-        if pattern not in seen:
-            shapes.append((tuple(min(size, bound) for size in parameter.shape), parameter))
+        large = tuple(min(size, bound) for size in parameter.shape)
+        if (large, repr(settings)) not in seen:
+            shapes.append((large, parameter))
+            seen.add((large, repr(settings)))
         sizes = _SMALL + (2,) * len(pattern)
         small = tuple(n if size > 1 else 1 for n, size in zip(sizes, pattern, strict=False))
         shapes.append((small, parameter))
-        seen.add(pattern)
     return shapes or [(_SMALL[:2], None)]
 
 

@@ -74,6 +74,8 @@ class FactoredFrom(torch.optim.SGD):
 def test_what_begins_at_a_size_is_seen_where_parameters_have_that_size():
     assert found(FactoredFrom(parameters((100, 300)))) == ELEMENTWISE
     assert found(FactoredFrom(parameters((129, 300)))) == OF_TENSORS
+    groups = [{"params": parameters((6, 4))}, {"params": parameters((129, 300))}]
+    assert found(FactoredFrom(groups)) == OF_TENSORS
 
 
 def test_states_of_other_shapes_do_not_hinder_an_optimizer_that_has_stepped():
