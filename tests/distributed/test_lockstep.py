@@ -265,13 +265,27 @@ class FailingInsideModule(GeneratingModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_an_error_inside_ends_fit_on_all_ranks():
+class FailingInValidationModule(RaggedModule):
+    """Rank 1 fails in its last batch, when rank 0 has no more."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ArithmeticError("out of luck")
+        super().validation_step(batch, batch_idx, dataloader_idx)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [FailingInsideModule, pytest.param(FailingInValidationModule, marks=pytest.mark.slow)],
+)
+def test_an_error_on_one_rank_ends_fit_on_all(factory):
     start = time.monotonic()
     with pytest.raises(RankError, match="ArithmeticError: out of luck") as raised:
-        run_ranks(2, _fit, settings(3, timeout=timedelta(seconds=20)), has_group=False)
+        run_ranks(2, _fit, settings(3, timeout=timedelta(seconds=20)), factory, has_group=False)
     assert "did not return" not in str(raised.value)
     assert time.monotonic() - start < 20
 
 
-def _fit(rank, world_size, spec):
-    make_trainer(spec).fit(FailingInsideModule(ranks=world_size, num_batches=3))
+def _fit(rank, world_size, spec, factory):
+    trainer = make_trainer(spec, use_distributed_sampler=False, limit_val_batches=1.0)
+    trainer.fit(factory(ranks=world_size, num_batches=3))
