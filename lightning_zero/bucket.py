@@ -521,6 +521,7 @@ class Bucket:
         self._comm.wait_for_sent(self._sends_from_cpu)
         with torch.no_grad():
             self.shards.store_exact(exact)
+            self.release()  # ranks may differ in what a forward has left whole
             if self.phase is Phase.WHOLE and not self.steps_whole:
                 self._send_shard().wait()
 

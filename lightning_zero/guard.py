@@ -78,8 +78,8 @@ class GuardedParameter(nn.Parameter):
             return placement.bucket.look_at_rest(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             placement_of(args[0]).bucket.settle()
-        elif func is torch.equal:
-            return _equal(*args)
+        elif func in (torch.equal, Tensor.equal):
+            return _equal(*args, **kwargs)
         elif func not in _UNTOUCHED:
             for parameter in _guarded_in((args, kwargs)):
                 if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
@@ -145,8 +145,9 @@ def has_placement(parameter: Tensor) -> bool:
     return _ATTRIBUTE in parameter.__dict__
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(input: Tensor, other: Tensor) -> bool:
     """`torch.equal`, which between steps asks the other ranks only where it must."""
+    one = input
     if one is other:
         return True
     if one.shape != other.shape:

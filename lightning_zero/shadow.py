@@ -79,6 +79,7 @@ class ShadowBucket:
                 make_whole=_refuse,
             )
             set_placement(parameter, placement)
+            parameter.grad = None  # of an earlier fit, perhaps, and whole
         self.rest()
 
     # ---------------------------------------------------------------- at rest
