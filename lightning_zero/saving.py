@@ -185,7 +185,6 @@ class Saving:
             "version": lightning_zero.__version__,
             "stage": engine.config.stage,
             "world_size": engine.comm.size,
-            "sharding_group_size": engine.comm.mesh.num_shards,
         }
         if self._channel is None or not self._channel.is_open:
             self._channel = engine.comm.open_channel()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_zero.mesh import Mesh
 
 
+@settings(deadline=None)
 @given(num_shards=st.integers(1, 9), num_replicas=st.integers(1, 9), data=st.data())
 def test_every_rank_is_where_its_two_groups_cross(num_shards, num_replicas, data):
     world_size = num_shards * num_replicas

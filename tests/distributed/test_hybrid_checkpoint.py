@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -13,7 +12,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.cli import main
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_checkpoint_matrix import MODEL, SavingAtStart, assert_equal_bits
+from tests.distributed.test_checkpoint_matrix import (
+    MODEL,
+    SavingAtStart,
+    assert_close,
+    assert_equal_bits,
+)
 from tests.fitting import arrays, make_trainer, settings
 
 
@@ -35,21 +39,17 @@ CHAIN = [
 ]
 
 
-def test_a_run_that_changes_its_groups_every_epoch_is_the_one_that_has_none(tmp_path):
+@pytest.mark.parametrize("length", [3, pytest.param(len(CHAIN), marks=pytest.mark.slow)])
+def test_a_run_that_changes_its_groups_every_epoch_is_the_one_that_has_none(length, tmp_path):
     source = None
-    for epoch, (world_size, spec) in enumerate(CHAIN):
+    for epoch, (world_size, spec) in enumerate(CHAIN[:length]):
         folder = str(tmp_path / str(epoch))
         args = (spec, source, folder, epoch + 1)
         states = run_ranks(world_size, _train, *args, has_group=False)
         if source is not None and spec.get("checkpoint"):
             assert_equal_bits(source, f"{folder}/loaded")
         source = f"{folder}/trained"
-    expected = run_ranks(
-        1, _train, "auto", None, str(tmp_path / "one"), len(CHAIN), has_group=False
-    )
-    for state in states:
-        for name, value in expected[0].items():
-            np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert_close(states, length)
     check_written(tmp_path / "0" / "trained")
     saved, exported = tmp_path / "0" / "trained", tmp_path / "exported.safetensors"
     assert main(["export", str(saved), str(exported)]) == 0
