@@ -669,13 +669,16 @@ class ZeroStrategy(ParallelStrategy):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
 
-    def finish_saving(self) -> None:
+    def finish_saving(self, *, warns: bool = False) -> None:
         """Waits until a checkpoint that is written while training goes on is complete. Local.
+
+        Args:
+            warns: Only warn of its failure.
 
         Raises:
             OSError: It could not be written.
         """
-        self._saving.finish()
+        self._saving.finish(warns=warns)
 
     # ---------------------------------------------------------------- failure and the end
 

@@ -34,6 +34,7 @@ LAYERS = {
         "callbacks",
         "checkpoint_io",
         "cli",
+        "csv_logger",
         "launcher",
         "load_from_checkpoint",
         "precision",
