@@ -203,6 +203,11 @@ class Bucket:
             return self.parameters[index].data
 
     @property
+    def comm(self) -> Communicator:
+        """Between the ranks that hold it."""
+        return self._comm
+
+    @property
     def device(self) -> torch.device:
         """Where the module computes."""
         return self._device
