@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["register", "schema"]
+__all__ = ["ZeroStrategySettings", "register", "schema"]
 
 _GROUP = "hydra/lightning_zero"
 _JOBS = {"lightning_zero": {"_target_": "lightning_zero.launcher.hydra_jobs.HydraJobs"}}
@@ -34,7 +34,11 @@ def schema() -> type[Any]:
         default = parameter.default
         if name not in _OF_THE_TRAINER and type(default) in _SIMPLE:
             settings.append((name, _yaml_type(hints[name]), field(default=default)))
-    return make_dataclass("ZeroStrategySettings", settings)
+    made = make_dataclass("ZeroStrategySettings", settings)
+    made.__module__ = __name__  # for pickle, which finds it as `__qualname__`
+    # Hydra and OmegaConf put the name into their errors, which nothing of ours can catch.
+    made.__name__ = "ZeroStrategySettings (--cfg job shows all)"
+    return made
 
 
 def _yaml_type(hint: Any) -> Any:
@@ -47,13 +51,16 @@ def _yaml_type(hint: Any) -> Any:
     return Any
 
 
+ZeroStrategySettings = schema()  # a module holds it, so that a composed config can be pickled
+
+
 def register() -> None:
     """Makes known to Hydra what the files of `conf` refer to. Harmless when repeated.
 
     The group is one of `hydra/`, so that it is not offered among an application's own.
     """
     store = ConfigStore.instance()
-    store.store("strategy", schema(), _GROUP, provider="lightning_zero")
+    store.store("strategy", ZeroStrategySettings, _GROUP, provider="lightning_zero")
     store.store("jobs", _JOBS, _GROUP, provider="lightning_zero")
     for resolver in (_accelerator, _devices, _rank_suffix, _gpus_per_node):
         name = f"zero.{resolver.__name__.removeprefix('_')}"
