@@ -99,8 +99,13 @@ class Children(threading.Thread):
         for process in self.processes:
             process.send_signal(signum)
 
-    def end(self) -> None:
-        """Ends the job: waits for the children, then leaves no trace of the launch."""
+    def end(self, *, has_failed: bool = False) -> None:
+        """Ends the job: waits for the children, then leaves no trace of the launch.
+
+        Args:
+            has_failed: The job has, on this rank; the others may wait for it in vain.
+        """
+        self._has_failed |= has_failed
         self._kill_rest(_GRACE_S if self._has_failed else _END_S)
         self._is_over.set()
         self.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
 from lightning.pytorch.strategies.launchers import subprocess_script
 
@@ -45,6 +46,6 @@ class HydraJobs(Callback):
             return
         vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightnings
         if (children := Children.current()) is not None:
-            children.end()
+            children.end(has_failed=job_return.status is JobStatus.FAILED)
         self._before.restore()
         self._before = None
