@@ -204,7 +204,7 @@ class Bucket:
 
     @property
     def comm(self) -> Communicator:
-        """Between the ranks that hold it."""
+        """Between the ranks that have a shard of it."""
         return self._comm
 
     @property

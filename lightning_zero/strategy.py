@@ -60,13 +60,8 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
-from lightning_zero.launcher import (
-    START_METHODS,
-    StartMethod,
-    check_world_size,
-    make_launcher,
-    release_children,
-)
+from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
+from lightning_zero.launcher.children import release_children
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
@@ -736,9 +731,9 @@ class ZeroStrategy(ParallelStrategy):
             else:
                 self._engine.abandon()
             self._engine = None
-        release_children()
         self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
+        release_children()  # nothing collective comes from here on
         if module is not None and not any(has_placement(p) for p in module.parameters()):
             if self._layer_sync and _was_fitting(module):
                 self.model = self._layer_sync.revert(module)

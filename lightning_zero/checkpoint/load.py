@@ -44,15 +44,15 @@ def load_weights(
 ) -> tuple[list[str], list[str]]:
     """Loads the weights of a checkpoint of any format into a module, held by an engine or not.
 
-    Collective where an engine holds the module: every rank. Each reads its own part of the file,
-    and they share the work of comparing it with its checksums first.
+    Collective where an engine holds the module: every rank. Each reads its own part of the file.
 
     Args:
         module: A `LightningModule`, or the part of one that the names in the checkpoint begin with.
         path: See `open_checkpoint` for what is accepted.
         strict: Names that are missing or unexpected are an error, as for `load_state_dict`.
         weights_only: As for `torch.load`.
-        verify: Compare the file with its checksums, where it has any: all of it is read for that.
+        verify: Compare the file with its checksums, where it has any: all of it is read for
+            that, by the ranks together where an engine holds the module.
 
     Returns:
         The missing and the unexpected names.

@@ -15,13 +15,7 @@ from lightning_zero.launcher.script import ScriptLauncher
 if TYPE_CHECKING:
     from lightning_zero.strategy import ZeroStrategy
 
-__all__ = [
-    "START_METHODS",
-    "StartMethod",
-    "check_world_size",
-    "make_launcher",
-    "release_children",
-]
+__all__ = ["START_METHODS", "StartMethod", "check_world_size", "make_launcher"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -62,10 +56,3 @@ def check_world_size(environment: ClusterEnvironment, num_devices: int, num_node
             f"{type(environment).__name__} started {given}; make devices x num_nodes equal to the "
             "number of processes of torchrun (--nproc-per-node x --nnodes) or srun (--ntasks)."
         )
-
-
-def release_children() -> None:
-    """From now on the ranks that this process has started may end: nothing waits for them."""
-    children = Children.current()
-    if children is not None:
-        children.release()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_zero.launcher.untouched import Untouched
 
-__all__ = ["Children"]
+__all__ = ["Children", "release_children"]
 
 _POLL_S = 1.0
 _GRACE_S = 10.0  # from a rank's failure until those that still wait for it are killed
@@ -134,6 +134,13 @@ class Children(threading.Thread):
                 state = "still ran" if code is None else f"ended with exit code {code}"
                 texts.append(f"rank {rank} (process {process.pid}) {state}")
         return ", ".join(texts)
+
+
+def release_children() -> None:
+    """From now on the ranks that this process has started may end: nothing waits for them."""
+    children = Children.current()
+    if children is not None:
+        children.release()
 
 
 def _say(text: str) -> None:
