@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.directory import recover
+from lightning_zero.checkpoint_io import on_rank_zero
 
 __all__ = ["RequeuedExit", "Requeueing"]
 
@@ -114,8 +115,7 @@ class Requeueing:
             return None
         strategy = self.trainer.strategy
         strategy.setup_environment()  # forms the group, so that no rank decides for itself
-        if self.trainer.is_global_zero:
-            recover(self.path)
+        on_rank_zero(strategy, lambda: recover(self.path))
         self.path, is_there = strategy.broadcast((self.path, self.path.exists()))
         if not is_there:
             rank_zero_warn(
@@ -145,8 +145,7 @@ class Requeueing:
         self.trainer.save_checkpoint(self.path)
         strategy.finish_saving()  # whole on the disk, also if asynchronous
         strategy.checkpoint_io.teardown()
-        for logger in self.trainer.loggers:
-            logger.save()  # SLURM may kill the processes as soon as it is asked
+        self._save_metrics()  # SLURM may kill the processes as soon as it is asked
         strategy.barrier()
         why_not = strategy.broadcast(self._requeue(agreed))
         if why_not is None:
@@ -158,6 +157,13 @@ class Requeueing:
         )
         if agreed is Request.LEAVE:
             raise RequeuedExit
+
+    def _save_metrics(self) -> None:
+        try:
+            for logger in self.trainer.loggers:
+                logger.save()
+        except Exception as error:  # the others wait for this rank, and the checkpoint is saved
+            rank_zero_warn(f"the metrics were not saved: {type(error).__name__}: {error}")
 
     def _requeue(self, request: Request) -> str | None:
         """Rank 0 asks SLURM; what speaks against it, or None."""

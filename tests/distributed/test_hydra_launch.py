@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
+from lightning_zero.launcher.command import check_launch
 from lightning_zero.launcher.untouched import Untouched
 from tests.distributed.ranks import free_port
 from tests.distributed.test_launch import ROOT, run_script, start
@@ -105,6 +108,20 @@ def test_variables_and_threads_of_a_launch_go_with_it(monkeypatch):
     assert os.environ["MASTER_PORT"] == "7"
 
 
+def test_tasks_of_a_launcher_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    with initialize_config_dir(version_base="1.3", config_dir=str(APP.parent / "settings")):
+        mode = ["hydra.mode=MULTIRUN", "hydra.launcher._target_=joblib_launcher.JoblibLauncher"]
+        config = compose("config", overrides=mode, return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", config)
+    check_launch(1)
+    with pytest.raises(RuntimeError, match=r"JoblibLauncher runs .*\.tasks_per_node=2"):
+        check_launch(2)
+    monkeypatch.setenv("SUBMITIT_LOCAL_NTASKS", "2")
+    with pytest.raises(RuntimeError, match=r"as 2 task\(s\) in which ranks cannot be started"):
+        check_launch(1)
+
+
+@pytest.mark.slow
 def test_a_launcher_whose_workers_cannot_start_ranks_is_refused_by_name(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
     local = ["-m", "hydra/launcher=submitit_local", f"hydra.sweep.dir={tmp_path}/sweep"]
@@ -117,12 +134,12 @@ def test_a_launcher_whose_workers_cannot_start_ranks_is_refused_by_name(tmp_path
 
 _GONE = """
 import os, sys
+if os.environ.get("LOCAL_RANK") == "1":
+    sys.exit(int(sys.argv[1]))
 import lightning_zero.launcher.children as children
 from tests.fitting import make_trainer
 from tests.models import MLPModule
 children._GRACE_S = children._GRACE_OF_SUCCESS_S = 1.0
-if os.environ.get("LOCAL_RANK") == "1":
-    sys.exit(int(sys.argv[1]))
 make_trainer("zero3", devices=2).fit(MLPModule(ranks=2))
 """
 
