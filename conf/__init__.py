@@ -1,1 +1,8 @@
-"""Hydra's config groups, for any application: `hydra.searchpath: [pkg://lightning_zero.conf]`."""
+"""Hydra's config groups, for any application: `hydra.searchpath: [pkg://lightning_zero.conf]`.
+
+Importing it makes known what the files refer to, for an application that has them in a folder.
+"""
+
+from lightning_zero.schema import register
+
+register()

@@ -6,30 +6,16 @@ Every setting is in `conf/` and can be changed on the command line, as in
 
 from __future__ import annotations
 
-import os
-
 import hydra
 import lightning.pytorch as pl
-import torch
 from hydra.utils import instantiate
 from language_model import ByteLanguageModel
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from stdlib_text import StdlibText, bigram_bits_per_byte
 
-import lightning_zero  # noqa: F401  (makes trainer.strategy=zero3 known)
+import lightning_zero.conf  # noqa: F401  (also makes trainer.strategy=zero3 known)
 
 _PROMPT = b"class "
-
-OmegaConf.register_new_resolver(
-    "accelerator", lambda: "cuda" if torch.cuda.is_available() else "cpu", replace=True
-)
-# Lightning's own "auto" is a single process on the CPU.
-OmegaConf.register_new_resolver(
-    "devices", lambda accelerator: 2 if accelerator == "cpu" else "auto", replace=True
-)
-OmegaConf.register_new_resolver(
-    "rank_suffix", lambda: f"_rank{_rank()}" if _rank() else "", replace=True
-)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -42,12 +28,6 @@ def main(config: DictConfig) -> None:
     trainer.fit(model, datamodule=data)
     if trainer.is_global_zero:
         _print_result(trainer, model, data)
-
-
-def _rank() -> int:
-    """Of this process, before there is a Trainer."""
-    variables = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-    return next((int(os.environ[name]) for name in variables if name in os.environ), 0)
 
 
 def _print_result(trainer: pl.Trainer, model: ByteLanguageModel, data: StdlibText) -> None:

@@ -1,8 +1,8 @@
 """ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
-`_notebook`, and those with `_offload`, for `Trainer(strategy=...)`, registers their settings with
-Hydra, and makes `load_from_checkpoint` open directories too.
+`_notebook`, and those with `_offload`, for `Trainer(strategy=...)`, and makes
+`load_from_checkpoint` open directories too.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,7 +16,6 @@ from lightning_zero.load_from_checkpoint import accept_every_format
 from lightning_zero.lockstep import lockstep
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
-from lightning_zero.schema import register_schema
 from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
@@ -38,4 +37,3 @@ __all__ = [
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 accept_every_format()
-register_schema()

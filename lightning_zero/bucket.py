@@ -223,6 +223,11 @@ class Bucket:
         return self._comm
 
     @property
+    def comm(self) -> Communicator:
+        """Between the ranks that have a shard of it."""
+        return self._comm
+
+    @property
     def device(self) -> torch.device:
         """Where the module computes."""
         return self._device

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_zero.checkpoint.archive import write_torch_file
-from lightning_zero.checkpoint.damage import find_damage, raise_damage
+from lightning_zero.checkpoint.damage import find_damage, raise_damage, raise_damage_of_any
 from lightning_zero.checkpoint.place import local_path
 
 __all__ = ["ZeroCheckpointIO", "find_damage_together", "on_rank_zero"]
@@ -81,12 +81,12 @@ def find_damage_together(path: Path, rank: int, world_size: int) -> None:
     Raises:
         ValueError: Some file is damaged, or some rank cannot read it; on every rank.
     """
-    try:
-        damage = find_damage(path, rank=rank, world_size=world_size)
-    except Exception as error:  # on one rank; the others must learn of it
-        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
-    if world_size > 1:
+
+    def gather(damage: list[str]) -> list[Any]:
+        if world_size == 1:
+            return [damage]
         shares: list[Any] = [None] * world_size
         dist.all_gather_object(shares, damage)
-        damage = [line for share in shares for line in share]
-    raise_damage(path, damage)
+        return shares
+
+    raise_damage_of_any(path, rank, world_size, gather)

@@ -31,6 +31,11 @@ def check_slurm_layout(
     num_tasks = int(environment.get("SLURM_NTASKS", "1"))
     asked = f"Trainer(num_nodes={num_nodes}, devices={num_devices})"
     lines = _lines(num_devices, num_nodes, on_cuda)
+    if on_cuda and "SLURM_GPUS_PER_TASK" in environment:
+        lines += (
+            "\n--gpus-per-task shows each task its own GPUs only, but devices counts all of a "
+            "node, which every task must see: ask with --gpus-per-node, and set devices to that."
+        )
     if given_nodes != num_nodes or any(count != num_devices for count in tasks):
         counts = str(tasks[0]) if len(set(tasks)) == 1 else ", ".join(map(str, tasks))
         raise ValueError(

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -27,14 +28,24 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_zero.checkpoint.directory import recover
+from lightning_zero.checkpoint_io import on_rank_zero
+
 __all__ = ["RequeuedExit", "Requeueing"]
 
 _NUM_FITS = "LIGHTNING_ZERO_NUM_FITS"  # a variable, for it must outlive every Trainer
-_EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
+_SEEN_WITHIN_S = 60.0  # a file of one node, by the others on a shared file system
 
 
 class RequeuedExit(SIGTERMException):
-    """All ranks have saved; the process ends."""
+    """All ranks have saved; the process ends.
+
+    Its status is that of a process that SIGTERM has ended, never 0: what the batch script would do
+    after the training must not be done yet. SLURM queues the job again whatever the status is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 class Request(IntEnum):
@@ -75,21 +86,48 @@ class Requeueing:
         """Calls `function`, the Trainer's fit, from the checkpoint of an earlier run if any."""
         trainer = self.trainer
         bound = inspect.signature(function).bind(*args, **kwargs)
-        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and self.path.exists():
-            rank_zero_info(f"This job was requeued: it goes on from {self.path}.")
-            # Ours, with whatever objects the user's hooks have put in; it wins over a start.
-            bound.arguments |= {"ckpt_path": str(self.path), "weights_only": False}
         signals, lightnings = _Signals(self), trainer._signal_connector
         trainer._signal_connector = signals
         try:
             with signals.flagged():
+                if (found := self._find(bound.arguments.get("ckpt_path"))) is not None:
+                    # Ours, with whatever objects the user's hooks have put in; it wins over a
+                    # start.
+                    bound.arguments |= {"ckpt_path": found, "weights_only": False}
                 result = function(*bound.args, **bound.kwargs)
         finally:
             signals.teardown()
             trainer._signal_connector = lightnings
+        # Only now: after an exception, and where the process was killed, it is still there.
         if trainer.is_global_zero and self.path.exists():
+            rank_zero_info(f"The fit has ended: {self.path}, from which it went on, is deleted.")
             trainer.strategy.remove_checkpoint(self.path)
         return result
+
+    def _find(self, start: object) -> str | None:
+        """The checkpoint to go on from, if this is a later run of the job. Collective then.
+
+        Args:
+            start: The user's own checkpoint, for the warning where there is no other.
+        """
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if restarts == 0:
+            return None
+        strategy = self.trainer.strategy
+        strategy.setup_environment()  # forms the group, so that no rank decides for itself
+        on_rank_zero(strategy, lambda: recover(self.path))
+        self.path, is_there = strategy.broadcast((self.path, self.path.exists()))
+        if not is_there:
+            rank_zero_warn(
+                f"SLURM started this job again (SLURM_RESTART_COUNT={restarts}), but {self.path} "
+                f"is not there: the fit begins {f'from {start}' if start else 'anew'}. Either this "
+                "fit had ended, or nothing was saved in time (#SBATCH --signal=SIGUSR1@120 gives "
+                "more time), or default_root_dir is not the same in each run of the job."
+            )
+            return None
+        rank_zero_info(f"This job was requeued: it goes on from {self.path}.")
+        _wait_until_seen(self.path, _SEEN_WITHIN_S)
+        return str(self.path)
 
     def at_boundary(self, request: Request) -> None:
         """Asks the other ranks whether to stop here. Collective: every rank.
@@ -102,30 +140,42 @@ class Requeueing:
         if agreed is Request.NOTHING:
             return
         rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")
+        strategy: Any = self.trainer.strategy
+        strategy.finish_saving(warns=True)  # an earlier failure must not cost this save
         self.trainer.save_checkpoint(self.path)
-        # Whole on the disk, also if asynchronous.
-        self.trainer.strategy.finish_saving()  # type: ignore[attr-defined]
-        self.trainer.strategy.checkpoint_io.teardown()
-        self.trainer.strategy.barrier()
-        is_queued = self.trainer.strategy.broadcast(self._requeue(agreed))
-        if is_queued:
+        strategy.finish_saving()  # whole on the disk, also if asynchronous
+        strategy.checkpoint_io.teardown()
+        self._save_metrics()  # SLURM may kill the processes as soon as it is asked
+        strategy.barrier()
+        why_not = strategy.broadcast(self._requeue(agreed))
+        if why_not is None:
             raise RequeuedExit
-        if agreed is Request.LEAVE:
-            raise RequeuedExit(_EXIT_CODE_OF_SIGTERM)
+        goes_on = "ends" if agreed is Request.LEAVE else "trains on"
         rank_zero_warn(
-            f"The job could not be requeued and trains on; {self.path} is saved, and "
+            f"The job is not requeued ({why_not}) and {goes_on}; {self.path} is saved, and "
             "fit(ckpt_path=...) goes on from it."
         )
+        if agreed is Request.LEAVE:
+            raise RequeuedExit
 
-    def _requeue(self, request: Request) -> bool:
-        """Rank 0 asks SLURM; elsewhere False, which nobody reads."""
+    def _save_metrics(self) -> None:
+        try:
+            for logger in self.trainer.loggers:
+                logger.save()
+        except Exception as error:  # the others wait for this rank, and the checkpoint is saved
+            rank_zero_warn(f"the metrics were not saved: {type(error).__name__}: {error}")
+
+    def _requeue(self, request: Request) -> str | None:
+        """Rank 0 asks SLURM; what speaks against it, or None."""
         if not self.trainer.is_global_zero:
-            return False
+            return None  # nobody reads it
         # SIGTERM also comes from scancel and after the time limit, and is then the job's end.
-        if request is Request.LEAVE and _job_state() != "RUNNING":
-            return False
+        if request is Request.LEAVE and (state := _job_state()) != "RUNNING":
+            return f"it is {state}"
         done = _scontrol("requeue", _job_name())
-        return done is not None and done.returncode == 0
+        if done.returncode == 0:
+            return None
+        return f"scontrol requeue {_job_name()}: {done.stderr.strip() or done.returncode}"
 
 
 class _Signals(_SignalConnector):
@@ -158,7 +208,8 @@ class _Signals(_SignalConnector):
             yield
         finally:
             for signum, handler in earlier.items():
-                self._register_signal(signum, handler)
+                # None: it was not installed from Python, which cannot put it back.
+                self._register_signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def register_signal_handlers(self) -> None:
         """Lightning's moment to take the signals over, which are taken already."""
@@ -226,16 +277,25 @@ def _job_name() -> str:
     return _job_id()
 
 
-def _job_state() -> str | None:
+def _job_state() -> str:
     done = _scontrol("show", "job", "-o", _job_id())
-    found = re.search(r"\bJobState=(\w+)", done.stdout) if done is not None else None
-    return found[1] if found else None
+    found = re.search(r"\bJobState=(\w+)", done.stdout)
+    return found[1] if found else f"in an unknown state: {done.stderr.strip() or done.stdout}"
 
 
-def _scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:
-    """Asks SLURM; None where it cannot be asked."""
+def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    """Asks SLURM; status 1 with the reason as its error where it cannot be asked."""
+    command = ["scontrol", *words]
     try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        rank_zero_warn(f"scontrol {' '.join(words)} failed: {error}")
-        return None
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr=str(error))
+
+
+def _wait_until_seen(path: Path, timeout_s: float) -> None:
+    """Waits for what another node has written; if it does not come, opening it says so."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # has a network file system look again
+        time.sleep(0.2)

@@ -2,7 +2,8 @@
 
 [Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
 thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
-checkpoint and the end of fit wait for it, and raise what went wrong in it. A checkpoint that
+checkpoint and the end of fit wait for it, and raise what went wrong in it; the next save first
+writes its own, while training waits: it may be the last that can be made. A checkpoint that
 Lightning removes because a newer one takes its place is kept until the newer one is complete, and
 stays if that fails.
 """
@@ -170,9 +171,36 @@ class Saving:
             last_masters: After fit: the masters that were kept on rank 0.
 
         Raises:
-            OSError: It cannot be written, or the save in flight before could not; on every rank.
+            OSError: It cannot be written, or the save in flight before could not, and this one is;
+                on every rank.
         """
-        self.finish()
+        failure: Exception | None = None
+        try:
+            self.finish()
+        except Exception as error:
+            failure = error
+        has_failed = failure is not None
+        if self._is_async and last_masters is None:  # in the same way on every rank
+            has_failed = not engine.comm.min_ints([int(failure is None)])[0]
+        if has_failed:
+            rank_zero_warn(
+                f"the checkpoint in flight was not saved ({failure}); {filepath} is written before "
+                "that is raised."
+            )
+        waits = has_failed or not self._is_async
+        self._write(checkpoint, filepath, engine, last_masters, waits=waits)
+        if has_failed:
+            raise failure or RuntimeError("another rank could not save the checkpoint in flight.")
+
+    def _write(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: _PATH,
+        engine: Engine,
+        last_masters: dict[str, Tensor] | None,
+        *,
+        waits: bool,
+    ) -> None:
         is_closed = last_masters is not None
         if "optimizer_states" in checkpoint:
             masters: dict[str, Any] = dict(last_masters or {})
@@ -192,7 +220,7 @@ class Saving:
         shards, self._shards = self._shards, {}
         with channel.session():
             save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
-            if not self._is_async or is_closed or not self._may_copy(save, engine):
+            if waits or is_closed or not self._may_copy(save, engine):
                 save.run()
                 return
             pin = engine.device.type == "cuda"

@@ -69,6 +69,7 @@ from lightning_zero.launcher import (
     check_world_size,
     make_launcher,
 )
+from lightning_zero.launcher.children import release_children
 from lightning_zero.memory import MemoryReport
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload import OffloadConfig
@@ -750,13 +751,16 @@ class ZeroStrategy(ParallelStrategy):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
 
-    def finish_saving(self) -> None:
+    def finish_saving(self, *, warns: bool = False) -> None:
         """Waits until a checkpoint that is written while training goes on is complete. Local.
+
+        Args:
+            warns: Only warn of its failure.
 
         Raises:
             OSError: It could not be written.
         """
-        self._saving.finish()
+        self._saving.finish(warns=warns)
 
     # ---------------------------------------------------------------- failure and the end
 
@@ -815,6 +819,7 @@ class ZeroStrategy(ParallelStrategy):
             self._engine = self._averages = None
         self._parameters_to_load, self._masters_to_load = {}, {}
         module = self.lightning_module
+        release_children()  # nothing collective comes from here on
         if module is not None and not any(
             has_placement(p) or p.is_meta for p in module.parameters()
         ):

@@ -1,15 +1,20 @@
 """Every file in conf/ composes, and every choice of groups builds its strategy."""
 
 import itertools
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 
+import lightning_zero.conf  # noqa: F401
 from lightning_zero import ZeroStrategy
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -85,6 +90,37 @@ def test_every_model_is_built_from_its_file(choice):
     assert numel == pytest.approx(expected[choice], rel=0.1)
 
 
+def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them():
+    def launcher(*overrides):
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            words = ["hydra/launcher=slurm", *overrides]
+            return compose("config", overrides=words, return_hydra_config=True).hydra.launcher
+
+    assert launcher("trainer=node").gpus_per_node == 2
+    assert launcher("trainer=node", "hydra.launcher.tasks_per_node=8").gpus_per_node == 8
+    assert launcher("trainer.accelerator=cpu").gpus_per_node is None
+
+
+def test_the_choices_of_zero_are_its_stages_alone():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        assert GlobalHydra.instance().config_loader().get_group_options("zero") == sorted(STAGES)
+
+
+def test_another_application_composes_the_trainer_of_a_laptop(tmp_path):
+    app = "defaults: [_self_, /trainer: laptop]\nhydra: {searchpath: ['pkg://lightning_zero.conf']}"
+    (tmp_path / "app.yaml").write_text(app)
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        trainer = compose("app").trainer
+    expected = {"cpu": 2, "cuda": "auto"}
+    assert trainer.devices == expected[trainer.accelerator]
+
+
+def test_without_hydra_nothing_of_it_nor_of_wandb_is_imported():
+    code = "import sys, lightning_zero; print({'hydra', 'omegaconf', 'wandb'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_a_strategy_of_another_library_can_be_named():
     assert composed("trainer.strategy=ddp").trainer.strategy == "ddp"
 
@@ -105,8 +141,11 @@ def test_an_experiment_changes_what_it_says(choice):
     [
         ("zero=stage4", r"Could not find 'zero/stage4'(.*\n)+.*stage1(.*\n)+.*stage3"),
         ("zeros=stage3", "Could not override 'zeros'"),
-        ("trainer.strategy.stag=3", "Key 'stag' not in 'ZeroStrategySettings'"),
-        ("trainer.strategy.overlap_comm=perhaps", "'perhaps' is not a valid bool"),
+        ("trainer.strategy.stag=3", r"Key 'stag' not in 'ZeroStrategySettings \(--cfg job"),
+        (
+            "trainer.strategy.overlap_comm=perhaps",
+            r"'perhaps' is not a valid bool(.*\n)+.*\(--cfg job",
+        ),
         ("trainer.strategy.stage=three", "'three' .* could not be converted to Integer"),
         ("trainer.strategy.reduce_bucket_size=[1]", "incompatible with type hint"),
     ],
@@ -115,6 +154,11 @@ def test_a_wrong_group_key_or_type_is_an_error_before_anything_runs(override, te
     with pytest.raises(HydraException) as caught:
         composed(override)
     assert re.search(text, f"{caught.value}\n{caught.value.__cause__}")
+
+
+def test_a_composed_config_can_be_kept_in_a_checkpoint():
+    strategy = composed().trainer.strategy
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
 
 
 def test_all_settings_of_the_strategy_are_shown_at_their_defaults():

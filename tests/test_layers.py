@@ -53,6 +53,7 @@ LAYERS = {
         "checkpoint_io",
         "cli",
         "evaluation",
+        "csv_logger",
         "launcher",
         "load_from_checkpoint",
         "precision",

@@ -65,3 +65,14 @@ def test_too_few_gpus_are_an_error_that_names_the_line():
     with pytest.raises(ValueError, match=r"gave 1\.\n(.*\n)*    #SBATCH --gpus-per-node=2"):
         check(srun(1, "2", 2, SLURM_GPUS_ON_NODE="1"), 2, 1, on_cuda=True)
     check(srun(1, "2", 2, SLURM_GPUS_ON_NODE="1"), 2, 1)
+
+
+def test_gpus_asked_for_by_task_are_told_to_be_asked_for_by_node():
+    """Each of two tasks sees one GPU, and devices=1 is all that the Trainer takes there."""
+    environment = srun(1, "2", 2, SLURM_GPUS_ON_NODE="2", SLURM_GPUS_PER_TASK="1")
+    with pytest.raises(ValueError, match=r"gave 1 node\(s\) with 2 task\(s\)") as caught:
+        check(environment, 1, 1, on_cuda=True)
+    assert "ask with --gpus-per-node, and" in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        check(srun(1, "2", 2), 1, 1, on_cuda=True)
+    assert "--gpus-per-task" not in str(caught.value)

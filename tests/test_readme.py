@@ -23,7 +23,7 @@ RUN_BY_CI = {
     f'{SETUP} ".[test,dev]" && pytest -m "not slow"': "pytest",
 }
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
-LOOP = "torchrun --nproc-per-node 2 loop.py"
+LOOP = "torchrun --nproc-per-node 2 examples/loop.py"
 CLI = [command for command in COMMANDS if command.startswith("lightning-zero ")]
 SWEEP = "python examples/train.py -m trainer.devices=2,1"
 TORCHRUN = (
@@ -85,10 +85,12 @@ def test_the_example_trains_under_torchrun_in_one_directory(tmp_path):
     assert {path.name for path in tmp_path.glob("*.log")} == {"train.log", "train_rank1.log"}
 
 
-def test_the_hand_written_loop_trains_under_torchrun(tmp_path):
-    (loop,) = [block for block in PYTHON if "init_process_group" in block]
-    (tmp_path / "loop.py").write_text(loop)
-    printed = run([sys.executable, "-m", "torch.distributed.run", *shlex.split(LOOP)[1:]], tmp_path)
+def test_the_hand_written_loop_trains_under_torchrun():
+    (excerpt,) = [block for block in PYTHON if "engine.backward" in block]
+    loop = (ROOT / "examples" / "loop.py").read_text()
+    for line in excerpt.splitlines():
+        assert line.partition("  #")[0] in loop, line
+    printed = run([sys.executable, "-m", "torch.distributed.run", *shlex.split(LOOP)[1:]], ROOT)
     losses = re.findall(r"rank \d: loss (\d+\.\d+), torch\.Size\(\[64, 8\]\)", printed)
     assert len(losses) == 2
     assert max(map(float, losses)) < 1.0  # a constant gives 4

@@ -75,7 +75,7 @@ def test_the_groups_of_the_wheel_serve_another_application(installed):
     assert "ZeroConfig(stage=3" in printed
     code, printed = run(installed, "my_trainer.strategy.stag=1")
     assert code == 1
-    assert "Key 'stag' not in 'ZeroStrategySettings'" in printed
+    assert "Key 'stag' not in 'ZeroStrategySettings (--cfg job shows all)'" in printed
 
 
 @pytest.mark.slow

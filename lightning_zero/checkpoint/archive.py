@@ -48,6 +48,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and 
 _ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # more than the headers of a record take
 _NUM_THREADS = 4
+_CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
 # What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
 _UNREADABLE = (
     zipfile.BadZipFile,
@@ -270,7 +271,7 @@ def _compare_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipI
     offset = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     crc, left = 0, entry.file_size
     while left:
-        piece = os.pread(fd, min(left, PIECE_BYTES), offset)
+        piece = os.pread(fd, min(left, _CHECKED_BYTES), offset)
         if not piece:
             return f"record {entry.filename} lacks its last {left} bytes"
         crc = zlib.crc32(piece, crc)
@@ -286,5 +287,5 @@ def _compare_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipI
 
 def _check_compressed(path: Path, entry: zipfile.ZipInfo) -> None:
     with zipfile.ZipFile(path) as archive, archive.open(entry) as record:
-        while record.read(PIECE_BYTES):
+        while record.read(_CHECKED_BYTES):
             pass

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_zero.checkpoint import archive, directory
 from lightning_zero.checkpoint.archive import Progress, silent
 from lightning_zero.checkpoint.place import local_path
 
-__all__ = ["find_damage", "has_checksums", "raise_damage"]
+__all__ = ["find_damage", "has_checksums", "raise_damage", "raise_damage_of_any"]
 
 
 def find_damage(
@@ -53,3 +53,24 @@ def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
             f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
             "again."
         )
+
+
+def raise_damage_of_any(
+    path: Path, rank: int, world_size: int, gather: Callable[[list[str]], list[list[str]]]
+) -> None:
+    """Compares a checkpoint with its checksums, every rank its share. Collective: every rank.
+
+    Args:
+        path: See `find_damage`.
+        rank: This rank.
+        world_size: How many share the work.
+        gather: Gives every rank's lines on every rank.
+
+    Raises:
+        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
+    """
+    try:
+        damage = find_damage(path, rank=rank, world_size=world_size)
+    except Exception as error:  # on one rank; the others must learn of it
+        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
+    raise_damage(path, [line for share in gather(damage) for line in share])

@@ -5,7 +5,8 @@ files and folder are synced, and it is renamed. Where something is in its place 
 exchanged in one system call; where there is no such call the old one steps aside as
 `.NAME.replaced-RANDOM`, and comes back in `recover` should the machine stop between the two
 renames. So at every moment `NAME` is the old or the new checkpoint, never a part of one. What a
-crash leaves behind has a name that begins with a dot and is removed by the next save to `NAME`.
+crash leaves behind has a name that begins with a dot and is removed by the next save to `NAME`, or
+of another name in the folder; see [Note: Whose leftover].
 
 `SHA256SUMS` in the directory lists every other file; `sha256sum -c SHA256SUMS` reads it.
 """
@@ -17,10 +18,11 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from lightning_zero.checkpoint.leftovers import beside, named_beside, remove_leftovers
 
 __all__ = [
     "CHECKSUMS",
@@ -35,8 +37,7 @@ __all__ = [
 ]
 
 CHECKSUMS = "SHA256SUMS"
-_BLOCK_BYTES = 4 << 20
-_MAX_NAME = 200  # of the 255 that file systems allow
+_BLOCK_BYTES = 1 << 20  # little: checking must not show in memory
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -48,10 +49,11 @@ def begin(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     for kind in ("incomplete", "replaced", "removed"):
-        for leftover in target.parent.glob(_glob(target, kind)):
+        for leftover in named_beside(target, kind):
             _delete(leftover)
-    temporary = _beside(target, "incomplete")
+    temporary = beside(target, "incomplete")
     temporary.mkdir()
+    remove_leftovers(target.parent, temporary.stat().st_mtime)
     return temporary
 
 
@@ -68,7 +70,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
     elif _exchange(temporary, target):
         _delete(temporary)
     else:
-        aside = _beside(target, "replaced")
+        aside = beside(target, "replaced")
         os.rename(target, aside)
         os.rename(temporary, target)
         _delete(aside)
@@ -79,7 +81,7 @@ def recover(target: Path) -> None:
     """Puts a directory back that `put_in_place` had set aside when the machine stopped."""
     if os.path.lexists(target) or not target.parent.is_dir():
         return
-    aside = sorted(target.parent.glob(_glob(target, "replaced")), key=os.path.getmtime)
+    aside = sorted(named_beside(target, "replaced"), key=os.path.getmtime)
     if aside:
         try:
             os.rename(aside[-1], target)
@@ -93,7 +95,7 @@ def remove(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if target.is_dir() and not target.is_symlink():
-        aside = _beside(target, "removed")
+        aside = beside(target, "removed")
         os.rename(target, aside)
         target = aside
     _delete(target)
@@ -159,15 +161,6 @@ def find_damage(folder: Path, *, rank: int = 0, world_size: int = 1) -> list[str
             size = (folder / name).stat().st_size
             damage.append(f"{name} ({size} bytes) differs from its checksum")
     return damage
-
-
-def _beside(target: Path, kind: str) -> Path:
-    return target.parent / f".{target.name[:_MAX_NAME]}.{kind}-{secrets.token_hex(4)}"
-
-
-def _glob(target: Path, kind: str) -> str:
-    name = re.sub(r"([\[*?])", r"[\1]", target.name[:_MAX_NAME])
-    return f".{name}.{kind}-????????"
 
 
 def _delete(path: Path) -> None:

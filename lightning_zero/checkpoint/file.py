@@ -6,22 +6,20 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import glob
 import os
 import shutil
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from secrets import token_hex
 
 from typing_extensions import Buffer
 
 from lightning_zero.checkpoint.directory import put_in_place
+from lightning_zero.checkpoint.leftovers import beside, named_beside, remove_leftovers
 
 __all__ = ["explained", "replacing"]
 
 _GIB = 1024**3
-_MAX_NAME = 200  # of the 255 that file systems allow
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -53,19 +51,20 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
         OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
     """
     _remove_leftovers(path)
-    beside = path.with_name(f".{path.name[:_MAX_NAME]}.incomplete-{token_hex(4)}")
-    with explained(path, nbytes), _WholeWrites(beside, "x") as file:
+    temporary = beside(path, "incomplete")
+    with explained(path, nbytes), _WholeWrites(temporary, "x") as file:
         try:
             with contextlib.suppress(OSError):  # where the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # at work: not a left-over
+            remove_leftovers(path.parent, os.fstat(file.fileno()).st_mtime)
             _reserve(file, nbytes)
             yield file
             file.truncate(file.tell())
             os.fsync(file)
-            put_in_place(beside, path)
+            put_in_place(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
 
 
@@ -97,10 +96,7 @@ def _reserve(file: FileIO, nbytes: int) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    for name in glob.glob(
-        f".{glob.escape(path.name[:_MAX_NAME])}.incomplete-????????", root_dir=path.parent
-    ):
-        leftover = path.parent / name
+    for leftover in named_beside(path, "incomplete"):
         if leftover.is_dir():
             continue
         with contextlib.suppress(OSError), FileIO(leftover) as file:

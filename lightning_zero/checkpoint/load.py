@@ -15,6 +15,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.access import gathered
 from lightning_zero.bucket import Bucket
+from lightning_zero.checkpoint.damage import find_damage, raise_damage, raise_damage_of_any
+from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
@@ -37,6 +40,7 @@ def load_weights(
     *,
     strict: bool = True,
     weights_only: bool | None = None,
+    verify: bool = True,
 ) -> tuple[list[str], list[str]]:
     """Loads the weights of a checkpoint of any format into a module, held by an engine or not.
 
@@ -47,16 +51,30 @@ def load_weights(
         path: See `open_checkpoint` for what is accepted.
         strict: Names that are missing or unexpected are an error, as for `load_state_dict`.
         weights_only: As for `torch.load`.
+        verify: Compare the file with its checksums, where it has any: all of it is read for
+            that, by the ranks together where an engine holds the module.
 
     Returns:
         The missing and the unexpected names.
 
     Raises:
         RuntimeError: Names or shapes do not match; nothing has been changed.
+        ValueError: The file is damaged; nothing has been changed.
         FileNotFoundError, ValueError: See `open_checkpoint`.
     """
+    if verify:
+        _verify(module, local_path(path))
     opened = open_checkpoint(path, weights_only=weights_only)
     return load_module(module, opened["state_dict"], strict=strict)
+
+
+def _verify(module: nn.Module, path: Path) -> None:
+    held = [p for p in module.parameters() if has_placement(p)]
+    if held:
+        comm = placement_of(held[0]).bucket.comm
+        raise_damage_of_any(path, comm.rank, comm.size, comm.gather_objects)
+    else:
+        raise_damage(path, find_damage(path))
 
 
 def load_module(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         "--size", type=_bytes, default="4GiB", help="of the file (default: %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)"
+        "--seconds", type=_seconds, default=1.0, help="of each measurement (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.set_defaults(run=run)
@@ -44,18 +45,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Returns:
-        0, or 2 if the disk cannot be used; the reason is printed then.
+        0.
+
+    Raises:
+        OSError: The disk cannot be used.
+        ValueError: The file would be too small, or fill the disk.
     """
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    try:
-        with _terminated_as_exit():
-            report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
-    except (OSError, ValueError) as error:
-        say(f"lightning-zero io-bench: {error}")
-        return 2
+    with _terminated_as_exit():
+        report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
     print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
     return 0
 
@@ -88,6 +89,14 @@ def _bytes(text: str) -> int:
     if not found:
         raise argparse.ArgumentTypeError(f"expected a size such as 4GiB, got {text!r}")
     return int(found[1]) * _UNITS[found[2]]
+
+
+def _seconds(text: str) -> float:
+    """A time that ends."""
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
 
 
 @contextmanager

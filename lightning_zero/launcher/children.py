@@ -7,19 +7,19 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_zero.launcher.untouched import Untouched
 
-__all__ = ["Children"]
+__all__ = ["Children", "release_children"]
 
 _POLL_S = 1.0
 _GRACE_S = 10.0  # from a rank's failure until those that still wait for it are killed
+_GRACE_OF_SUCCESS_S = 60.0  # longer: it may have ended because this process needs it no more
 _END_S = 90.0  # longer than ranks wait for each other after an exception
-_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Children(threading.Thread):
@@ -31,16 +31,19 @@ class Children(threading.Thread):
 
     Args:
         job: See `current_job`.
-        environment: This process's before the launch.
+        first_rank: Of the first child, among all ranks.
+        before: This process before the launch.
     """
 
-    def __init__(self, job: str | None, environment: dict[str, str]) -> None:
+    def __init__(self, job: str | None, *, first_rank: int, before: Untouched) -> None:
         super().__init__(daemon=True, name="lightning-zero-children")
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._environment = environment
+        self._first_rank = first_rank
+        self._before = before
         self._is_over = threading.Event()
         self._is_needed = threading.Event()  # this process waits for what the children do
+        self._has_failed = False  # this process; it may be too early for them to know
 
     @classmethod
     def current(cls) -> Children | None:
@@ -53,26 +56,41 @@ class Children(threading.Thread):
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """While this process may wait for the children, it must not outlive one that has failed."""
+        """While this process may wait for the children, it must not outlive one that is gone."""
         self._is_needed.set()
+        self._has_failed = False
         try:
             yield
         except BaseException:
             # They wait for this process where nothing tells them that it has failed.
+            self._has_failed = True
             atexit.register(self._kill_rest)
             raise
         finally:
-            self._is_needed.clear()
+            self.release()
+
+    def release(self) -> None:
+        """This process waits for the children no more, until it enters `needed` again."""
+        self._is_needed.clear()
 
     def run(self) -> None:
-        """Kills all ranks, this process too, some time after one has failed."""
-        failed_at = None
+        """Kills all ranks, this process too, some time after one has gone that is needed."""
+        gone_at = None
         while not self._is_over.wait(_POLL_S):
-            if not self._is_needed.is_set() or not any(p.poll() for p in self.processes):
-                failed_at = None
-            elif failed_at is None:
-                failed_at = time.monotonic()
-            elif time.monotonic() - failed_at > _GRACE_S:
+            gone = [p for p in self.processes if p.poll() is not None]
+            if not self._is_needed.is_set() or not gone:
+                gone_at = None
+                continue
+            if gone_at is None:
+                gone_at = time.monotonic()
+                _say(f"{self._names(gone)}, while rank 0 still needs it.")
+            grace_s = _GRACE_S if any(p.returncode for p in gone) else _GRACE_OF_SUCCESS_S
+            if time.monotonic() - gone_at > grace_s:
+                _say(
+                    f"{self._names(gone)}, and rank 0 has waited for it in vain for {grace_s:g} s: "
+                    "all ranks of this node are killed. Every rank must run the same script to "
+                    "its end."
+                )
                 self.kill(signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -81,39 +99,50 @@ class Children(threading.Thread):
         for process in self.processes:
             process.send_signal(signum)
 
-    def end(self) -> None:
+    def end(self, *, has_failed: bool = False) -> None:
         """Ends the job: waits for the children, then leaves no trace of the launch.
 
-        The process group and the variables that the launch has set would make the next job of this
-        process believe that its ranks are already there.
+        Args:
+            has_failed: The job has, on this rank; the others may wait for it in vain.
         """
-        for process in self._wait(_END_S):
-            rank_zero_warn(
-                f"process {process.pid}, a rank of this job, was still running {_END_S:g} s after "
-                "rank 0 had finished, and is killed."
-            )
-            process.kill()
-            process.wait()
+        self._has_failed |= has_failed
+        self._kill_rest(_GRACE_S if self._has_failed else _END_S)
         self._is_over.set()
         self.join()
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-        for name in _VARIABLES:
-            if name in self._environment:
-                os.environ[name] = self._environment[name]
-            else:
-                os.environ.pop(name, None)
+        self._before.restore()
         atexit.unregister(self._kill_rest)
 
-    def _wait(self, timeout_s: float) -> list[subprocess.Popen[bytes]]:
-        """Waits for the children to exit; those that have not."""
+    def _kill_rest(self, timeout_s: float = _GRACE_S) -> None:
+        """Waits for the children to exit, and ends those that do not."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        return [process for process in self.processes if process.returncode is None]
-
-    def _kill_rest(self) -> None:
-        for process in self._wait(_GRACE_S):
+        running = [process for process in self.processes if process.returncode is None]
+        if running:
+            what = "failed" if self._has_failed else "finished"
+            _say(f"{self._names(running)} {timeout_s:g} s after rank 0 had {what}, and is killed.")
+        for process in running:
             process.kill()
             process.wait()
+
+    def _names(self, processes: Sequence[subprocess.Popen[bytes]]) -> str:
+        texts = []
+        for rank, process in enumerate(self.processes, self._first_rank):
+            if process in processes:
+                code = process.returncode
+                state = "still ran" if code is None else f"ended with exit code {code}"
+                texts.append(f"rank {rank} (process {process.pid}) {state}")
+        return ", ".join(texts)
+
+
+def release_children() -> None:
+    """From now on the ranks that this process has started may end: nothing waits for them."""
+    children = Children.current()
+    if children is not None:
+        children.release()
+
+
+def _say(text: str) -> None:
+    """At once: this process may be killed next."""
+    print(f"lightning_zero: {text}", file=sys.stderr, flush=True)

@@ -6,28 +6,63 @@ a sweep those stand for many jobs, and its flags may stand anywhere.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.types import RunMode
-from hydra.utils import to_absolute_path
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
-from omegaconf import OmegaConf
 
-__all__ = ["child_command", "current_job"]
+__all__ = ["check_launch", "child_command", "current_job"]
+
+_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def current_job() -> str | None:
     """What tells one Hydra job of a process from the next; None outside Hydra."""
-    if not HydraConfig.initialized():
+    hydra = _hydra()
+    if hydra is None:
         return None
-    hydra = HydraConfig.get()
+    from omegaconf import OmegaConf
+
     number = "" if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
     return f"{hydra.runtime.output_dir}#{number}"
+
+
+def check_launch(num_processes: int) -> None:
+    """Whether this process may start ranks, or be the only one.
+
+    Args:
+        num_processes: Ranks on this node.
+
+    Raises:
+        RuntimeError: Another of Hydra's launchers runs the job: its workers are not the script that
+            would have to be run again, and submitit's own tasks do not know of each other.
+    """
+    hydra = _hydra()
+    num_tasks = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
+    if hydra is None or num_processes == num_tasks == 1:
+        return
+    from hydra.types import RunMode
+
+    target = hydra.launcher.get("_target_")
+    if hydra.mode == RunMode.MULTIRUN and target != _BASIC:
+        raise RuntimeError(
+            f"Trainer(devices={num_processes}) needs {num_processes} rank(s), but "
+            f"{target} runs this job as {num_tasks} task(s) in which ranks cannot be started. Use "
+            f"hydra/launcher=basic, which leaves starting them to the Trainer, or "
+            f"hydra/launcher=slurm with hydra.launcher.tasks_per_node={num_processes}."
+        )
+
+
+def _hydra() -> Any | None:
+    """Hydra's own settings of the job; None where there is none."""
+    if "hydra" not in sys.modules:
+        return None  # and it need not be imported
+    from hydra.core.hydra_config import HydraConfig
+
+    return HydraConfig.get() if HydraConfig.initialized() else None
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
@@ -36,15 +71,17 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     Raises:
         RuntimeError: There is no script to run again.
     """
-    if not HydraConfig.initialized():
+    hydra = _hydra()
+    if hydra is None:
         return list(_basic_subprocess_cmd()), None
-    hydra = HydraConfig.get()
     flags = _config_flags(hydra)
     overrides = [*hydra.overrides.hydra, *hydra.overrides.task, *_job_overrides(hydra, local_rank)]
     return [sys.executable, *_script(), *flags, *overrides], str(hydra.runtime.cwd)
 
 
 def _script() -> list[str]:
+    from hydra.utils import to_absolute_path
+
     import __main__  # as late as possible: it is another module while a test imports this one
 
     if __main__.__spec__ is not None:
@@ -74,6 +111,8 @@ def _config_flags(hydra: Any) -> list[str]:
 
 def _job_overrides(hydra: Any, local_rank: int) -> list[str]:
     """What makes the child one more rank of the same job; the last word on each key wins."""
+    from hydra.types import RunMode
+
     values: dict[str, Any] = {
         "hydra.mode": "RUN",
         "hydra.run.dir": hydra.runtime.output_dir,
@@ -90,6 +129,8 @@ def _job_overrides(hydra: Any, local_rank: int) -> list[str]:
 
 def _log_files(hydra: Any, local_rank: int) -> dict[str, str]:
     """A file of its own for every log that goes to one."""
+    from omegaconf import OmegaConf
+
     logging = OmegaConf.to_container(hydra.job_logging, resolve=False)
     handlers = logging.get("handlers") if isinstance(logging, dict) else None
     names = {}
@@ -103,6 +144,8 @@ def _log_files(hydra: Any, local_rank: int) -> dict[str, str]:
 
 
 def _quoted(value: Any) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     if not isinstance(value, str):
         return "null" if value is None else str(value)
     return QuotedString(value, Quote.single).with_quotes()

@@ -15,7 +15,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_zero.launcher.children import Children
-from lightning_zero.launcher.command import child_command, current_job
+from lightning_zero.launcher.command import check_launch, child_command, current_job
+from lightning_zero.launcher.untouched import Untouched
 from lightning_zero.preflight import check_slurm_layout
 from lightning_zero.requeue import Requeueing
 
@@ -75,13 +76,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _start_children(self) -> None:
         environment = self.cluster_environment
-        children = Children(current_job(), dict(os.environ))
+        check_launch(self.num_processes)
+        commands = [child_command(local_rank) for local_rank in range(1, self.num_processes)]
+        first_rank = environment.node_rank() * self.num_processes + 1
+        children = Children(current_job(), first_rank=first_rank, before=Untouched.now())
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         os.environ["NODE_RANK"] = str(environment.node_rank())
         os.environ["LOCAL_RANK"] = str(environment.local_rank())
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
-        for local_rank in range(1, self.num_processes):
-            command, cwd = child_command(local_rank)
+        for local_rank, (command, cwd) in enumerate(commands, 1):
             children.add(command, {**os.environ, "LOCAL_RANK": str(local_rank)}, cwd)
         children.start()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
+from lightning_zero.launcher.command import check_launch
+from lightning_zero.launcher.untouched import Untouched
 from tests.distributed.ranks import free_port
-from tests.distributed.test_launch import ROOT, run_script
+from tests.distributed.test_launch import ROOT, run_script, start
 
 APP = Path(__file__).parent / "scripts" / "hydra_app" / "app.py"
 
@@ -69,6 +77,82 @@ def test_a_sweep_over_device_counts_runs_every_job_once_on_its_own_ranks(tmp_pat
         assert not any("devices=2,1,2" in seen["argv"] for seen in ranks[1:])
     logs = {path.name for path in (tmp_path / "sweep of mine").rglob("*.log")}
     assert logs == {"app.log", "app_rank1.log"}
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [["ddp", "zero3"], pytest.param(["zero3", "ddp", "zero1"], marks=pytest.mark.slow)],
+    ids=",".join,
+)
+def test_a_sweep_over_strategies_leaves_nothing_of_one_job_to_the_next(tmp_path, strategies):
+    jobs = "+hydra.callbacks.jobs._target_=lightning_zero.launcher.hydra_jobs.HydraJobs"
+    sweep = [f"strategy={','.join(strategies)}", "devices=2", f"hydra.sweep.dir={tmp_path}/sweep"]
+    run_script(APP, "-m", *sweep, jobs, timeout_s=200)
+    for job, strategy in enumerate(strategies):
+        ranks = seen_by_ranks(tmp_path / "sweep" / str(job))
+        assert [seen["world_size"] for seen in ranks] == [2, 2]
+        assert {seen["config"]["strategy"] for seen in ranks} == {strategy}
+
+
+def test_variables_and_threads_of_a_launch_go_with_it(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "7")
+    threads = torch.get_num_threads()
+    before = Untouched.now()
+    _set_num_threads_if_needed(2)
+    torch.set_num_threads(threads + 1)
+    os.environ |= {"LOCAL_RANK": "0", "MASTER_PORT": "8"}
+    before.restore()
+    assert torch.get_num_threads() == threads
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert "LOCAL_RANK" not in os.environ
+    assert os.environ["MASTER_PORT"] == "7"
+
+
+def test_tasks_of_a_launcher_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    with initialize_config_dir(version_base="1.3", config_dir=str(APP.parent / "settings")):
+        mode = ["hydra.mode=MULTIRUN", "hydra.launcher._target_=joblib_launcher.JoblibLauncher"]
+        config = compose("config", overrides=mode, return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", config)
+    check_launch(1)
+    with pytest.raises(RuntimeError, match=r"JoblibLauncher runs .*\.tasks_per_node=2"):
+        check_launch(2)
+    monkeypatch.setenv("SUBMITIT_LOCAL_NTASKS", "2")
+    with pytest.raises(RuntimeError, match=r"as 2 task\(s\) in which ranks cannot be started"):
+        check_launch(1)
+
+
+@pytest.mark.slow
+def test_a_launcher_whose_workers_cannot_start_ranks_is_refused_by_name(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
+    local = ["-m", "hydra/launcher=submitit_local", f"hydra.sweep.dir={tmp_path}/sweep"]
+    with start(APP, *local, "devices=2", "x=1") as first:
+        printed, _ = first.communicate(timeout=120)
+    assert first.returncode != 0
+    assert "LocalLauncher runs this job as 1 task(s) in which ranks cannot be started" in printed
+    assert "hydra.launcher.tasks_per_node=2" in printed
+
+
+_GONE = """
+import os, sys
+if os.environ.get("LOCAL_RANK") == "1":
+    sys.exit(int(sys.argv[1]))
+import lightning_zero.launcher.children as children
+from tests.fitting import make_trainer
+from tests.models import MLPModule
+children._GRACE_S = children._GRACE_OF_SUCCESS_S = 1.0
+make_trainer("zero3", devices=2).fit(MLPModule(ranks=2))
+"""
+
+
+def test_a_rank_that_is_gone_while_rank_0_needs_it_is_named_with_its_exit_code(tmp_path):
+    (tmp_path / "gone.py").write_text(_GONE)
+    with start(tmp_path / "gone.py", 0) as good, start(tmp_path / "gone.py", 3) as bad:
+        for code, process in ((0, good), (3, bad)):
+            printed, _ = process.communicate(timeout=120)
+            assert process.returncode == -signal.SIGKILL
+            assert re.search(rf"rank 1 \(process \d+\) ended with exit code {code}, while", printed)
+            assert "all ranks of this node are killed" in printed
 
 
 def test_under_torchrun_no_rank_is_started_again(tmp_path):

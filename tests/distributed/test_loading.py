@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
@@ -493,3 +494,36 @@ def test_loading_takes_the_memory_of_one_bucket_beside_the_shard(tmp_path, suffi
     for peak, kept in run(_peak, str(path), num_layers, width):
         assert peak < 6 * 2**20  # a bucket is 4 MiB, the shard 24 MiB, the file 48 MiB
         assert kept < 3 * 2**20
+
+
+def _load_damaged(rank, world_size, path):
+    state = {f"{i}.weight": torch.full((64, 64), float(i)) for i in range(3)}
+    if rank == 0:
+        torch.save(state, path)
+        data = bytearray(Path(path).read_bytes())
+        data[data.index(state["1.weight"].numpy().tobytes()) + 5] ^= 1
+        Path(path).write_bytes(data)
+    dist.barrier()
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    own = module[0].weight.detach().clone()
+    texts = []
+    with pytest.raises(ValueError, match="is damaged: record") as caught:
+        load_weights(module, path)
+    texts.append(str(caught.value))
+    engine = Engine(module, config=ZeroConfig(stage=3))
+    with pytest.raises(ValueError, match="is damaged: record") as caught:
+        load_weights(module, path)
+    texts.append(str(caught.value))
+    with gathered(module):
+        assert rank > 0 or torch.equal(module[0].weight, own)
+    load_weights(module, path, verify=False)
+    with gathered(module):
+        assert torch.equal(module[2].weight, state["2.weight"])
+    engine.close()
+    return texts
+
+
+def test_damaged_weights_are_refused_on_every_rank_unless_they_are_not_to_be_verified(tmp_path):
+    first, second = run(_load_damaged, str(tmp_path / "weights.pt"))
+    assert first == second
+    assert all("weights/data/1" in text for text in first)

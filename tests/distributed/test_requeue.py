@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
-from lightning_zero.requeue import RequeuedExit
+from lightning_zero.requeue import RequeuedExit, _wait_until_seen
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_slurm_layout import as_srun
 from tests.fitting import arrays
@@ -61,12 +63,12 @@ class Signalled(Callback):
         self.seen.append(("end", trainer.current_epoch, trainer.global_step))
 
 
-def write_scontrol(state="RUNNING", exit_code=0):
+def write_scontrol(state="RUNNING", error=""):
     script = Path("bin", "scontrol")
     script.parent.mkdir(exist_ok=True)
     script.write_text(
         f'#!/bin/sh\necho "$@" >> asked\n[ "$1" = show ] && echo "JobState={state} Reason=None"\n'
-        f'[ "$1" = show ] || exit {exit_code}\n'
+        f'[ "$1" = show ] || [ -z "{error}" ] || {{ echo "{error}" >&2; exit 1; }}\n'
     )
     script.chmod(0o755)
     os.environ["PATH"] = f"{script.parent.absolute()}:{os.environ['PATH']}"
@@ -107,7 +109,7 @@ def _interrupted_twice(rank, world_size, at, options, signum):
         assert isinstance(outcome, RequeuedExit) == (batch is not None)
         assert [signal.getsignal(s) for s in (SIGUSR1, SIGTERM)] == handlers
         if batch is not None:
-            assert outcome.code is None
+            assert outcome.code == 143
             assert [path.name for path in Path().glob("*.ckpt")] == ["requeue-1-0.ckpt"]
         seen += witness.seen
         losses += witness.losses
@@ -163,15 +165,57 @@ def test_sigterm_of_a_cancelled_job_saves_and_does_not_requeue():
 
 def _not_queued(rank, world_size):
     if rank == 0:
-        write_scontrol(exit_code=1)
+        write_scontrol(error="Requested operation is presently disabled")
+    # As Python says of handlers that something else has installed before it started.
+    signal.getsignal = lambda signum: None
     witness = Signalled(2, SIGUSR1, on_rank=0)
-    run(rank, witness, {})
-    return len(witness.losses), list(map(str, Path().glob("*.ckpt")))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(rank, witness, {})
+    return len(witness.losses), [str(warning.message) for warning in seen]
 
 
-def test_a_job_that_cannot_be_requeued_trains_on():
-    for num_losses, _ in run_ranks(2, _not_queued, has_group=False):
-        assert num_losses == 12
+def test_a_job_that_cannot_be_requeued_says_why_and_trains_on():
+    (num_losses, warned), (other, _) = run_ranks(2, _not_queued, has_group=False)
+    assert num_losses == other == 12
+    (told,) = [text for text in warned if "not requeued" in text]
+    assert "scontrol requeue 1: Requested operation is presently disabled" in told
+    assert "trains on" in told
+
+
+def _on_another_node(rank, world_size):
+    if rank == 0:
+        write_scontrol()
+    first = Signalled(1, SIGUSR1, on_rank=0)
+    run(rank, first, {})
+    # The file system of rank 1's node does not show the file yet: it must not begin anew.
+    options = {} if rank == 0 else {"default_root_dir": f"{os.getcwd()}/late"}
+    second = Signalled(None, None, None)
+    run(rank, second, options, restarts=1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(rank, Signalled(None, None, None), {"max_epochs": 1}, restarts=2)
+    texts = [str(warning.message) for warning in seen]
+    return len(first.losses + second.losses), [t for t in texts if "started this job again" in t]
+
+
+def test_ranks_go_on_from_what_rank_0_sees_and_it_warns_where_there_is_nothing():
+    (num_losses, warned), (other, none) = run_ranks(2, _on_another_node, has_group=False)
+    assert num_losses == other == 12
+    (text,) = warned
+    assert "SLURM_RESTART_COUNT=2" in text
+    assert "requeue-1-0.ckpt is not there: the fit begins anew" in text
+    assert not none
+
+
+def test_a_file_that_another_node_has_written_is_waited_for(tmp_path):
+    path = tmp_path / "requeue-1-0.ckpt"
+    timer = threading.Timer(0.5, path.touch)
+    timer.start()
+    _wait_until_seen(path, 30)
+    assert path.exists()
+    timer.join()
+    _wait_until_seen(tmp_path / "never", 0.1)
 
 
 def _second_fit(rank, world_size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import sys
 from pathlib import Path
 
@@ -123,6 +124,10 @@ def test_a_job_that_is_signalled_and_then_preempted_ends_as_if_never_interrupted
         assert notes(tmp_path, rank, ["start"]) == notes(never_interrupted, rank, ["start"])
         assert [line.split()[2] for line in notes(tmp_path, rank) if "start" in line] == list("049")
     assert not checkpoint.exists()
+    with open(tmp_path / "csv" / "metrics.csv", newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    assert steps == list(range(12))
+    assert [path.name for path in (tmp_path / "csv").iterdir()] == ["metrics.csv"]
 
 
 def test_a_cancelled_job_is_not_queued_again(slurm, tmp_path):

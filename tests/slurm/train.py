@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, DistributedSampler
 
-import lightning_zero  # noqa: F401
 from examples.stdlib_text import ResumableLoader
+from lightning_zero.csv_logger import ContinuedCSVLogger
 from tests.fitting import arrays, make_trainer, settings
 from tests.models import GPTModule
 
@@ -54,6 +54,7 @@ class Notes(Callback):
         self.note(trainer, "batch")
 
     def on_train_batch_end(self, trainer, module, *_):
+        module.log("loss", module.losses[-1])
         with (self.folder / f"losses-{trainer.global_rank}").open("a") as file:
             file.write(f"{module.losses[-1]!r}\n")
 
@@ -83,6 +84,8 @@ def main():
         default_root_dir=folder,
         callbacks=[Notes(folder)],
         use_distributed_sampler=False,
+        logger=ContinuedCSVLogger(folder, name="csv", version=""),
+        log_every_n_steps=1,
         **{"max_epochs": 2, "limit_val_batches": 1.0, **options},
     )
     module = Module(ranks=devices * nodes, scheduler="per step", num_batches=6)

@@ -1,6 +1,5 @@
 """`lightning-zero io-bench`: what it prints, refuses and leaves behind."""
 
-import argparse
 import json
 import shutil
 import signal
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.cli.io_bench import add_parser, table
+from lightning_zero.cli import main
+from lightning_zero.cli.io_bench import table
 from lightning_zero.tiers.bench import DiskReport, TierSettings
 from lightning_zero.tiers.fio import Rates, fio_rates
 from tests.tiers.conftest import PAGE
@@ -28,10 +28,7 @@ sys.exit(args.run(args))
 
 
 def io_bench(*arguments):
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["io-bench", *map(str, arguments)])
-    return args.run(args)
+    return main(["io-bench", *map(str, arguments)])
 
 
 QUICK = ["--size", "256MiB", "--seconds", "0.03"]
@@ -74,9 +71,15 @@ def test_it_refuses_to_fill_the_disk(mounted, capsys):
 def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
     assert io_bench(tmp_path, "--size", "1MiB") == 2
     assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        io_bench(tmp_path, "--size", "four")
-    assert "a size such as 4GiB, got 'four'" in capsys.readouterr().err
+    for option, value, text in (
+        ("--size", "four", "a size such as 4GiB, got 'four'"),
+        ("--seconds", "nan", "a number of seconds above 0, got 'nan'"),
+        ("--seconds", "0", "a number of seconds above 0, got '0'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            io_bench(tmp_path, option, value)
+        assert ended.value.code == 2
+        assert text in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):

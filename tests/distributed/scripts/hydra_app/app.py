@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
 
-import lightning_zero  # noqa: F401
+import lightning_zero
 from tests.fitting import make_trainer
 from tests.models import MLPModule
 
@@ -24,6 +24,7 @@ def main(config):
     rank = trainer.global_rank
     logging.getLogger(__name__).info("rank %d has trained", rank)
     seen = {
+        "version": lightning_zero.__version__,  # by which submitit sees that it must import it
         "world_size": trainer.world_size,
         "config": OmegaConf.to_container(config),
         "cwd": os.getcwd(),

@@ -1,0 +1,28 @@
+"""Which form a checkpoint has."""
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+
+from lightning_zero.saving import Saving
+
+SIZES = {"below": (2**31 - 1, False), "at": (2**31, True)}
+
+
+def module_of(numel):
+    """Half of it twice over, as an embedding that is tied to the head: it counts once."""
+    module = nn.Module()
+    module.first = nn.Parameter(torch.empty(numel - 2**30, device="meta"))
+    module.second = module.tied = nn.Parameter(torch.empty(2**20, 2**10, device="meta"))
+    return module
+
+
+@pytest.mark.parametrize(("numel", "is_sharded"), SIZES.values(), ids=SIZES)
+def test_auto_is_sharded_from_two_to_the_31_parameters_on(numel, is_sharded):
+    module = module_of(numel)
+    saving = Saving("auto", is_async=False)
+    assert saving.is_sharded(module, None) == is_sharded
+    assert not saving.is_sharded(module, AsyncCheckpointIO())  # which is not used for shards
+    assert Saving("sharded", is_async=False).is_sharded(module, None)
+    assert not Saving("full", is_async=False).is_sharded(module, None)
