@@ -49,7 +49,6 @@ from lightning_zero.checkpoint import (
     load_masters,
     load_module,
     load_optimizer,
-    load_parameters,
     narrow_masters,
     open_checkpoint,
 )
@@ -61,6 +60,7 @@ from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
+from lightning_zero.materialize import ConstantStates, await_values, forget_awaited
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
@@ -196,7 +196,6 @@ class ZeroStrategy(ParallelStrategy):
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
         # From a checkpoint that was opened before the engine was built.
         self._masters_to_load: Mapping[str, Tensor] = {}
-        self._parameters_to_load: dict[str, Tensor] = {}  # those that had no memory then
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -410,7 +409,8 @@ class ZeroStrategy(ParallelStrategy):
         self.model_to_device()
         self._reset_optimizers_and_schedulers()
         if is_fitting:
-            self.setup_optimizers(trainer)
+            with ConstantStates():
+                self.setup_optimizers(trainer)
         self._build_engine()
         self.setup_precision_plugin()
 
@@ -420,7 +420,8 @@ class ZeroStrategy(ParallelStrategy):
         assert self.lightning_module is not None
 
         def move(tensor: Tensor) -> Tensor:
-            return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
+            stays = tensor.is_meta or isinstance(tensor, nn.Parameter)
+            return tensor if stays else tensor.to(self.root_device)
 
         # Metrics keep their state in plain attributes and move them in an `_apply` of their own.
         self.lightning_module._apply(move)
@@ -442,9 +443,16 @@ class ZeroStrategy(ParallelStrategy):
             device=self.root_device,
             timeout=self._timeout,
         )
-        load_parameters(self.lightning_module, self._parameters_to_load)
         load_masters(self._engine, self._masters_to_load)
-        self._parameters_to_load, self._masters_to_load = {}, {}
+        self._masters_to_load = {}
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """For `configure_model` and `Trainer.init_module`: empty modules are on the meta device."""
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
 
     # ---------------------------------------------------------------- steps
 
@@ -650,8 +658,9 @@ class ZeroStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
-        awaited = None if self._engine else self._parameters_to_load
+        awaited: dict[str, Tensor] = {}
         load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
+        await_values(self.lightning_module, awaited)
         if self._engine is None:
             self._masters_to_load = masters
         else:
@@ -727,12 +736,14 @@ class ZeroStrategy(ParallelStrategy):
             else:
                 self._engine.abandon()
             self._engine = None
-        self._parameters_to_load, self._masters_to_load = {}, {}
+        self._masters_to_load = {}
         module = self.lightning_module
-        if module is not None and not any(has_placement(p) for p in module.parameters()):
-            if self._layer_sync and _was_fitting(module):
-                self.model = self._layer_sync.revert(module)
-            module.cpu()
+        if module is not None:
+            forget_awaited(module)  # a set-up that failed has left it
+            if not any(has_placement(p) or p.is_meta for p in module.parameters()):
+                if self._layer_sync and _was_fitting(module):
+                    self.model = self._layer_sync.revert(module)
+                module.cpu()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

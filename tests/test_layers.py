@@ -18,6 +18,7 @@ LAYERS = {
         "grad_home",
         "gradient",
         "guard",
+        "materialize",
         "norm",
         "optim_state",
         "probe",
