@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import nn
 
-from lightning_zero import Engine, ZeroConfig, gathered, load_weights
+from examples.gpt import GPT, GPTConfig
+from lightning_zero import Engine, ZeroConfig, load_weights
+from lightning_zero.comm import Communicator
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings
@@ -242,3 +244,114 @@ def test_training_from_meta_equals_training_from_the_same_values(world_size):
             np.testing.assert_allclose(losses, other_losses, rtol=1e-6, err_msg=str(spec))
             for name, value in state.items():
                 np.testing.assert_allclose(value, other_state[name], rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------- memory
+
+MODEL = GPTConfig(vocab_size=512, context=8, width=192, num_layers=5, num_heads=6)
+
+
+def _peak(rank, world_size):
+    """Bytes of live storages while the engine is built, at the most; and after."""
+    model = on_meta(lambda: GPT(MODEL))
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    before = live_storage_bytes()
+    seen = []
+    broadcast = Communicator.broadcast_
+
+    def watched(comm, tensor):
+        seen.append(live_storage_bytes())
+        return broadcast(comm, tensor)
+
+    Communicator.broadcast_ = watched
+    engine = Engine(model, config=ZeroConfig(stage=3), device=CPU)
+    rest = live_storage_bytes()
+    assert len(seen) == len(engine.buckets) == MODEL.num_layers + 1
+    return max(seen) - before, rest - before
+
+
+def test_one_unit_is_whole_at_a_time_beside_the_root():
+    shapes = on_meta(lambda: GPT(MODEL))
+    total, block = (sum(p.numel() for p in m.parameters()) for m in (shapes, shapes.blocks[0]))
+    root = total - MODEL.num_layers * block
+    for peak, rest in run_ranks(2, _peak):
+        assert rest < 1.01 * 4 * total / 2
+        shards = 4 * (total - root) / 2
+        assert peak < 1.01 * (shards + 4 * (root + block))
+        assert peak < 0.75 * 4 * total
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Stubborn(nn.Linear):
+    """A layer that cannot initialise itself, with a buffer that it saves."""
+
+    reset_parameters = None
+
+    def __init__(self, *args):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = args
+        self.weight = nn.Parameter(torch.linspace(-1, 1, args[0] * args[1]).view(args[::-1]))
+        self.bias = nn.Parameter(torch.zeros(args[1]))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class StubbornMLP(MLPModule):
+    """With such a layer, on the meta device if wanted; reads saved weights if there is a path."""
+
+    def __init__(self, is_meta=False, path=None, **kwargs):
+        Recorder.__init__(self, **kwargs)
+        with torch.device("meta" if is_meta else "cpu"):
+            self.net = nn.Sequential(Stubborn(8, 13), nn.Tanh(), nn.Linear(13, 3))
+        self.path = path
+
+    def configure_model(self):
+        if self.path is not None:
+            load_weights(self, self.path)
+
+
+def _load(rank, world_size, form):
+    def make(is_meta=False, **kwargs):
+        seed_everything(7, verbose=False)
+        return StubbornMLP(is_meta, ranks=world_size, **kwargs)
+
+    def fit(module, ckpt_path, **options):
+        trainer = make_trainer(settings(3, checkpoint=form), max_epochs=2, **options)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        return list(module.losses), arrays(module.state_dict())
+
+    trainer = make_trainer(settings(2, checkpoint=form))
+    module = make()
+    trainer.fit(module)
+    trainer.save_checkpoint("saved.ckpt")
+    found = {"resumed": [fit(make(is_meta), "saved.ckpt") for is_meta in (False, True)]}
+    found["weights"] = [fit(make(is_meta, path="saved.ckpt"), None) for is_meta in (False, True)]
+    for is_meta in (False, True):
+        trainer = make_trainer(settings(3), limit_val_batches=2)
+        (metrics,) = trainer.validate(make(is_meta), ckpt_path="saved.ckpt", verbose=False)
+        found.setdefault("validated", []).append(metrics["val_loss"])
+    loaded = StubbornMLP.load_from_checkpoint("saved.ckpt")
+    found["loaded"] = [arrays(m.state_dict()) for m in (module, loaded)]
+    with pytest.raises(ValueError, match=r"net\.0 \(Stubborn: weight, bias, calls\)\."):
+        trainer.validate(make(True), verbose=False)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "form"), [(1, "sharded"), (2, "full")])
+def test_values_of_a_checkpoint_need_no_initialisation(world_size, form):
+    for found in run_ranks(world_size, _load, form, has_group=False):
+        assert found["validated"][0] == found["validated"][1]
+        for key in ("resumed", "weights"):
+            (losses, state), (meta_losses, meta_state) = found[key]
+            assert losses == meta_losses
+            for name, value in state.items():
+                np.testing.assert_array_equal(meta_state[name], value, err_msg=name)
+        for name, value in found["loaded"][0].items():
+            np.testing.assert_array_equal(found["loaded"][1][name], value, err_msg=name)
