@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.buffer import FlatBuffer, widest
+from lightning_zero.building import piece_of
 from lightning_zero.comm import Communicator, Pending
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
@@ -135,7 +136,9 @@ class Bucket:
         if dtype != self.plan.dtype:
             exact = filled or FlatBuffer(self.plan.layout, dtype, self._device)
         for view, parameter in zip(exact.views, self.parameters, strict=True):
-            if view.data_ptr() != parameter.data_ptr():
+            if (piece := piece_of(parameter)) is not None:
+                piece.read_into(view)
+            elif view.data_ptr() != parameter.data_ptr():
                 view.copy_(parameter.data)
         return exact
 

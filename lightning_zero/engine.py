@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.buffer import FlatBuffer
+from lightning_zero.building import piece_of
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.grad_home import Landing
@@ -512,7 +513,7 @@ def _check_devices(module: nn.Module, device: torch.device | None) -> torch.devi
     """
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if has_placement(parameter):
+        if has_placement(parameter) and piece_of(parameter) is None:
             raise ValueError(
                 f"parameter {name} is held by another engine; one module trains under one strategy "
                 "at a time: call close() on the other engine, or let its fit end, first."

@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.building import Building, hidden_pieces
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,
@@ -191,6 +192,7 @@ class ZeroStrategy(ParallelStrategy):
         self.translation: Translation | None = None  # all that the DeepSpeed file says
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._engine: Engine | None = None
+        self._building: Building | None = None  # between configure_model and setup
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
@@ -405,13 +407,16 @@ class ZeroStrategy(ParallelStrategy):
             self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self._reset_optimizers_and_schedulers()
-        if is_fitting:
-            with ConstantStates():
-                self.setup_optimizers(trainer)
-        self._build_engine()
+        with self._taking_over() as building:
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+            self._reset_optimizers_and_schedulers()
+            if is_fitting:
+                with ConstantStates():
+                    self.setup_optimizers(trainer)
+            if building is not None:
+                building.settle()
+            self._build_engine()
         self.setup_precision_plugin()
 
     @override
@@ -424,7 +429,8 @@ class ZeroStrategy(ParallelStrategy):
             return tensor if stays else tensor.to(self.root_device)
 
         # Metrics keep their state in plain attributes and move them in an `_apply` of their own.
-        self.lightning_module._apply(move)
+        with hidden_pieces(self.lightning_module):
+            self.lightning_module._apply(move)
 
     def _build_engine(self) -> None:
         assert self.lightning_module is not None
@@ -453,6 +459,34 @@ class ZeroStrategy(ParallelStrategy):
         device = torch.device("meta") if empty_init else self.root_device
         with device, self.precision_plugin.tensor_init_context():
             yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around `configure_model`: what it builds is sharded as it is built, where that helps."""
+        on_cpu = self.root_device.type == "cpu"
+        helps = self.world_size > 1 or (self.config.offload_param is not None and not on_cpu)
+        if not helps or not self.config.states.gathers_before_use:
+            yield
+            return
+        self._building = Building(self.root_device, self._timeout)
+        with self._building.watching():
+            yield
+
+    @contextmanager
+    def _taking_over(self) -> Generator[Building | None, None, None]:
+        """Around the set-up that takes over what `configure_model` has built, if anything."""
+        building, self._building = self._building, None
+        if building is None:
+            yield None
+            return
+        try:
+            with building.cutting():
+                yield building
+        except BaseException:
+            building.abort()
+            raise
+        building.close()
 
     # ---------------------------------------------------------------- steps
 
@@ -737,6 +771,9 @@ class ZeroStrategy(ParallelStrategy):
                 self._engine.abandon()
             self._engine = None
         self._masters_to_load = {}
+        if self._building is not None:
+            self._building.abort()  # what came before set-up has failed
+            self._building = None
         module = self.lightning_module
         if module is not None:
             forget_awaited(module)  # a set-up that failed has left it

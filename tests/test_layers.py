@@ -13,6 +13,7 @@ LAYERS = {
         "access",
         "bucket",
         "bucket_step",
+        "building",
         "chunk",
         "engine",
         "grad_home",

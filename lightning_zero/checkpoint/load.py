@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.access import gathered
 from lightning_zero.bucket import Bucket
+from lightning_zero.building import piece_of
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
@@ -94,7 +95,7 @@ def load_module(
     """
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     buffers: dict[Tensor, str] = {b: name for name, b in module.named_buffers()}
-    on_meta = {t: name for t, name in {**names, **buffers}.items() if t.is_meta}
+    on_meta = {t: name for t, name in {**names, **buffers}.items() if t.is_meta or _is_in_parts(t)}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     looked_at = _looked_at(module)
@@ -111,6 +112,11 @@ def load_module(
             raise _no_memory(name)  # code of its own has written it, to nowhere
     _take(sources)
     return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def _is_in_parts(tensor: Tensor) -> bool:
+    """It is being built, and has no memory for all of its values either."""
+    return isinstance(tensor, nn.Parameter) and piece_of(tensor) is not None
 
 
 def _no_memory(name: str) -> ValueError:
