@@ -38,7 +38,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
-from lightning_zero.plan import BucketPlan, Plan, make_plan, nvme_bytes
+from lightning_zero.plan import BucketPlan, Plan, make_plan, nvme_bytes, parameters_by_name
 from lightning_zero.probe import NotElementwiseError, StepKind, probe
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import State
@@ -164,7 +164,7 @@ class Engine:
     def _build_bucket(
         self, plan: BucketPlan, landing: Landing, filled: FlatBuffer | None
     ) -> Bucket:
-        named = dict(self.module.named_parameters())
+        named = parameters_by_name(self.module)
         parameters = [named[slot.name] for slot in plan.layout.slots]
         bucket = Bucket(
             plan,

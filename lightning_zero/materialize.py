@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.buffer import FlatBuffer, widest
 from lightning_zero.comm import Communicator
-from lightning_zero.plan import BucketPlan
+from lightning_zero.plan import BucketPlan, parameters_by_name
 
 __all__ = [
     "ConstantStates",
@@ -211,7 +211,7 @@ class _Materializer:
         self._device = device
         self._comm = comm
         self._plans = plans
-        self._named = dict(root.named_parameters())
+        self._named = parameters_by_name(root)
         self._place = {
             self._named[slot.name]: (index, position)
             for index, plan in enumerate(plans)

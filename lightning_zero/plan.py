@@ -27,7 +27,15 @@ from lightning_zero.layout import Layout
 from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.stage import STAGES, Stage, State
 
-__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
+__all__ = [
+    "BucketPlan",
+    "Plan",
+    "UnitPlan",
+    "make_plan",
+    "nvme_bytes",
+    "parameters_by_name",
+    "saved_name",
+]
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -111,6 +119,16 @@ class _Kind:
     is_trainable: bool
     optimizer: int | None
     is_persistent: bool
+
+
+def saved_name(name: str) -> str:
+    """`name` without what `torch.compile(module)` puts around a module: the same without it."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """As `module.named_parameters()`, by the names that a plan has."""
+    return {saved_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def make_plan(
@@ -283,7 +301,8 @@ def _cut(
     # rests.
     stage = STAGES[2] if kind.is_persistent else config.states
     for number, run in enumerate(runs):
-        layout = Layout.of(((name, tuple(named[name].shape)) for name in run), world_size)
+        shapes = ((saved_name(name), tuple(named[name].shape)) for name in run)
+        layout = Layout.of(shapes, world_size)
         label = unit or "root"
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""

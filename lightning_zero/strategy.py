@@ -32,7 +32,7 @@ from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,6 +54,7 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.directory import recover
+from lightning_zero.checkpoint.names import with_saved_names
 from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together, on_rank_zero
 from lightning_zero.config import ZeroConfig
@@ -582,6 +583,9 @@ class ZeroStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
+        return with_saved_names(self._state_dict())
+
+    def _state_dict(self) -> dict[str, Any]:
         if not self._is_together():
             return {}
         engine = self._engine or self._last_engine
@@ -790,3 +794,8 @@ class ZeroStrategy(ParallelStrategy):
 def _was_fitting(module: LightningModule) -> bool:
     trainer = module._trainer
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+# Lightning hands modules from torch.compile to instances of some strategies of its own only, and
+# asks nothing else by this class. We train them, and data in parallel.
+DDPStrategy.register(ZeroStrategy)

@@ -15,6 +15,7 @@ LAYERS = {
         "bucket_step",
         "building",
         "chunk",
+        "compiled",
         "engine",
         "grad_home",
         "gradient",

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.access import gathered
 from lightning_zero.bucket import Bucket
 from lightning_zero.building import piece_of
+from lightning_zero.checkpoint.names import with_compiled_names
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
@@ -103,7 +104,8 @@ def load_module(
     recorder = _Recorder({*names, *buffers} - looked_at.keys() | set(on_meta))
     with gathered(held, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
-        result: Any = module.load_state_dict(_with_ties(module, state_dict), strict=strict)
+        entries = _with_ties(module, with_compiled_names(module, state_dict))
+        result: Any = module.load_state_dict(entries, strict=strict)
     sources = recorder.sources
     for tensor, name in on_meta.items():
         if tensor in sources and awaited is not None:
