@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from lightning_zero.bucket import Bucket
-from lightning_zero.building import piece_of
 from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.piece import piece_of
 from lightning_zero.stage import State
 
 __all__ = ["full_grad", "gathered"]

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.buffer import FlatBuffer, widest
-from lightning_zero.building import piece_of
 from lightning_zero.comm import Communicator, Pending
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.offload import Tier
+from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan
 from lightning_zero.shards import Shards
 from lightning_zero.stage import State

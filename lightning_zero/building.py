@@ -21,7 +21,6 @@ parameter as it is cut would wait for rank 0 at every layer.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,96 +37,18 @@ from lightning_zero.comm import Communicator
 from lightning_zero.guard import (
     Placement,
     guard,
-    has_placement,
-    placement_of,
     set_placement,
     unguard,
 )
+from lightning_zero.piece import Piece
 
-__all__ = ["Building", "Piece", "hidden_pieces", "piece_of"]
+__all__ = ["Building"]
 
 _ATTRIBUTE = "_zero_piece"
 _WHOLE_NUMEL = 2**20  # whole at a time, besides the module that is being built
 _SMALL_NUMEL = 2**12  # not worth cutting
 _DONE = 2**31  # the request of a rank that asks for nothing
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Piece:
-    """One parameter that is being built: whole, or this rank's part of it.
-
-    Attributes:
-        name: For messages, such as `Linear.weight`.
-        index: Position in the order of registration, the same on every rank.
-        owner: Where it was registered first; None when that is gone.
-        shape: Of the whole parameter.
-        part: 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
-        bits: Sum over the bits of the whole values that were cut last.
-    """
-
-    def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
-        self.name = name
-        self.index = index
-        self.shape = parameter.shape
-        self.part: Tensor | None = None
-        self.bits = 0
-        self._building = building
-        self._parameter = weakref.ref(parameter)
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        """The parameter, unless nobody has it any more."""
-        return self._parameter()
-
-    # What a guarded parameter asks of what holds it:
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is when it is whole."""
-        return self._building.device
-
-    def look_at_rest(self, index: int) -> Tensor:
-        """`parameter.data`: the whole values, gathered. Collective."""
-        self._building.make_whole(self)
-        parameter = self.parameter
-        assert parameter is not None
-        return parameter.data
-
-    def settle(self) -> None:
-        """`parameter.data` is about to be set, perhaps to itself. Collective."""
-        self._building.make_whole(self)
-
-    # What a bucket asks:
-
-    def read_into(self, view: Tensor) -> None:
-        """Copies the whole values into `view`; the part is freed. Collective."""
-        view.copy_(self._building.gather(self).view(self.shape))
-        self._building.free(self)
-
-
-def piece_of(parameter: Tensor) -> Piece | None:
-    """The piece of a parameter that is in parts; None where it is whole or an engine holds it."""
-    holder = placement_of(parameter).bucket if has_placement(parameter) else None
-    return holder if isinstance(holder, Piece) else None
-
-
-@contextmanager
-def hidden_pieces(root: nn.Module) -> Iterator[None]:
-    """Around `Module._apply` of what is no parameter: it would set `.data` of every one."""
-    taken = [
-        (module, name, parameter)
-        for module in root.modules()
-        if type(module)._apply is nn.Module._apply  # recurrent ones keep lists of their parameters
-        for name, parameter in module._parameters.items()
-        if parameter is not None and piece_of(parameter) is not None
-    ]
-    for module, name, _ in taken:
-        module._parameters[name] = None
-    try:
-        yield
-    finally:
-        for module, name, parameter in taken:
-            module._parameters[name] = parameter
 
 
 class Building:

@@ -21,23 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.awaited import awaited_values, forget_awaited
 from lightning_zero.bucket import Bucket
 from lightning_zero.buffer import FlatBuffer
-from lightning_zero.building import piece_of
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.grad_home import Landing
 from lightning_zero.guard import has_placement, placement_of
-from lightning_zero.materialize import (
-    awaited_values,
-    check_can_materialize,
-    forget_awaited,
-    materialize,
-)
+from lightning_zero.materialize import check_can_materialize, materialize
 from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
+from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan, Plan, make_plan, nvme_bytes, parameters_by_name
 from lightning_zero.probe import NotElementwiseError, StepKind, probe
 from lightning_zero.schedule import Schedule

@@ -18,58 +18,23 @@ afterwards are an error that names the module and the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from lightning_zero.awaited import awaited_values
 from lightning_zero.buffer import FlatBuffer, widest
 from lightning_zero.comm import Communicator
+from lightning_zero.from_meta import give_memory, is_marked, mark
 from lightning_zero.plan import BucketPlan, parameters_by_name
 
-__all__ = [
-    "ConstantStates",
-    "await_values",
-    "awaited_values",
-    "check_can_materialize",
-    "forget_awaited",
-    "give_memory",
-    "materialize",
-]
+__all__ = ["check_can_materialize", "materialize"]
 
-_ATTRIBUTE = "_zero_awaited"
 _NUM_NAMED = 8  # in an error
-
-
-# ---------------------------------------------------------------- values that a checkpoint holds
-
-
-def await_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Remembers where parameters and buffers on the meta device will get their values from.
-
-    Args:
-        module: Not held by an engine yet.
-        values: Whole tensors by qualified name; kept, and read when the engine takes over.
-    """
-    named = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    for name, value in values.items():
-        named[name].__dict__[_ATTRIBUTE] = value
-
-
-def awaited_values(tensor: Tensor) -> Tensor | None:
-    """What `await_values` has kept for `tensor`."""
-    value = tensor.__dict__.get(_ATTRIBUTE)
-    return value if isinstance(value, Tensor) else None
-
-
-def forget_awaited(module: nn.Module) -> None:
-    """Drops what was kept: it is loaded, or will not be."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.__dict__.pop(_ATTRIBUTE, None)
 
 
 # ---------------------------------------------------------------- who initialises what
@@ -154,51 +119,6 @@ def check_can_materialize(module: nn.Module) -> None:
     )
 
 
-# ---------------------------------------------------------------- memory
-
-
-def give_memory(parameter: nn.Parameter, name: str, memory: Tensor) -> None:
-    """Makes a parameter on the meta device a view of `memory`, and back.
-
-    The object stays the same, with its hooks and attributes, and so do the optimizer's groups and
-    states. torch refuses to set `.data` across this border; it swaps what two tensors stand for.
-
-    Raises:
-        RuntimeError: Something refers to the parameter in a way that torch cannot swap.
-    """
-    attributes = dict(parameter.__dict__)
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    # `.data` has a version counter of its own: what others write to the buffer is not our change.
-    other = Tensor._make_subclass(type(parameter), memory.data, parameter.requires_grad)
-    try:
-        torch.utils.swap_tensors(parameter, other)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"parameter {name} is on the meta device and cannot be given memory ({error}); keep no "
-            "weak references to it and run no graph through it before training begins."
-        ) from error
-    parameter.__dict__.update(attributes)
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
-
-
-def _mark(tensor: Tensor) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif _has_mark(tensor):
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
-
-
-def _has_mark(tensor: Tensor) -> bool:
-    """Whether the integers of its dtype include one that nobody means."""
-    return tensor.dtype in (torch.int16, torch.int32, torch.int64)
-
-
-def _is_marked(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(torch.isnan(tensor).any())
-    return _has_mark(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
-
-
 # ---------------------------------------------------------------- the walk
 
 
@@ -272,7 +192,7 @@ class _Materializer:
         before = _own_tensors(visit.module)
         kept = {name: t.clone() for name, t in before.items() if name not in fresh}
         for name in fresh:
-            _mark(before[name])
+            mark(before[name])
         with self._device:
             for initialize in visit.initializers:
                 initialize()
@@ -285,7 +205,7 @@ class _Materializer:
                 visit.module._parameters[name] = tensor  # type: ignore[assignment]
             else:
                 visit.module._buffers[name] = tensor
-        unset = [name for name in fresh if _is_marked(before[name])]
+        unset = [name for name in fresh if is_marked(before[name])]
         if unset:
             raise ValueError(
                 f"module {visit.name or 'itself'} ({type(visit.module).__name__}) was on the meta "
@@ -333,36 +253,3 @@ def _check_attributes(root: nn.Module) -> None:
                     "tensor on the meta device, neither a parameter nor a buffer, so that nothing "
                     "gives it values; build this module (metrics, say) on a real device."
                 )
-
-
-# ---------------------------------------------------------------- optimizers
-
-
-class ConstantStates(TorchFunctionMode):
-    """Lets optimizers that are born with states (Adagrad) be built over meta parameters.
-
-    Their constants come out as tensors of the whole shape with the memory of one element.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _CONSTANTS and isinstance(args[0], nn.Parameter) and args[0].is_meta:
-            value = _CONSTANTS[func]
-            if value is None:
-                value = args[1] if len(args) > 1 else kwargs["fill_value"]
-            dtype = kwargs.get("dtype") or args[0].dtype
-            return torch.full((), value, dtype=dtype).expand(args[0].shape)
-        return func(*args, **kwargs)
-
-
-_CONSTANTS: dict[Any, float | None] = {
-    torch.full_like: None,
-    torch.zeros_like: 0,
-    torch.ones_like: 1,
-}

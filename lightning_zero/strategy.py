@@ -44,7 +44,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_zero.building import Building, hidden_pieces
+from lightning_zero.awaited import await_values, forget_awaited
+from lightning_zero.building import Building
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,
@@ -60,12 +61,13 @@ from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together,
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
+from lightning_zero.from_meta import ConstantStates
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
-from lightning_zero.materialize import ConstantStates, await_values, forget_awaited
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
+from lightning_zero.piece import hidden_pieces
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
 from lightning_zero.requeue import RequeuedExit
 from lightning_zero.saving import (
@@ -456,10 +458,25 @@ class ZeroStrategy(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """For `configure_model` and `Trainer.init_module`: empty modules are on the meta device."""
-        device = torch.device("meta") if empty_init else self.root_device
-        with device, self.precision_plugin.tensor_init_context():
+        """For `configure_model` and `Trainer.init_module`: empty modules are on the meta device.
+
+        Others are on the device where they compute, but for one that would be whole there and is
+        to be sharded later: that one is on the CPU.
+        """
+        device = self.root_device
+        if self.config.states.gathers_before_use and not self._is_running:
+            device = torch.device("cpu")
+        with (
+            torch.device("meta") if empty_init else device,
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
+
+    @property
+    def _is_running(self) -> bool:
+        """The Trainer is in one of its runs, in which all ranks are there."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     @contextmanager
     @override

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.access import gathered
+from lightning_zero.awaited import await_values
 from lightning_zero.bucket import Bucket
-from lightning_zero.building import piece_of
 from lightning_zero.checkpoint.names import with_compiled_names
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
-from lightning_zero.materialize import await_values
+from lightning_zero.piece import piece_of
 from lightning_zero.stored import values_reader
 
 __all__ = ["load_masters", "load_module", "load_weights"]

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional
 
-from lightning_zero import load_weights
+from lightning_zero import Engine, ZeroConfig, load_weights
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import GPTModule
@@ -135,6 +137,48 @@ def test_every_way_of_compiling_trains_as_plain_modules_do(world_size, backend, 
     found = run_ranks(world_size, _compare, cases, backend, has_group=False, timeout_s=1200)
     for outcomes in found:
         _assert_equal(outcomes, cases)
+
+
+class Outside(nn.Module):
+    """Uses parameters where their module's forward does not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 9) * 0.1)
+        self.blocks = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+
+    def forward(self, x):
+        x = functional.linear((x @ self.weight).tanh(), self.blocks[0].weight)
+        return self.blocks[2](x + self.blocks[1].bias).square().mean()
+
+
+def _losses(stage, compile_):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    module = compile_(Outside())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    config = ZeroConfig(stage=stage, reduce_bucket_size=50)
+    engine = Engine(module, optimizers=[optimizer], config=config)
+    losses, counts = [], []
+    for _ in range(4):
+        loss = module(torch.ones(4, 8))
+        engine.backward(loss)
+        engine.step()
+        engine.zero_grad()
+        losses.append(float(loss.detach()))
+        counts.append(counters["stats"]["unique_graphs"])
+    engine.close()
+    return losses, counts
+
+
+@pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compiled_module_may_use_parameters_anywhere(stage):
+    expected, _ = _losses(stage, lambda module: module)
+    losses, counts = _losses(stage, lambda module: torch.compile(module, backend="aot_eager"))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert 0 < counts[1] == counts[-1]
 
 
 def _save_and_load(rank, world_size):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
+from lightning_zero.awaited import await_values
 from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
-from lightning_zero.materialize import await_values
 from lightning_zero.stored import StoredTensor
 from tests.distributed.ranks import run_ranks
 

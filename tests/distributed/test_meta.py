@@ -355,3 +355,15 @@ def test_values_of_a_checkpoint_need_no_initialisation(world_size, form):
                 np.testing.assert_array_equal(meta_state[name], value, err_msg=name)
         for name, value in found["loaded"][0].items():
             np.testing.assert_array_equal(found["loaded"][1][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_init_module_makes_empty_modules_on_meta_and_others_with_values(stage):
+    trainer = make_trainer(settings(stage), devices=2, precision="bf16-true")
+    with trainer.init_module(empty_init=True):
+        empty = nn.Linear(2, 2)
+    with trainer.init_module():
+        full = nn.Linear(2, 2)
+    assert empty.weight.is_meta
+    assert full.weight.device == CPU
+    assert {empty.weight.dtype, full.weight.dtype} == {torch.bfloat16}
