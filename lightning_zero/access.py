@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.piece import piece_of
 from lightning_zero.stage import State
 
 __all__ = ["full_grad", "gathered"]
@@ -80,7 +81,9 @@ def _buckets_of(
                 "gathered() expects a module or its parameters, got "
                 f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
             )
-        if has_placement(parameter):
+        if (piece := piece_of(parameter)) is not None:
+            piece.look_at_rest(0)  # whole until it is cut again
+        elif has_placement(parameter):
             found[placement_of(parameter).bucket] = None
     return list(found)
 

@@ -27,13 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.buffer import FlatBuffer
+from lightning_zero.buffer import FlatBuffer, widest
 from lightning_zero.comm import Communicator, Pending
 from lightning_zero.compare import equal
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.offload import Tier
+from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan
 from lightning_zero.shards import Shards
 from lightning_zero.stage import State
@@ -80,7 +81,9 @@ class Bucket:
         *,
         grad_dtype: torch.dtype,
         make_whole: Callable[[Bucket, str], None],
+        filled: FlatBuffer | None = None,
     ) -> None:
+        """Takes `parameters` over; `filled`: some lie in it already. Collective."""
         self.plan = plan
         self.parameters = list(parameters)
         self._comm = comm
@@ -101,16 +104,19 @@ class Bucket:
         self._stepping: Stepping | None = None  # a worker steps this bucket
         self._stepped: Tensor | None = None  # the master in memory while in STEP
         self._make_whole = make_whole
-        self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
+        if filled is not None and filled.tensor.dtype == plan.dtype:
+            self._whole = filled
+        else:
+            self._whole = FlatBuffer(plan.layout, plan.dtype, self._device)
         self.shards = Shards(plan, self._whole, landing.storage, comm.mesh.shard_rank)
-        self._take_in()
+        self._take_in(filled)
 
     # ---------------------------------------------------------------- setup and teardown
 
-    def _take_in(self) -> None:
+    def _take_in(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values into the flat space and makes the parameters views of it."""
         plan, rank = self.plan, self._comm.mesh.shard_rank
-        exact = self._exact_copy()
+        exact = self._exact_copy(filled)
         self._comm.broadcast_(exact.tensor)
         if exact is not self._whole:
             self._whole.tensor.copy_(exact.tensor)
@@ -130,16 +136,17 @@ class Bucket:
         self.release()
         self.shards.mark_written()
 
-    def _exact_copy(self) -> FlatBuffer:
+    def _exact_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
-        widest = self.plan.dtype
-        for dtype in self.own_dtypes:
-            widest = torch.promote_types(widest, dtype)
+        dtype = widest(self.plan.dtype, self.own_dtypes)
         exact = self._whole
-        if widest != self.plan.dtype:
-            exact = FlatBuffer(self.plan.layout, widest, self._device)
+        if dtype != self.plan.dtype:
+            exact = filled or FlatBuffer(self.plan.layout, dtype, self._device)
         for view, parameter in zip(exact.views, self.parameters, strict=True):
-            view.copy_(parameter.data)
+            if (piece := piece_of(parameter)) is not None:
+                piece.read_into(view)
+            elif view.data_ptr() != parameter.data_ptr():
+                view.copy_(parameter.data)
         return exact
 
     def give_back(self, device: torch.device) -> None:
@@ -216,11 +223,6 @@ class Bucket:
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
         return equal(one, other, self._comm)
-
-    @property
-    def comm(self) -> Communicator:
-        """Between the ranks that have a shard of it."""
-        return self._comm
 
     @property
     def comm(self) -> Communicator:

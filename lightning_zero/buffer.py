@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lightning_zero.layout import Layout
 
-__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard"]
+__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard", "widest"]
 
 _MARK = "_is_of_flat_buffer"  # on a storage, whose Python object lives as long as itself
 
@@ -128,3 +130,10 @@ def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
     """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
     parts = [layout.within_shard(slot, rank) for slot in layout.slots]
     return [shard[part.start : part.stop] for part in parts]
+
+
+def widest(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype that holds all of them exactly."""
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
+    return dtype

@@ -22,23 +22,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.awaited import awaited_values, forget_awaited
 from lightning_zero.bucket import Bucket
+from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.grad_home import Landing
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.lockstep import Lockstep
+from lightning_zero.materialize import check_can_materialize, materialize
 from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
 from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.owned_state import missing_state_bytes
-from lightning_zero.plan import Plan, make_plan, nvme_bytes
+from lightning_zero.piece import piece_of
+from lightning_zero.plan import BucketPlan, Plan, make_plan, nvme_bytes, parameters_by_name
 from lightning_zero.probe import CannotShardError, Findings, StepKind, probe
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import State
 from lightning_zero.step import OptimizerStep, check_whole
-from lightning_zero.stored import StoredTensor
+from lightning_zero.stored import StoredTensor, values_reader
 from lightning_zero.tiers import Storage
 from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 from lightning_zero.unit import Unit
@@ -55,7 +59,8 @@ class Engine:
     directly.
 
     Args:
-        module: On the device where it computes. Rank 0's values are taken.
+        module: On the device where it computes, or on the meta device, to be initialised by its
+            modules' `reset_parameters`. Rank 0's values are taken.
         optimizers: Over parameters of `module`; fresh ones or with state. More can be attached
             later.
         config: Stage and sizes; None: stage 3 with defaults.
@@ -70,9 +75,9 @@ class Engine:
         lockstep: For loops in which ranks use the module a different number of times.
 
     Raises:
-        ValueError: A module without parameters, on the meta device or on several; a module that
-            another engine holds; an optimizer over foreign parameters, or one that cannot be
-            sharded; groups that do not divide the world.
+        ValueError: A module without parameters or on several devices; modules on the meta device
+            that cannot initialise themselves; a module that another engine holds; an optimizer over
+            foreign parameters, or one that cannot be sharded; groups that do not divide the world.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Engine:
         self.module = module
         self.config = config or ZeroConfig()
         self.device = _check_devices(module, device)
+        check_can_materialize(module)
         findings = [self._examine(optimizer) for optimizer in optimizers]
         self.comm = Communicator(
             self.device,
@@ -148,25 +154,39 @@ class Engine:
         return Budgets(*self.comm.min_ints([free, cpu]))
 
     def _build_units(self) -> list[Unit]:
-        named = dict(self.module.named_parameters())
+        plans = self.plan.buckets
         landing = Landing(self.storage)
-        units = []
-        for index, unit_plan in enumerate(self.plan.units):
-            of_unit = [
-                Bucket(
-                    plan,
-                    [named[slot.name] for slot in plan.layout.slots],
-                    self.comm,
-                    landing,
-                    self._worker,
-                    grad_dtype=self.plan.grad_dtype(plan),
-                    make_whole=self._make_whole,
-                )
-                for plan in unit_plan.buckets
-            ]
-            self.buckets += of_unit
-            units.append(Unit(unit_plan, index, of_unit))
-        return units
+        built: dict[int, Bucket] = {}
+        for index, filled in materialize(self.module, plans, self.device, self.comm):
+            built[index] = self._build_bucket(plans[index], landing, filled)
+            del filled  # it may be whole, and the next one will be
+        forget_awaited(self.module)
+        self.buckets = [built[index] for index in range(len(plans))]
+        rest = iter(self.buckets)
+        return [
+            Unit(unit_plan, index, [next(rest) for _ in unit_plan.buckets])
+            for index, unit_plan in enumerate(self.plan.units)
+        ]
+
+    def _build_bucket(
+        self, plan: BucketPlan, landing: Landing, filled: FlatBuffer | None
+    ) -> Bucket:
+        named = parameters_by_name(self.module)
+        parameters = [named[slot.name] for slot in plan.layout.slots]
+        bucket = Bucket(
+            plan,
+            parameters,
+            self.comm,
+            landing,
+            self._worker,
+            grad_dtype=self.plan.grad_dtype(plan),
+            make_whole=self._make_whole,
+            filled=filled,
+        )
+        awaited = {i: v for i, p in enumerate(parameters) if (v := awaited_values(p)) is not None}
+        if awaited:
+            bucket.load(values_reader(awaited))
+        return bucket
 
     def _make_whole(self, bucket: Bucket, name: str) -> None:
         self.schedule.use_out_of_turn(bucket, name)
@@ -522,7 +542,7 @@ def _check_devices(module: nn.Module, device: torch.device | None) -> torch.devi
     """
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if has_placement(parameter):
+        if has_placement(parameter) and piece_of(parameter) is None:
             raise ValueError(
                 f"parameter {name} is held by another engine; one module trains under one strategy "
                 "at a time: call close() on the other engine, or let its fit end, first."
@@ -533,11 +553,11 @@ def _check_devices(module: nn.Module, device: torch.device | None) -> torch.devi
             f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
             "layers in __init__, setup() or configure_model()."
         )
-    meta = torch.device("meta")
-    if meta in devices:
+    on_meta = devices.pop(torch.device("meta"), None)
+    if device is None and not devices:
         raise ValueError(
-            f"parameter {devices[meta]} is on the meta device and has no values; materialise the "
-            "module first (module.to_empty(device=...) and its own initialisation)."
+            f"parameter {on_meta} is on the meta device, like all others; say where to compute: "
+            "Engine(..., device=...)."
         )
     if device is None and len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -83,14 +83,12 @@ class GuardedParameter(nn.Parameter):
         elif func not in _UNTOUCHED:
             for parameter in _guarded_in((args, kwargs)):
                 if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
-                    placement = placement_of(parameter)
-                    placement.make_whole(placement.name)
+                    _make_whole(placement_of(parameter))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        placement = placement_of(self)
-        placement.make_whole(placement.name)
+        _make_whole(placement_of(self))
         copy: nn.Parameter = self.__deepcopy__(memo)  # the class is plain by now
         return copy
 
@@ -98,6 +96,11 @@ class GuardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placement = placement_of(self)
         return f"Parameter {placement.name} of shape {tuple(placement.shape)}, not gathered"
+
+
+@torch.compiler.disable
+def _make_whole(placement: Placement) -> None:
+    placement.make_whole(placement.name)
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

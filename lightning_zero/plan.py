@@ -29,7 +29,15 @@ from lightning_zero.layout import Layout, assign_owners
 from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.stage import STAGES, Stage, State
 
-__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
+__all__ = [
+    "BucketPlan",
+    "Plan",
+    "UnitPlan",
+    "make_plan",
+    "nvme_bytes",
+    "parameters_by_name",
+    "saved_name",
+]
 
 ROOT = ""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -138,6 +146,16 @@ class _Cutting:
     world_size: int
     owners: Mapping[str, int]  # of parameters that are placed whole
     limit: int  # elements of a bucket
+
+
+def saved_name(name: str) -> str:
+    """`name` without what `torch.compile(module)` puts around a module: the same without it."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """As `module.named_parameters()`, by the names that a plan has."""
+    return {saved_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def make_plan(
@@ -325,7 +343,7 @@ def _cut(
     # rests.
     stage = STAGES[2] if kind.is_persistent else cutting.config.states
     for number, run in enumerate(runs):
-        shapes = [(name, tuple(cutting.named[name].shape)) for name in run]
+        shapes = [(saved_name(name), tuple(cutting.named[name].shape)) for name in run]
         if kind.is_whole:
             owners = [cutting.owners[name] for name in run]
             layout = Layout.of_whole_tensors(shapes, owners, cutting.world_size)

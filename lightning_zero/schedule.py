@@ -53,6 +53,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator, Round
+from lightning_zero.compiled import compiled_modules, is_compiled
 from lightning_zero.config import ZeroConfig
 from lightning_zero.guard import BetweenStepsError
 from lightning_zero.unit import Trace, Unit
@@ -121,22 +122,26 @@ class Schedule:
         self._has_partial = False  # or reduced within the group only
         self._buffers_are_fresh = False
         self._handles: list[Any] = []
+        self._is_compiled = is_compiled(module)
         self._register(module)
 
     # ---------------------------------------------------------------- hooks
 
     def _register(self, module: nn.Module) -> None:
-        add = self._handles.append
-        add(module.register_forward_pre_hook(self._before_root, prepend=True))
-        add(module.register_forward_hook(self._after_root, always_call=True))
+        add, eager = self._handles.append, torch.compiler.disable  # a graph ends at our hooks
+        add(module.register_forward_pre_hook(eager(self._before_root), prepend=True))
+        add(module.register_forward_hook(eager(self._after_root), always_call=True))
         for unit in self.units[1:]:
             if not unit.buckets:
                 continue
             owner = unit.module = module.get_submodule(unit.name)
-            before = self._before_forward(unit)
-            after = self._after_forward(unit)
+            before = eager(self._before_forward(unit))
+            after = eager(self._after_forward(unit))
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             add(owner.register_forward_hook(after, always_call=True))
+        for compiled in compiled_modules(module):
+            before = eager(self._before_compiled(compiled))
+            add(compiled.register_forward_pre_hook(before, prepend=True))
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
@@ -165,6 +170,21 @@ class Schedule:
                 if inputs:
                     unit.num_awaited += 1
                     register_multi_grad_hook(inputs, lambda _: self._after_backward_of(unit))
+
+        return hook
+
+    def _before_compiled(self, compiled: nn.Module) -> Any:
+        inside = set(compiled.parameters())
+        buckets = [
+            bucket
+            for bucket in self._buckets
+            if not bucket.is_gathered_before_use and not inside.isdisjoint(bucket.parameters)
+        ]
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if module is compiled:
+                for bucket in buckets:
+                    bucket.finish_gather()
 
         return hook
 
@@ -237,6 +257,8 @@ class Schedule:
     def prepare(self) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
         self._wait_for_gathers_of_steps()
+        if self._is_compiled:
+            self.finish_gathers()
         self._share_buffers()
         self._buffers_are_fresh = True
 
@@ -623,9 +645,10 @@ class Schedule:
     # ---------------------------------------------------------------- the rest
 
     def finish_gathers(self) -> None:
-        """Waits for every gather under way."""
+        """Waits for the gathers after the last step. See [Note: Graphs end at hooks]."""
         for bucket in self._buckets:
-            bucket.finish_gather()
+            if not bucket.is_gathered_before_use:
+                bucket.finish_gather()
 
     def step_order(self) -> Sequence[Bucket]:
         """The order in which the next forward needs the buckets, the same on every rank.

@@ -9,14 +9,14 @@ read at that moment, and hold no memory themselves. Those who want less than all
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["StoredTensor", "read_flat"]
+__all__ = ["StoredTensor", "read_flat", "values_reader"]
 
 _Read = Callable[[int, int], Tensor]
 
@@ -92,7 +92,20 @@ def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Row-major elements [start, stop) of `tensor`: 1-D; a view where it is a plain one."""
     if isinstance(tensor, StoredTensor):
         return tensor._read(start, stop)
+    if not any(tensor.stride()):
+        return tensor.as_strided((stop - start,), (0,))  # one number, whatever the shape
     return tensor.reshape(-1)[start:stop]
+
+
+def values_reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:
+    """What `Bucket.load` asks: the elements `owned` of slot `index`; None where there is none."""
+
+    def read(index: int, owned: range) -> Tensor | None:
+        if index not in values:
+            return None
+        return read_flat(values[index], owned.start, owned.stop)
+
+    return read
 
 
 def _plain(value: Any) -> Any:

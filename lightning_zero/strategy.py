@@ -32,7 +32,7 @@ from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,22 +45,25 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.averages import Averages, check_restorable
+from lightning_zero.awaited import await_values, forget_awaited
+from lightning_zero.building import Building
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,
     load_module,
     load_optimizer,
-    load_parameters,
     narrow_masters,
     open_checkpoint,
 )
 from lightning_zero.checkpoint.directory import recover
+from lightning_zero.checkpoint.names import with_saved_names
 from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together, on_rank_zero
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
 from lightning_zero.evaluation import LockstepEvaluation
+from lightning_zero.from_meta import ConstantStates
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import (
     START_METHODS,
@@ -74,6 +77,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.optim_state import optimizer_state_dict
+from lightning_zero.piece import hidden_pieces
 from lightning_zero.precision import ZeroMixedPrecision, ZeroPrecision, sharded_precision
 from lightning_zero.refused import refuse_callbacks
 from lightning_zero.requeue import RequeuedExit
@@ -208,12 +212,12 @@ class ZeroStrategy(ParallelStrategy):
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._engine: Engine | None = None
         self._averages: Averages | None = None  # as long as the engine
+        self._building: Building | None = None  # between configure_model and setup
         # After fit: its optimizers' shards, from which a late save can still build whole states.
         self._last_engine: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # likewise, of a 16-bit module; on rank 0
         # From a checkpoint that was opened before the engine was built.
         self._masters_to_load: Mapping[str, Tensor] = {}
-        self._parameters_to_load: dict[str, Tensor] = {}  # those that had no memory then
         self._evaluation = LockstepEvaluation()
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._num_nodes = 1
@@ -434,12 +438,16 @@ class ZeroStrategy(ParallelStrategy):
             self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self._reset_optimizers_and_schedulers()
-        if is_fitting:
-            self.setup_optimizers(trainer)
-        self._build_engine()
+        with self._taking_over() as building:
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+            self._reset_optimizers_and_schedulers()
+            if is_fitting:
+                with ConstantStates():
+                    self.setup_optimizers(trainer)
+            if building is not None:
+                building.settle()
+            self._build_engine()
         self._averages = Averages(self.engine, callbacks, self._average_state_dict)
         self.setup_precision_plugin()
 
@@ -449,10 +457,12 @@ class ZeroStrategy(ParallelStrategy):
         assert self.lightning_module is not None
 
         def move(tensor: Tensor) -> Tensor:
-            return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
+            stays = tensor.is_meta or isinstance(tensor, nn.Parameter)
+            return tensor if stays else tensor.to(self.root_device)
 
         # Metrics keep their state in plain attributes and move them in an `_apply` of their own.
-        self.lightning_module._apply(move)
+        with hidden_pieces(self.lightning_module):
+            self.lightning_module._apply(move)
 
     def _build_engine(self) -> None:
         assert self.lightning_module is not None
@@ -472,9 +482,59 @@ class ZeroStrategy(ParallelStrategy):
             device=self.root_device,
             timeout=self._timeout,
         )
-        load_parameters(self.lightning_module, self._parameters_to_load)
         load_masters(self._engine, self._masters_to_load)
-        self._parameters_to_load, self._masters_to_load = {}, {}
+        self._masters_to_load = {}
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """For `configure_model` and `Trainer.init_module`: empty modules are on the meta device.
+
+        Others are on the device where they compute, but for one that would be whole there and is
+        to be sharded later: that one is on the CPU.
+        """
+        device = self.root_device
+        if self.config.states.gathers_before_use and not self._is_running:
+            device = torch.device("cpu")
+        with (
+            torch.device("meta") if empty_init else device,
+            self.precision_plugin.tensor_init_context(),
+        ):
+            yield
+
+    @property
+    def _is_running(self) -> bool:
+        """The Trainer is in one of its runs, in which all ranks are there."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around `configure_model`: what it builds is sharded as it is built, where that helps."""
+        on_cpu = self.root_device.type == "cpu"
+        helps = self.world_size > 1 or (self.config.offload_param is not None and not on_cpu)
+        if not helps or not self.config.states.gathers_before_use:
+            yield
+            return
+        self._building = Building(self.root_device, self._timeout)
+        with self._building.watching():
+            yield
+
+    @contextmanager
+    def _taking_over(self) -> Generator[Building | None, None, None]:
+        """Around the set-up that takes over what `configure_model` has built, if anything."""
+        building, self._building = self._building, None
+        if building is None:
+            yield None
+            return
+        try:
+            with building.cutting():
+                yield building
+        except BaseException:
+            building.abort()
+            raise
+        building.close()
 
     # ---------------------------------------------------------------- steps
 
@@ -612,6 +672,9 @@ class ZeroStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
+        return with_saved_names(self._state_dict())
+
+    def _state_dict(self) -> dict[str, Any]:
         if not self._is_together():
             return {}
         engine = self._engine or self._last_engine
@@ -730,10 +793,11 @@ class ZeroStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
-        awaited = None if self._engine else self._parameters_to_load
+        awaited: dict[str, Tensor] = {}
         load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
         if awaited and _was_fitting(self.lightning_module):
             check_restorable(checkpoint)
+        await_values(self.lightning_module, awaited)
         if self._engine is None:
             self._masters_to_load = masters
         else:
@@ -817,15 +881,18 @@ class ZeroStrategy(ParallelStrategy):
                 if self._averages is not None:
                     self._averages.let_go()
             self._engine = self._averages = None
-        self._parameters_to_load, self._masters_to_load = {}, {}
+        self._masters_to_load = {}
+        if self._building is not None:
+            self._building.abort()  # what came before set-up has failed
+            self._building = None
         module = self.lightning_module
         release_children()  # nothing collective comes from here on
-        if module is not None and not any(
-            has_placement(p) or p.is_meta for p in module.parameters()
-        ):
-            if self._layer_sync and _was_fitting(module):
-                self.model = self._layer_sync.revert(module)
-            module.cpu()
+        if module is not None:
+            forget_awaited(module)  # a set-up that failed has left it
+            if not any(has_placement(p) or p.is_meta for p in module.parameters()):
+                if self._layer_sync and _was_fitting(module):
+                    self.model = self._layer_sync.revert(module)
+                module.cpu()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -835,3 +902,8 @@ class ZeroStrategy(ParallelStrategy):
 def _was_fitting(module: LightningModule) -> bool:
     trainer = module._trainer
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+
+# Lightning hands modules from torch.compile to instances of some strategies of its own only, and
+# asks nothing else by this class. We train them, and data in parallel.
+DDPStrategy.register(ZeroStrategy)

@@ -213,6 +213,7 @@ def _copy_initial_state(
         return
     for key, value in state.items():
         if key in tensors and value.shape == like.shape and key != "step":
-            clone.state[toy][key] = value.reshape(-1)[0].expand(toy.shape).clone()
+            first = value[(0,) * value.dim()]  # of what may be one number for all
+            clone.state[toy][key] = first.expand(toy.shape).clone()
         else:
             clone.state[toy][key] = copy.deepcopy(value)

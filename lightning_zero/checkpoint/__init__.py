@@ -4,7 +4,6 @@ from lightning_zero.checkpoint.full import full_state_dict, narrow_masters
 from lightning_zero.checkpoint.load import (
     load_masters,
     load_module,
-    load_parameters,
     load_weights,
 )
 from lightning_zero.checkpoint.optimizer import load_optimizer
@@ -15,7 +14,6 @@ __all__ = [
     "load_masters",
     "load_module",
     "load_optimizer",
-    "load_parameters",
     "load_weights",
     "narrow_masters",
     "open_checkpoint",

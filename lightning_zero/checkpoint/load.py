@@ -23,15 +23,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.access import gathered
+from lightning_zero.awaited import await_values
 from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint.damage import find_damage, raise_damage, raise_damage_of_any
+from lightning_zero.checkpoint.names import with_compiled_names
 from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
-from lightning_zero.stored import read_flat
+from lightning_zero.piece import piece_of
+from lightning_zero.stored import values_reader
 
-__all__ = ["load_masters", "load_module", "load_parameters", "load_weights"]
+__all__ = ["load_masters", "load_module", "load_weights"]
 
 
 def load_weights(
@@ -45,6 +48,7 @@ def load_weights(
     """Loads the weights of a checkpoint of any format into a module, held by an engine or not.
 
     Collective where an engine holds the module: every rank. Each reads its own part of the file.
+    What is on the meta device is read when the engine takes the module over, each rank its part.
 
     Args:
         module: A `LightningModule`, or the part of one that the names in the checkpoint begin with.
@@ -65,7 +69,10 @@ def load_weights(
     if verify:
         _verify(module, local_path(path))
     opened = open_checkpoint(path, weights_only=weights_only)
-    return load_module(module, opened["state_dict"], strict=strict)
+    awaited: dict[str, Tensor] = {}
+    result = load_module(module, opened["state_dict"], strict=strict, awaited=awaited)
+    await_values(module, awaited)
+    return result
 
 
 def _verify(module: nn.Module, path: Path) -> None:
@@ -95,47 +102,48 @@ def load_module(
         module: Any module; its parameters may be held by an engine.
         state_dict: Whole tensors by name, `StoredTensor`s or plain ones.
         strict: As for `load_state_dict`.
-        awaited: Gets, by name, what is meant for parameters on the meta device, for
-            `load_parameters` when they have memory. None: those are an error.
+        awaited: Gets, by name, what is meant for parameters and buffers on the meta device, for
+            `await_values`. None: those are an error.
 
     Returns:
         The missing and the unexpected names.
 
     Raises:
         RuntimeError: All missing and unexpected names, if strict, and all wrong shapes.
-        ValueError: Parameters on the meta device.
+        ValueError: Parameters or buffers on the meta device.
     """
-    names = {p: name for name, p in module.named_parameters()}
-    on_meta = {p: name for p, name in names.items() if p.is_meta}
+    names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+    buffers: dict[Tensor, str] = {b: name for name, b in module.named_buffers()}
+    on_meta = {t: name for t, name in {**names, **buffers}.items() if t.is_meta or _is_in_parts(t)}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     looked_at = _looked_at(module)
     held = [tensor for tensor in looked_at if isinstance(tensor, nn.Parameter)]
-    recorder = _Recorder({*names, *module.buffers()} - looked_at.keys() | set(on_meta))
+    recorder = _Recorder({*names, *buffers} - looked_at.keys() | set(on_meta))
     with gathered(held, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
-        result: Any = module.load_state_dict(_with_ties(module, state_dict), strict=strict)
+        entries = _with_ties(module, with_compiled_names(module, state_dict))
+        result: Any = module.load_state_dict(entries, strict=strict)
     sources = recorder.sources
-    for parameter, name in on_meta.items():
-        if parameter in sources and awaited is not None:
-            awaited[name] = sources.pop(parameter)
-        elif name not in result.missing_keys:
+    for tensor, name in on_meta.items():
+        if tensor in sources and awaited is not None:
+            awaited[name] = sources.pop(tensor)
+        elif tensor in names and name not in result.missing_keys:
             raise _no_memory(name)  # code of its own has written it, to nowhere
     _take(sources)
     return list(result.missing_keys), list(result.unexpected_keys)
 
 
+def _is_in_parts(tensor: Tensor) -> bool:
+    """It is being built, and has no memory for all of its values either."""
+    return isinstance(tensor, nn.Parameter) and piece_of(tensor) is not None
+
+
 def _no_memory(name: str) -> ValueError:
     return ValueError(
-        f"parameter {name} is on the meta device and has no memory to load into; materialise the "
+        f"{name} is on the meta device and has no memory to load into; materialise the "
         "module first (module.to_empty(device=...))."
     )
-
-
-def load_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Loads parameters by name, whole tensors. Collective where an engine holds the module."""
-    named = dict(module.named_parameters())
-    _take({named[name]: value for name, value in values.items()})
 
 
 def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
@@ -144,7 +152,7 @@ def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
         slots = enumerate(bucket.plan.layout.slots)
         values = {index: masters[slot.name] for index, slot in slots if slot.name in masters}
         if values:
-            bucket.load(_reader(values))
+            bucket.load(values_reader(values))
 
 
 def _take(sources: Mapping[Tensor, Tensor]) -> None:
@@ -158,16 +166,7 @@ def _take(sources: Mapping[Tensor, Tensor]) -> None:
             with torch.no_grad():
                 target.copy_(source)
     for bucket, values in buckets.items():
-        bucket.load(_reader(values))
-
-
-def _reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:
-    def read(index: int, owned: range) -> Tensor | None:
-        if index not in values:
-            return None
-        return read_flat(values[index], owned.start, owned.stop)
-
-    return read
+        bucket.load(values_reader(values))
 
 
 class _Recorder(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine
 from lightning_zero.guard import placement_of
 from lightning_zero.optim_state import load_optimizer_state_dict
+from lightning_zero.plan import saved_name
 
 __all__ = ["load_optimizer"]
 
@@ -42,11 +43,16 @@ def _is_named(state: Mapping[str, Any]) -> bool:
 
 def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """The same state with the numbers and the groups of `optimizer`."""
-    own_names = dict(module.named_parameters(remove_duplicate=False))
-    group_of = {
-        own_names.get(name): group for group in state["param_groups"] for name in group["params"]
+    own_names = {
+        saved_name(name): parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-    entry_of = {own_names.get(name): entry for name, entry in state["state"].items()}
+    group_of = {
+        own_names.get(saved_name(name)): group
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
+    entry_of = {own_names.get(saved_name(name)): entry for name, entry in state["state"].items()}
     _check_names(optimizer, own_names, group_of, state)
     states: dict[int, Any] = {}
     groups = []
@@ -87,7 +93,7 @@ def _check_names(
         for p in mine
         if p.requires_grad and state["state"] and p not in group_of
     ]
-    foreign = [name for name in state["state"] if own_names.get(name) not in mine]
+    foreign = [name for name in state["state"] if own_names.get(saved_name(name)) not in mine]
     parts = []
     if absent:
         parts.append(f"no state for {', '.join(sorted(absent))}")

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
+from lightning_zero.awaited import await_values
 from lightning_zero.bucket import Bucket
-from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer, load_parameters
+from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
 from lightning_zero.stored import StoredTensor
 from tests.distributed.ranks import run_ranks
 
@@ -425,11 +426,13 @@ def test_parameters_without_memory_are_loaded_when_they_have_some():
         load_module(module, expected)
     awaited = {}
     load_module(module, expected, awaited=awaited)
-    assert awaited.keys() == dict(Net().named_parameters()).keys()
-    fresh = Net()
-    load_parameters(fresh, awaited)
-    for name, parameter in fresh.named_parameters():
-        assert torch.equal(parameter, expected[name])
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert awaited.keys() == named.keys()
+    await_values(module, awaited)
+    engine = Engine(module, device=torch.device("cpu"))
+    engine.close()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, expected[name])
     with torch.device("meta"):
         module = LoadingNet(TransposingLayer)
     with pytest.raises(ValueError, match=r"layers.1.weight is on the meta device"):
