@@ -162,10 +162,12 @@ def train(
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained)
     engine = Engine(module, [optimizer], config)
+    is_narrow = config.param_dtype is not None
     for _ in range(num_steps):
         engine.zero_grad()
         for micro_batch in range(num_micro_batches):
-            loss = loss_of(module, model.batch())
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+                loss = loss_of(module, model.batch())
             if micro_batch < num_micro_batches - 1:
                 with engine.no_sync():
                     engine.backward(loss)

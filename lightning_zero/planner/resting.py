@@ -140,7 +140,8 @@ class Inventory:
         return bucket.is_trainable or any(size > bucket.dtype.itemsize for size in own)
 
     def _moments(self, bucket: BucketPlan, rank: int) -> list[tuple[Tier, int]]:
-        tier, found = bucket.tiers.optim, []
+        tier = bucket.tiers.optim
+        found: list[tuple[Tier, int]] = []
         files: dict[str, int] = {}
         for index, slot in enumerate(bucket.layout.slots):
             states = self.states.of(self.parameter(bucket, index), bucket.master_dtype)
@@ -200,7 +201,9 @@ class Inventory:
             for index in range(len(layout.slots)):
                 parameter = self.parameter(bucket, index)
                 kept.update(self.states.of(parameter, bucket.master_dtype).elementwise)
-            of_file = [padded_bytes(layout.shard_numel * size, torch.uint8) for size in kept.values()]
+            of_file = [
+                padded_bytes(layout.shard_numel * size, torch.uint8) for size in kept.values()
+            ]
             files += [(True, True, nbytes) for nbytes in of_file]
         return files
 

@@ -1,4 +1,4 @@
-"""The most device memory of a step: the schedule replayed on a trace, with bytes instead of tensors.
+"""The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
 
 [Note: Replayed] `Replay` takes the decisions of `Schedule`, `Unit` and `Gradients` in a step that
 follows others like it: units are gathered before their use and ahead of it, buckets of gradients
@@ -112,7 +112,9 @@ class Replay:
             unit.name: [b for b in unit.buckets if b.stage.gathers_before_use]
             for unit in plan.units
         }
-        self._bucket_of = {s.name: (u, b) for u in plan.units for b in u.buckets for s in b.layout.slots}
+        self._bucket_of = {
+            s.name: (u, b) for u in plan.units for b in u.buckets for s in b.layout.slots
+        }
         self._last: dict[bool, list[str]] = {False: [], True: []}  # by whether it is backward
         self._begin()
 

@@ -106,7 +106,7 @@ def trace_step(
                     loss = step(module.train())
                 saved_bytes = recorder.counter.live
                 recorder.take(Event.TURN)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 del loss
                 recorder.take(Event.END)
         except Exception as error:
@@ -130,9 +130,7 @@ class _Counter(TorchDispatchMode):
         self.live = self.high = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -191,7 +189,7 @@ def _fake_tensors(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Itera
     try:
         for child in module.modules():
             for own in (child._parameters, child._buffers):
-                kept.append((own, dict(own)))  # type: ignore[arg-type]
+                kept.append((own, dict(own)))
                 for name, tensor in own.items():
                     if tensor is not None:
                         own[name] = fake_of(tensor)  # type: ignore[assignment]
@@ -234,9 +232,7 @@ def _hooked(
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
 
@@ -266,6 +262,7 @@ def _on_gradient(name: str, recorder: _Recorder) -> Any:
     def hook(parameter: nn.Parameter) -> None:
         recorder.take(Event.GRAD, name)
         parameter.grad = None  # the engine takes it over
+        recorder.counter.high = recorder.counter.live
 
     return hook
 

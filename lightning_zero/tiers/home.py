@@ -22,6 +22,7 @@ from lightning_zero.tiers.transfer import Transfer
 
 __all__ = ["PAGE_BYTES", "Home", "InFile", "InMemory", "padded_bytes"]
 
+
 class Home(Protocol):
     """One flat tensor at rest.
 

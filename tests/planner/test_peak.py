@@ -16,7 +16,7 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.offload import Tier
 from lightning_zero.plan import make_plan
 from lightning_zero.planner.resting import Inventory
-from lightning_zero.planner.timeline import plain_trace, replay
+from lightning_zero.planner.timeline import replay
 from lightning_zero.planner.trace import trace_step
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
@@ -91,9 +91,7 @@ def planned_peak(name, stage, offload, world_size):
     with torch.device("meta"):
         module = MODELS[name].build(WIDTH)
     trained = [p for p in module.parameters() if p.requires_grad]
-    plan = make_plan(
-        module, config, world_size=world_size, optimizer_of=dict.fromkeys(trained, 0)
-    )
+    plan = make_plan(module, config, world_size=world_size, optimizer_of=dict.fromkeys(trained, 0))
     inventory = Inventory(
         plan, module, [torch.optim.AdamW(trained)], offloads=config.offloads, is_apart=False
     )
