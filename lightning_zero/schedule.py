@@ -561,8 +561,11 @@ class Schedule:
             bucket.finish_gather()
 
     def step_order(self) -> Sequence[Bucket]:
-        """The order in which the next forward needs the buckets."""
-        return self._buckets
+        """The order in which the next forward needs the buckets, the same on every rank.
+
+        Backward completes them from the end of the forward on.
+        """
+        return list(reversed(self._reduce_order))
 
     def reset(self) -> None:
         """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""

@@ -31,9 +31,18 @@ class Recorder:
         setattr(Communicator, name, recorded)
 
 
-def _one_step(rank, world_size, stage, settings):
+class FromLastToFirst(nn.Sequential):
+    """Uses its members in the opposite order of their registration."""
+
+    def forward(self, x):
+        for member in reversed(self):
+            x = member(x)
+        return x
+
+
+def _one_step(rank, world_size, stage, settings, container=nn.Sequential):
     torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    module = container(*(nn.Linear(8, 8) for _ in range(3)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = Engine(module, [optimizer], ZeroConfig(stage=stage, **settings))
     recorder = Recorder()
@@ -49,8 +58,8 @@ def _one_step(rank, world_size, stage, settings):
     return recorder.events
 
 
-def events(stage, **settings):
-    first, second = run_ranks(2, _one_step, stage, settings)
+def events(stage, container=nn.Sequential, **settings):
+    first, second = run_ranks(2, _one_step, stage, settings, container)
     assert first == second
     return first
 
@@ -75,6 +84,16 @@ def test_stages_1_and_2_reduce_in_backward_and_gather_in_the_step(stage):
         *(f"reduce_scatter root[{i}]" for i in (2, 1, 0)),
         STEP,
         *(f"all_gather root[{i}]" for i in (0, 1, 2)),
+    ]
+
+
+def test_buckets_step_in_the_order_in_which_the_next_forward_needs_them():
+    assert events(2, FromLastToFirst, **SMALL) == [
+        FORWARD,
+        BACKWARD,
+        *(f"reduce_scatter root[{i}]" for i in (0, 1, 2)),
+        STEP,
+        *(f"all_gather root[{i}]" for i in (2, 1, 0)),
     ]
 
 
