@@ -156,6 +156,11 @@ class OffloadConfig:
         return cls(**value)
 
     @property
+    def has_named_folder(self) -> bool:
+        """Somebody has said where files may go."""
+        return self.nvme_path is not None or any(map(os.environ.get, _PATH_VARIABLES))
+
+    @property
     def folder(self) -> str:
         """`nvme_path` or its default."""
         if self.nvme_path is not None:

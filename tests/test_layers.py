@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
-    0: {"stage", "config", "layout", "offload", "plan", "memory", "deepspeed"},
+    0: {"stage", "config", "layout", "offload", "plan", "memory", "deepspeed", "planner"},
     1: {"buffer", "channel", "comm", "exchange", "state_keys", "stored", "tiers", "written"},
     2: {
         "access",
@@ -31,6 +31,7 @@ LAYERS = {
     },
     3: {"checkpoint"},
     4: {
+        "auto",
         "callbacks",
         "checkpoint_io",
         "cli",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ZeroConfig
 from lightning_zero.offload import OffloadConfig, Tier
 from lightning_zero.plan import Plan, make_plan
+from lightning_zero.planner.optimizers import States
 from lightning_zero.planner.resting import Inventory, Resting
 from lightning_zero.planner.timeline import Peak, plain_trace, replay
 from lightning_zero.planner.trace import StepTrace
@@ -88,6 +89,7 @@ class Job:
         trace: Of one micro-batch; None: activations are not counted.
         num_micro_batches: In one optimizer step.
         steps_by_bucket: Whether the optimizers' states may go to files.
+        fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
     """
 
     module: nn.Module
@@ -95,6 +97,7 @@ class Job:
     trace: StepTrace | None = None
     num_micro_batches: int = 1
     steps_by_bucket: bool = True
+    fallback: States | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,7 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
         is_apart=machine.is_apart,
         accumulates=accumulates,
         steps_by_bucket=job.steps_by_bucket,
+        fallback=job.fallback,
     )
     peak = replay(
         plan,

@@ -45,9 +45,11 @@ class KeptStates:
 
     Args:
         optimizers: As the engine gets them; their parameters may be on the meta device.
+        fallback: What those are taken to keep that cannot step a toy; None: they are refused.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], fallback: States | None = None) -> None:
+        self._fallback = fallback
         self._member = {
             parameter: (optimizer, index)
             for optimizer in optimizers
@@ -64,8 +66,20 @@ class KeptStates:
         optimizer, group = member
         key = (id(optimizer), group, dtype)
         if key not in self._known:
-            self._known[key] = _try(optimizer, group, dtype)
+            self._known[key] = self._find(optimizer, group, dtype)
         return self._known[key]
+
+    def _find(self, optimizer: Optimizer, group: int, dtype: torch.dtype) -> States:
+        try:
+            return _try(optimizer, group, dtype)
+        except Exception as error:
+            if self._fallback is not None:
+                return self._fallback
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step a vector by itself "
+                f"({type(error).__name__}: {error}), so what it keeps cannot be told; plan with an "
+                "optimizer such as AdamW."
+            ) from error
 
 
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -96,7 +110,9 @@ def _try(optimizer: Optimizer, index: int, dtype: torch.dtype) -> States:
     settings = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
     copy.param_groups = [{**settings, "params": [toy]}]
     step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(copy)
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    with torch.random.fork_rng(devices=[]):  # it may draw
+        step(copy)
     elementwise, scalar_bytes = {}, 0
     for key, value in copy.state.get(toy, {}).items():
         if isinstance(value, Tensor) and value.shape == toy.shape:

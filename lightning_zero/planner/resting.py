@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.offload import OffloadConfig, Tier, padded_bytes
 from lightning_zero.plan import BucketPlan, Plan
-from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.planner.optimizers import KeptStates, States
 from lightning_zero.stage import State
 
 __all__ = ["BUFFER_ELEMENT_BYTES", "Inventory", "Resting", "has_own_master", "is_elsewhere"]
@@ -55,6 +55,7 @@ class Inventory:
         accumulates: Several micro-batches are summed before a step.
         steps_by_bucket: What the optimizers keep may go to files; False for those that can only
             step everything in one call.
+        fallback: See `KeptStates`.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class Inventory:
         is_apart: bool = True,
         accumulates: bool = False,
         steps_by_bucket: bool = True,
+        fallback: States | None = None,
     ) -> None:
         self.plan = plan
         self.is_apart = is_apart
         self.accumulates = accumulates
         self.named = dict(module.named_parameters())
-        self.states = KeptStates(optimizers)
+        self.states = KeptStates(optimizers, fallback)
         self._module = module
         self._offloads = offloads
         self._steps_by_bucket = steps_by_bucket
