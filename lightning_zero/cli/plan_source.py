@@ -134,7 +134,10 @@ def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source
     factory = getattr(found, class_name, None)
     if factory is None:
         near = [
-            n for n, v in vars(found).items() if inspect.isclass(v) and issubclass(v, nn.Module)
+            name
+            for name, kind in vars(found).items()
+            if inspect.isclass(kind) and issubclass(kind, nn.Module)
+            if kind.__module__ == module_name
         ]
         raise ValueError(
             f"module {module_name} has no class {class_name}; it has {', '.join(near) or 'none'}."
