@@ -26,7 +26,9 @@ from lightning_zero.planner import (
     StepTrace,
     all_choices,
     estimate,
+    find_repeats,
     make_optimizer,
+    stretched,
     trace_step,
 )
 
@@ -199,24 +201,34 @@ def _traces(
     plan = make_plan(source.module, base, world_size=1)
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
     units = [unit.name for unit in plan.units]
-    traces: list[StepTrace | None] = []
-    for checkpointed in ([], _blocks(source.module, units)):
-        if traces and not checkpointed:
-            traces.append(None)
-            continue
-        try:
-            trace = trace_step(
-                source.module,
-                source.step,
-                units=units,
-                dtypes=dtypes,
-                autocast=precision.autocast,
-                checkpointed=checkpointed,
-            )
-        except ValueError as error:
-            return (traces[0] if traces else None, None), f"activations are not counted: {error}"
-        traces.append(trace)
-    return (traces[0], traces[1]), ""
+    blocks = _blocks(source.module, units)
+    repeats = find_repeats(source.module, units)
+    step = source.step
+
+    def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
+        return trace_step(
+            source.module,
+            step,
+            units=[name for name in units if name not in gone],
+            dtypes=dtypes,
+            autocast=precision.autocast,
+            checkpointed=[name for name in checkpointed if name not in gone],
+        )
+
+    def trace(checkpointed: Sequence[str]) -> StepTrace:
+        short = None
+        if repeats is not None:
+            short = stretched(source.module, repeats, lambda gone: run(gone, checkpointed))
+        return short or run([], checkpointed)
+
+    try:
+        plain = trace([])
+    except ValueError as error:
+        return (None, None), f"activations are not counted: {error}"
+    try:
+        return (plain, trace(blocks) if blocks else None), ""
+    except ValueError as error:
+        return (plain, None), f"activation checkpointing is not counted: {error}"
 
 
 def _blocks(module: nn.Module, units: Sequence[str]) -> list[str]:
