@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,10 @@ def measure_room(device: torch.device, ranks_per_node: int, base: ZeroConfig) ->
     else:
         device_free, device_total = host_free // ranks_per_node, host_total
     folder = _named_folder(base)
-    disk_free = 0 if folder is None else free_bytes(folder)
+    disk_free = 0
+    if folder is not None:
+        with suppress(OSError):  # it must not keep this rank from the others
+            disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
     everybody = [own]
     if dist.is_available() and dist.is_initialized():

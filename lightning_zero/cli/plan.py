@@ -8,18 +8,16 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from lightning_zero.cli.plan_report import Row, as_dict, as_text, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
-from lightning_zero.cli.sizes import in_words, parse_bytes
+from lightning_zero.cli.sizes import parse_bytes
 from lightning_zero.config import ZeroConfig
 from lightning_zero.plan import make_plan
 from lightning_zero.planner import (
-    Estimate,
     Job,
     Machine,
     Rates,
@@ -32,9 +30,8 @@ from lightning_zero.planner import (
     trace_step,
 )
 
-__all__ = ["Row", "add_parser"]
+__all__ = ["add_parser"]
 
-_GIB = 1024**3
 _DESCRIPTION = (
     "Says for every stage and offload what one rank takes on its device, its machine in CPU memory "
     "and on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of "
@@ -101,20 +98,6 @@ def _bytes(text: str) -> int:
     return parse_bytes(text)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One choice.
-
-    Attributes:
-        plain: As the module is.
-        checkpointed: With its repeated blocks under activation checkpointing; None where there are
-            none, or activations are unknown.
-    """
-
-    plain: Estimate
-    checkpointed: Estimate | None
-
-
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from lightning_zero.cli.plan_plot import check_matplotlib
@@ -143,11 +126,11 @@ def _run(args: argparse.Namespace) -> int:
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
     }
-    best = _best(rows)
+    best = best_of(rows)
     if args.json:
-        print(json.dumps({**facts, "choices": [_as_dict(row) for row in rows], "best": best}))
+        print(json.dumps({**facts, "choices": [as_dict(row) for row in rows], "best": best}))
     else:
-        print(_text(facts, rows, machine, best, note))
+        print(as_text(facts, rows, machine, best, note))
     if args.plot is not None:
         from lightning_zero.cli.plan_plot import draw
 
@@ -258,126 +241,3 @@ def _rows(
             with_less = estimate(choice, dataclasses.replace(job, trace=traces[1]), machine)
         rows.append(Row(plain, with_less))
     return rows
-
-
-def _best(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """The cheapest that fits; activation checkpointing computes the forward twice."""
-    found = [(row.plain.cost, False, row.plain) for row in rows if row.plain.fits]
-    found += [
-        (row.checkpointed.cost, True, row.checkpointed)
-        for row in rows
-        if row.checkpointed is not None and row.checkpointed.fits
-    ]
-    # Time first; at the same time of transfers, the one that computes less.
-    found.sort(key=lambda entry: (entry[0][0], entry[1], entry[0]))
-    if not found:
-        return None
-    _, is_checkpointed, best = found[0]
-    return {"choice": best.choice.name, "checkpointing": is_checkpointed, **_numbers(best)}
-
-
-def _numbers(estimate: Estimate) -> dict[str, Any]:
-    least, most = estimate.transfer_seconds
-    return {
-        "device_bytes": estimate.device_bytes,
-        "host_bytes_per_node": estimate.host_bytes,
-        "disk_bytes_per_node": estimate.disk_bytes,
-        "transfer_seconds": [least, most],
-    }
-
-
-def _as_dict(row: Row) -> dict[str, Any]:
-    plain, less = row.plain, row.checkpointed
-    return {
-        "zero": plain.choice.zero,
-        "offload": plain.choice.offload,
-        "fits": plain.fits,
-        "fits_with_checkpointing": None if less is None else less.fits,
-        **_numbers(plain),
-        "device_bytes_with_checkpointing": None if less is None else less.device_bytes,
-        "rest_bytes_per_rank": {
-            tier.value: {state.value: nbytes for state, nbytes in states.items()}
-            for tier, states in plain.resting.tiers.items()
-        },
-        "module_buffer_bytes": plain.resting.module_buffer_bytes,
-        "pool_bytes": plain.resting.pool_bytes,
-        "staging_bytes": plain.staging_bytes,
-        "peak_bytes": {
-            "gathered": plain.peak.gathered_bytes,
-            "gradient buckets": plain.peak.bucket_bytes,
-            "activations": plain.peak.activation_bytes,
-        },
-        "step_bytes": dataclasses.asdict(plain.traffic),
-        "missing_bytes": plain.excess,
-    }
-
-
-# -------------------------------------------------------------------- for people
-
-
-def _text(
-    facts: dict[str, Any], rows: Sequence[Row], machine: Machine, best: Any, note: str
-) -> str:
-    head = (
-        f"{facts['model']}: {facts['parameters']:,} parameters, {facts['precision']}, "
-        f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
-    )
-    header = ["GiB", "states", "peak", "checkpointed", "host", "disk", "sent", "seconds", "fits"]
-    lines = [header, *(_line(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-    legend = (
-        "states, peak, sent: of one rank, on its device, in a step; checkpointed: the peak with\n"
-        "activation checkpointing; host, disk: of a machine; seconds: transfers of a step, all at\n"
-        "once and one after another."
-    )
-    return "\n".join(
-        part
-        for part in (head, note, "", table, "", legend, _verdict(rows, best))
-        if part is not None
-    )
-
-
-def _line(row: Row) -> list[str]:
-    plain, less = row.plain, row.checkpointed
-    on_device = sum(next(iter(plain.resting.tiers.values())).values())
-    least, most = plain.transfer_seconds
-    fits = "yes" if plain.fits else "checkpointed" if less is not None and less.fits else "no"
-    return [
-        plain.choice.name,
-        _gib(on_device),
-        _gib(plain.device_bytes),
-        "" if less is None else _gib(less.device_bytes),
-        _gib(plain.host_bytes),
-        _gib(plain.disk_bytes),
-        _gib(plain.traffic.wire),
-        f"{least:.3g}..{most:.3g}",
-        fits,
-    ]
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.1f}" if nbytes < 100 * _GIB else f"{nbytes / _GIB:.0f}"
-
-
-def _verdict(rows: Sequence[Row], best: Any) -> str:
-    if best is not None:
-        how = " with activation checkpointing" if best["checkpointing"] else ""
-        return (
-            f"cheapest that fits: {best['choice']}{how}: {in_words(best['device_bytes'])} on each "
-            f"device, {in_words(best['host_bytes_per_node'])} of CPU memory and "
-            f"{in_words(best['disk_bytes_per_node'])} on disk for each machine"
-        )
-    estimates = [row.checkpointed or row.plain for row in rows]
-    nearest = sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]
-    lines = ["nothing fits; nearest, all with activation checkpointing where there is a number:"]
-    for one in nearest:
-        missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())
-        lines.append(f"  {one.choice.name}: {missing} too little")
-    return "\n".join(lines)

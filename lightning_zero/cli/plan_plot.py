@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightning_zero.cli.plan_report import Row
 from lightning_zero.offload import Tier
 from lightning_zero.planner import Estimate, Machine
 from lightning_zero.stage import State
-
-if TYPE_CHECKING:
-    from lightning_zero.cli.plan import Row
 
 __all__ = ["check_matplotlib", "draw"]
 

@@ -14,8 +14,9 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.offload import OffloadConfig, Tier
 from lightning_zero.plan import Plan, make_plan
 from lightning_zero.planner.optimizers import States
+from lightning_zero.planner.plain_trace import plain_trace
 from lightning_zero.planner.resting import Inventory, Resting
-from lightning_zero.planner.timeline import Peak, plain_trace, replay
+from lightning_zero.planner.timeline import Peak, replay
 from lightning_zero.planner.trace import StepTrace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 from lightning_zero.stage import STAGES, Stage, State

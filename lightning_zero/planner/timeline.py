@@ -9,6 +9,7 @@ for the next one until backward ends (`Scratch`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from lightning_zero.planner.resting import is_elsewhere
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 from lightning_zero.stage import State
 
-__all__ = ["Peak", "Replay", "plain_trace", "replay"]
+__all__ = ["Peak", "Replay", "replay"]
 
 _MAX_LANDING = 2  # means on their way to CPU memory or a file
 
@@ -44,33 +45,6 @@ class Peak:
     def total_bytes(self) -> int:
         """Of all three."""
         return self.gathered_bytes + self.bucket_bytes + self.activation_bytes
-
-
-def plain_trace(plan: Plan) -> StepTrace:
-    """A step in the order of registration, without activations, for a module that cannot be run."""
-    units = [unit for unit in plan.units if unit.name]
-    moments = []
-    for unit in units:
-        moments.append(Moment(Event.FORWARD, unit.name, is_awaited=True))
-        moments.append(Moment(Event.FORWARD_END, unit.name))
-    moments.append(Moment(Event.TURN))
-    for unit in reversed(units):
-        moments.append(Moment(Event.BACKWARD, unit.name))
-        moments += _gradients_of(unit)
-        moments.append(Moment(Event.BACKWARD_END, unit.name))
-    for unit in plan.units:
-        if not unit.name:
-            moments += _gradients_of(unit)
-    return StepTrace((*moments, Moment(Event.END)))
-
-
-def _gradients_of(unit: UnitPlan) -> list[Moment]:
-    return [
-        Moment(Event.GRAD, slot.name)
-        for bucket in reversed(unit.buckets)
-        if bucket.is_trainable
-        for slot in reversed(bucket.layout.slots)
-    ]
 
 
 def replay(
@@ -149,10 +123,7 @@ class Replay:
             self._act(moment)
             self._look(self._activation_bytes)
         self._last = self._order
-        most = self._most
-        return Peak(
-            most.gathered_bytes, most.bucket_bytes, most.activation_bytes, Counter(self._gathers)
-        )
+        return dataclasses.replace(self._most, num_gathers=self._gathers)
 
     def _look(self, activation_bytes: int) -> None:
         gathered = sum(

@@ -8,10 +8,11 @@ import torch
 
 from lightning_zero import ZeroConfig
 from lightning_zero.plan import make_plan
+from lightning_zero.planner import Choice, Job, Machine, estimate, trace_step
 from lightning_zero.planner.optimizers import KeptStates, make_optimizer
 from lightning_zero.planner.resting import Inventory
 from tests.distributed.ranks import run_ranks
-from tests.planned import MODELS, choices, train
+from tests.planned import MODELS, choices, loss_of, train
 
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, fused=True),
@@ -100,6 +101,39 @@ def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
     kept = KeptStates([torch.optim.SGD(groups, lr=0.1)])
     assert kept.of(module.weight, torch.float32).elementwise == {"momentum_buffer": 4}
     assert kept.of(module.bias, torch.float32).elementwise == {}
+
+
+def _count_files(rank, world_size, cases):
+    """By case: bytes read from and written to files in the fourth step."""
+    Path("swap").mkdir(exist_ok=True)
+    found = []
+    for name, config in cases:
+        totals = []
+        for num_steps in (3, 4):
+            trained = train(name, config, OPTIMIZERS["adamw"], num_steps=num_steps)
+            trained.engine.storage.pipeline.drain()  # else writes are still under way
+            report = trained.engine.memory_report()
+            totals.append((report.nvme_read_bytes, report.nvme_written_bytes))
+            trained.engine.close()
+        found.append(tuple(after - before for before, after in zip(*totals, strict=True)))
+    return found
+
+
+def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes():
+    nvme = [config for config in choices() if config.stage > 1 and "nvme" in repr(config)]
+    nvme = [config for config in nvme if config.offload_optimizer.device == "nvme"]
+    cases = [("gpt", nvme[0]), ("gpt", nvme[3].replace(param_dtype="bf16")), ("llama", nvme[4])]
+    assert [config.offload_param is not None for _, config in cases] == [False, True, False]
+    counted = run_ranks(2, _count_files, cases, timeout_s=120)[0]
+    for (name, config), found in zip(cases, counted, strict=True):
+        with torch.device("meta"):
+            module = MODELS[name].build()
+        plan = make_plan(module, ZeroConfig(stage=3), world_size=2)
+        step = partial(loss_of, batch=MODELS[name].batch())
+        trace = trace_step(module, step, units=[unit.name for unit in plan.units])
+        job = Job(module, [torch.optim.AdamW(module.parameters())], trace)
+        traffic = estimate(Choice("", "", config), job, Machine(2, 2, is_apart=False)).traffic
+        assert (traffic.nvme_read, traffic.nvme_written) == found, (name, config)
 
 
 def test_unknown_optimizers_are_refused_with_those_there_are():
