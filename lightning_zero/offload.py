@@ -18,10 +18,27 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Budgets", "BucketTiers", "OffloadConfig", "ShardBytes", "Tier", "assign_tiers"]
+import torch
 
+__all__ = [
+    "PAGE_BYTES",
+    "Budgets",
+    "BucketTiers",
+    "OffloadConfig",
+    "ShardBytes",
+    "Tier",
+    "assign_tiers",
+    "padded_bytes",
+]
+
+PAGE_BYTES = 4096  # what O_DIRECT wants memory, offsets and lengths to be a multiple of
 _DEVICES = ("cpu", "nvme", "auto")
 _PATH_VARIABLES = ("LIGHTNING_ZERO_NVME_PATH", "SLURM_TMPDIR")
+
+
+def padded_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of `numel` elements, rounded up to whole pages."""
+    return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 class Tier(Enum):
@@ -137,6 +154,11 @@ class OffloadConfig:
         if value.get("device") in (None, "none"):
             return None
         return cls(**value)
+
+    @property
+    def has_named_folder(self) -> bool:
+        """Somebody has said where files may go."""
+        return self.nvme_path is not None or any(map(os.environ.get, _PATH_VARIABLES))
 
     @property
     def folder(self) -> str:

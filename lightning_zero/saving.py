@@ -209,7 +209,7 @@ class Saving:
                 self._shards |= shards_in(masters)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        checkpoint[NOTE_KEY] = {
+        checkpoint[NOTE_KEY] = checkpoint.get(NOTE_KEY, {}) | {
             "version": lightning_zero.__version__,
             "stage": engine.config.stage,
             "world_size": engine.comm.size,

@@ -254,7 +254,8 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
                 raise ValueError(
                     f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
                     "cut when the engine was built: nothing asked for it whole. Give this "
-                    "optimizer all of its parameters before that (in Lightning, in configure_optimizers)."
+                    "optimizer all of its parameters before that (in Lightning, in "
+                    "configure_optimizers)."
                 )
 
 

@@ -37,13 +37,21 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.auto import (
+    AUTO,
+    AutoChoice,
+    auto_base,
+    choose,
+    measure_room,
+    refuse_what_cannot,
+)
 from lightning_zero.averages import Averages, check_restorable
 from lightning_zero.awaited import await_values, forget_awaited
 from lightning_zero.building import Building
@@ -83,6 +91,7 @@ from lightning_zero.refused import refuse_callbacks
 from lightning_zero.requeue import RequeuedExit
 from lightning_zero.saving import (
     MASTERS_KEY,
+    NOTE_KEY,
     CheckpointForm,
     Saving,
     is_own_io,
@@ -113,7 +122,10 @@ class ZeroStrategy(ParallelStrategy):
     `zero3_offload_nvme`, each also with `_notebook`.
 
     Args:
-        stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3.
+        stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3. "auto": the
+            fastest of 1, 2 and 3 that leaves a third of the free memory to activations, and
+            offload where none does; to files only where `nvme_path` or its variable names a folder.
+            `config` says it once training has begun, as do the log, the loggers and checkpoints.
         reduce_bucket_size: See `ZeroConfig` for this and the following, up to
             `sharding_group_size`.
         allgather_bucket_size: Stages 1 and 2, in elements.
@@ -136,6 +148,8 @@ class ZeroStrategy(ParallelStrategy):
             all.
         checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
             writes its own part. "auto": full below 2^31 parameter elements.
+        check_memory: Refuse to begin where model states alone are more than all the memory there
+            is, and say what would fit.
         async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
             shards in CPU memory.
         accelerator: As in every Lightning strategy, for this and the following.
@@ -157,7 +171,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        stage: int = 3,
+        stage: int | str = 3,
         *,
         reduce_bucket_size: int | float | None = None,
         allgather_bucket_size: int | float | None = None,
@@ -176,6 +190,7 @@ class ZeroStrategy(ParallelStrategy):
         sharding_group_size: int | str | None = None,
         checkpoint: CheckpointForm = "auto",
         async_save: bool = False,
+        check_memory: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -185,24 +200,30 @@ class ZeroStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
-        self.config = ZeroConfig(
-            stage=stage,
-            reduce_bucket_size=reduce_bucket_size,  # type: ignore[arg-type]  # 5e8 is accepted
-            allgather_bucket_size=allgather_bucket_size,  # type: ignore[arg-type]
-            prefetch_bucket_size=prefetch_bucket_size,  # type: ignore[arg-type]
-            param_persistence_threshold=param_persistence_threshold,  # type: ignore[arg-type]
-            max_live_parameters=max_live_parameters,  # type: ignore[arg-type]
-            reshard_after_forward=reshard_after_forward,
-            overlap_comm=overlap_comm,
-            reduce_dtype=reduce_dtype,
-            param_dtype=param_dtype,
-            broadcast_buffers=broadcast_buffers,
-            assume_elementwise=assume_elementwise,
-            offload_optimizer=offload_optimizer,
-            offload_param=offload_param,
-            overlap_step=overlap_step,
-            sharding_group_size=sharding_group_size,
-        )
+        settings: dict[str, Any] = {
+            "reduce_bucket_size": reduce_bucket_size,
+            "allgather_bucket_size": allgather_bucket_size,
+            "prefetch_bucket_size": prefetch_bucket_size,
+            "param_persistence_threshold": param_persistence_threshold,
+            "max_live_parameters": max_live_parameters,
+            "reshard_after_forward": reshard_after_forward,
+            "overlap_comm": overlap_comm,
+            "reduce_dtype": reduce_dtype,
+            "param_dtype": param_dtype,
+            "broadcast_buffers": broadcast_buffers,
+            "assume_elementwise": assume_elementwise,
+            "offload_optimizer": offload_optimizer,
+            "offload_param": offload_param,
+            "overlap_step": overlap_step,
+            "sharding_group_size": sharding_group_size,
+        }
+        is_auto = stage == AUTO
+        self.config = auto_base(settings) if is_auto else ZeroConfig(stage, **settings)  # type: ignore[arg-type]
+        self._auto_base = self.config if is_auto else None
+        self._auto: AutoChoice | None = None  # once there is a model
+        if not isinstance(check_memory, bool):
+            raise TypeError(f"check_memory must be True or False, got {check_memory!r}.")
+        self._checks_memory = check_memory
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
         self._saving = Saving(checkpoint, is_async=async_save)
@@ -471,10 +492,10 @@ class ZeroStrategy(ParallelStrategy):
             self._last_engine = None
         self._last_masters = {}
         plugin = self.precision_plugin
-        config = self.config
-        if config.param_dtype is None and isinstance(plugin, ZeroPrecision):
-            config = config.replace(param_dtype=plugin.param_dtype)
-        config = config.replace(sharding_group_size=self._group_size)
+        param_dtype = plugin.param_dtype if isinstance(plugin, ZeroPrecision) else None
+        config = self._plan(param_dtype)
+        if config.param_dtype is None:
+            config = config.replace(param_dtype=param_dtype)
         self._engine = Engine(
             self.lightning_module,
             [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)],
@@ -535,6 +556,37 @@ class ZeroStrategy(ParallelStrategy):
             building.abort()
             raise
         building.close()
+
+    def _plan(self, param_dtype: torch.dtype | None) -> ZeroConfig:
+        """The settings to train with: chosen where `stage="auto"`, refused where nothing fits."""
+        assert self.lightning_module is not None
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        base = (self._auto_base or self.config).replace(sharding_group_size=self._group_size)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._auto_base is None and not (is_fitting and self._checks_memory):
+            return base
+        if base.param_dtype is None:
+            base = base.replace(param_dtype=param_dtype)
+        optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
+        room = measure_room(self.root_device, self.num_processes, base)
+        shape: dict[str, Any] = {
+            "num_ranks": self.world_size,
+            "ranks_per_node": self.num_processes,
+            "is_apart": self.root_device.type != "cpu",
+        }
+        if self._auto_base is not None:
+            micro_batches = trainer.accumulate_grad_batches
+            self._auto = choose(
+                module, optimizers, base, room, **shape, num_micro_batches=micro_batches
+            )
+            base = self.config = self._auto.config
+            rank_zero_info(f'stage="auto": {self._auto.reason}')
+            if is_fitting:
+                for logger in trainer.loggers:
+                    logger.log_hyperparams(self._auto.as_hyperparameters())
+        if is_fitting and self._checks_memory:
+            refuse_what_cannot(module, optimizers, base, room, **shape)
+        return base
 
     # ---------------------------------------------------------------- steps
 
@@ -719,6 +771,9 @@ class ZeroStrategy(ParallelStrategy):
                 f"{_RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
             )
             return
+        if self._auto is not None:
+            chosen = {"reason": self._auto.reason, **self._auto.as_hyperparameters()}
+            checkpoint[NOTE_KEY] = {"auto": chosen}
         engine = self._engine
         if (owner := engine or self._last_engine) is not None and self._is_sharded:
             if storage_options is not None:

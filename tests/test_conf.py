@@ -24,7 +24,7 @@ CHOICES = {
     for folder in sorted({path.parent for path in FILES} - {CONF})
 }
 COMBINATIONS = list(itertools.product(CHOICES["zero"], CHOICES["bucket"], CHOICES["overlap"]))
-STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3}
+STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3, "auto": 3}  # auto: until it is set up
 
 
 def composed(*overrides):
@@ -146,7 +146,7 @@ def test_an_experiment_changes_what_it_says(choice):
             "trainer.strategy.overlap_comm=perhaps",
             r"'perhaps' is not a valid bool(.*\n)+.*\(--cfg job",
         ),
-        ("trainer.strategy.stage=three", "'three' .* could not be converted to Integer"),
+        ("trainer.strategy.async_save=3.5", "'3.5' is not a valid bool|not convertible to bool"),
         ("trainer.strategy.reduce_bucket_size=[1]", "incompatible with type hint"),
     ],
 )

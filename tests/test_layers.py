@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
-    0: {"stage", "config", "layout", "mesh", "offload", "plan", "memory", "deepspeed"},
+    0: {"stage", "config", "layout", "mesh", "offload", "plan", "memory", "deepspeed", "planner"},
     1: {
         "axes",
         "buffer",
@@ -55,6 +55,7 @@ LAYERS = {
     3: {"checkpoint"},
     4: {
         "averages",
+        "auto",
         "callbacks",
         "checkpoint_io",
         "cli",

@@ -145,6 +145,7 @@ def test_every_option_of_the_engine_is_listed():
     of_the_strategy = [
         "checkpoint",
         "async_save",
+        "check_memory",
         "timeout",
         "process_group_backend",
         "start_method",

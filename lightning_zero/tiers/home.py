@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.offload import Tier
+from lightning_zero.offload import PAGE_BYTES, Tier, padded_bytes
 from lightning_zero.stored import StoredTensor
 from lightning_zero.tiers.buffers import aligned_empty
 from lightning_zero.tiers.file import NvmeFile
@@ -21,13 +21,6 @@ from lightning_zero.tiers.pipeline import Piece
 from lightning_zero.tiers.transfer import Transfer
 
 __all__ = ["PAGE_BYTES", "Home", "InFile", "InMemory", "padded_bytes"]
-
-PAGE_BYTES = 4096  # what O_DIRECT wants memory, offsets and lengths to be a multiple of
-
-
-def padded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of `numel` elements, rounded up to whole pages."""
-    return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 class Home(Protocol):

@@ -74,7 +74,7 @@ class Sampler:
         for module in model.modules():
             module.register_forward_pre_hook(self.take)
             module.register_forward_hook(self._take_twice)
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self.take)
         optimizer.register_step_pre_hook(self.take)
         optimizer.register_step_post_hook(self.take)
@@ -84,7 +84,7 @@ class Sampler:
 
     def _take_twice(self, module: nn.Module, args: object, output: Tensor) -> None:
         self.take()
-        if output.requires_grad:
+        if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(self.take)  # when backward arrives here
 
 

@@ -1,0 +1,243 @@
+"""`lightning-zero plan`: what every stage and offload would take, before a job is submitted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from lightning_zero.cli.plan_report import Row, as_dict, as_text, best_of
+from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
+from lightning_zero.cli.sizes import parse_bytes
+from lightning_zero.config import ZeroConfig
+from lightning_zero.plan import make_plan
+from lightning_zero.planner import (
+    Job,
+    Machine,
+    Rates,
+    StepTrace,
+    all_choices,
+    estimate,
+    find_repeats,
+    make_optimizer,
+    stretched,
+    trace_step,
+)
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = (
+    "Says for every stage and offload what one rank takes on its device, its machine in CPU memory "
+    "and on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of "
+    "the engine itself, without a device. The status is 1 where nothing fits."
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "plan", help="say what a job would take", description=_DESCRIPTION, allow_abbrev=False
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="a preset, such as llama2_70b")
+    what.add_argument("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
+    what.add_argument("--config-name", help="a Hydra configuration, with overrides behind it")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration")
+    parser.add_argument("--config-dir", help="of --config-name (default: the package's conf)")
+    parser.add_argument("--arg", action="append", default=[], help="NAME=VALUE for the class")
+    parser.add_argument(
+        "--input", action="append", default=[], help="shape of an argument: 8x3x224x224, 8x64:int64"
+    )
+    parser.add_argument("--batch", type=_count, help="of a rank (default: 1)")
+    parser.add_argument("--context", type=_count, help="in tokens (default: 1024)")
+    parser.add_argument("--micro-batches", type=_count, help="in a step (default: 1)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="(default: bf16-mixed)")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="(default: adamw)")
+    parser.add_argument("--ranks", type=_count, help="in all")
+    parser.add_argument("--ranks-per-node", type=_count, help="(default: --ranks, at most 8)")
+    parser.add_argument("--device-memory", type=_bytes, help="of a rank, such as 24GiB")
+    parser.add_argument("--host-memory", type=_bytes, help="of a machine, such as 512GiB")
+    parser.add_argument("--disk", type=_bytes, help="of a machine, such as 2TB")
+    parser.add_argument("--on-cpu", action="store_true", help="ranks compute on the CPU")
+    for name, what_for in (
+        ("link", "between ranks, of one"),
+        ("cpu-link", "between device and CPU memory, of one rank"),
+        ("io", "of a machine's disk, as io-bench measures it (mixed)"),
+    ):
+        parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="GB", help=what_for)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
+    parser.set_defaults(run=_run)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if rate <= 0:
+        raise argparse.ArgumentTypeError(f"expected GB per second such as 25, got {text!r}")
+    return rate * 1e9
+
+
+def _bytes(text: str) -> int:
+    if re.fullmatch(r"[\d.]+", text.strip()):
+        raise argparse.ArgumentTypeError(f"{text} has no unit; say {text}GiB or {text}GB")
+    return parse_bytes(text)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        from lightning_zero.cli.plan_plot import check_matplotlib
+
+        check_matplotlib()
+    source = of_arguments(args)
+    name = args.precision or source.settings.get("precision") or "bf16-mixed"
+    if name not in PRECISIONS:
+        raise ValueError(f"precision {name!r} is none of {', '.join(PRECISIONS)}.")
+    precision = PRECISIONS[name]
+    if precision.module is not None:
+        source.module.to(precision.module)
+    config = source.config
+    if config.param_dtype is None:
+        config = config.replace(param_dtype=precision.param)
+    machine, num_micro_batches = _machine(args, source), _micro_batches(args, source)
+    traces, note = _traces(source, config, precision)
+    rows = _rows(source.module, config, args.optimizer, machine, traces, num_micro_batches)
+    numel = sum(p.numel() for p in source.module.parameters())
+    facts = {
+        "model": source.title,
+        "parameters": numel,
+        "precision": name,
+        "optimizer": args.optimizer,
+        "ranks": machine.num_ranks,
+        "ranks_per_node": machine.ranks_per_node,
+        "micro_batches": num_micro_batches,
+    }
+    best = best_of(rows)
+    if args.json:
+        print(json.dumps({**facts, "choices": [as_dict(row) for row in rows], "best": best}))
+    else:
+        print(as_text(facts, rows, machine, best, note))
+    if args.plot is not None:
+        from lightning_zero.cli.plan_plot import draw
+
+        draw(rows, machine, f"{source.title}, {name}, {machine.num_ranks} ranks", args.plot)
+        print(f"plot: {args.plot}", file=sys.stderr)
+    return 0 if best else 1
+
+
+def _machine(args: argparse.Namespace, source: Source) -> Machine:
+    num_ranks = args.ranks or source.settings.get("ranks")
+    if not num_ranks:
+        raise ValueError("say for how many ranks, such as --ranks 8.")
+    per_node = args.ranks_per_node or source.settings.get("ranks_per_node") or min(num_ranks, 8)
+    if args.ranks and not args.ranks_per_node:
+        per_node = min(num_ranks, 8)
+    if num_ranks % per_node:
+        raise ValueError(
+            f"--ranks {num_ranks} are not on machines of {per_node} each; set --ranks-per-node."
+        )
+    device_bytes = args.device_memory
+    if args.on_cpu and device_bytes is None and args.host_memory is not None:
+        device_bytes = args.host_memory // per_node
+    given = {
+        "link": args.link_gb_per_s,
+        "cpu_link": args.cpu_link_gb_per_s,
+        "nvme": args.io_gb_per_s,
+    }
+    rates = dataclasses.replace(Rates(), **{k: v for k, v in given.items() if v is not None})
+    return Machine(
+        num_ranks,
+        per_node,
+        device_bytes,
+        args.host_memory,
+        args.disk,
+        is_apart=not args.on_cpu,
+        rates=rates,
+    )
+
+
+def _micro_batches(args: argparse.Namespace, source: Source) -> int:
+    return int(args.micro_batches or source.settings.get("micro_batches") or 1)
+
+
+def _traces(
+    source: Source, config: ZeroConfig, precision: Precision
+) -> tuple[tuple[StepTrace | None, StepTrace | None], str]:
+    """The step as it is, and with activation checkpointing; and what cannot be told."""
+    if source.step is None:
+        return (None, None), "activations are not counted; give the shapes of inputs by --input."
+    base = ZeroConfig(stage=3, param_dtype=config.param_dtype)
+    plan = make_plan(source.module, base, world_size=1)
+    dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
+    units = [unit.name for unit in plan.units]
+    blocks = _blocks(source.module, units)
+    repeats = find_repeats(source.module, units)
+    step = source.step
+
+    def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
+        return trace_step(
+            source.module,
+            step,
+            units=[name for name in units if name not in gone],
+            dtypes=dtypes,
+            autocast=precision.autocast,
+            checkpointed=[name for name in checkpointed if name not in gone],
+        )
+
+    def trace(checkpointed: Sequence[str]) -> StepTrace:
+        short = None
+        if repeats is not None:
+            short = stretched(source.module, repeats, lambda gone: run(gone, checkpointed))
+        return short or run([], checkpointed)
+
+    try:
+        plain = trace([])
+    except ValueError as error:
+        return (None, None), f"activations are not counted: {error}"
+    try:
+        return (plain, trace(blocks) if blocks else None), ""
+    except ValueError as error:
+        return (plain, None), f"activation checkpointing is not counted: {error}"
+
+
+def _blocks(module: nn.Module, units: Sequence[str]) -> list[str]:
+    """Units of a class that there is more than once."""
+    classes = [type(module.get_submodule(name)) for name in units if name]
+    return [n for n in units if n and classes.count(type(module.get_submodule(n))) > 1]
+
+
+def _rows(
+    module: nn.Module,
+    config: ZeroConfig,
+    optimizer_name: str,
+    machine: Machine,
+    traces: tuple[StepTrace | None, StepTrace | None],
+    num_micro_batches: int,
+) -> list[Row]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"{type(module).__name__} has no parameter that is trained.")
+    optimizer = make_optimizer(optimizer_name, trained)
+    job = Job(module, [optimizer], traces[0], num_micro_batches)
+    rows = []
+    for choice in all_choices(config):
+        plain = estimate(choice, job, machine)
+        with_less = None
+        if traces[1] is not None:
+            with_less = estimate(choice, dataclasses.replace(job, trace=traces[1]), machine)
+        rows.append(Row(plain, with_less))
+    return rows

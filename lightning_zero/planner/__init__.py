@@ -1,0 +1,48 @@
+"""Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
+
+    resting     bytes at rest, by the rules by which the engine allocates
+    trace       one step on fake tensors: order of use, activations
+    stretch     the same of a deep model, from a few of its blocks
+    timeline    the schedule replayed on that: the most of a step
+    traffic     bytes between ranks and tiers, and the time they take
+    choices     all of it for every choice; which fit; the cheapest
+
+No device and no process group is touched.
+"""
+
+from lightning_zero.planner.choices import (
+    Choice,
+    Estimate,
+    Job,
+    Machine,
+    all_choices,
+    cheapest,
+    estimate,
+)
+from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizer
+from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape
+from lightning_zero.planner.stretch import Repeats, find_repeats, stretched
+from lightning_zero.planner.trace import StepTrace, trace_step
+from lightning_zero.planner.traffic import Rates, Traffic
+
+__all__ = [
+    "OPTIMIZER_NAMES",
+    "SHAPES",
+    "Choice",
+    "Decoder",
+    "DecoderShape",
+    "Estimate",
+    "Job",
+    "Machine",
+    "Rates",
+    "Repeats",
+    "StepTrace",
+    "Traffic",
+    "all_choices",
+    "cheapest",
+    "estimate",
+    "find_repeats",
+    "make_optimizer",
+    "stretched",
+    "trace_step",
+]

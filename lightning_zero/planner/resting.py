@@ -1,0 +1,225 @@
+"""Bytes at rest of one rank, by tier and state, before there is an engine.
+
+[Note: Counted as the engine counts] Every rule here is one of `Shards`, `Gradients`, `Storage` and
+`MemoryReport`, on the engine's own plan; a test compares them to the byte. What rests is what there
+is after a step, before gradients are zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.offload import OffloadConfig, Tier, padded_bytes
+from lightning_zero.plan import BucketPlan, Plan
+from lightning_zero.planner.optimizers import KeptStates, States
+from lightning_zero.stage import State
+
+__all__ = ["BUFFER_ELEMENT_BYTES", "Inventory", "Resting", "has_own_master", "is_elsewhere"]
+
+BUFFER_ELEMENT_BYTES = 4  # of `OffloadConfig.buffer_size`
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Bytes of one rank.
+
+    Attributes:
+        tiers: By tier and state, as `MemoryReport.tiers`.
+        pool_bytes: CPU memory of the buffers through which files travel.
+        module_buffer_bytes: Of the module's buffers, which every rank has whole on the device.
+    """
+
+    tiers: Mapping[Tier, Mapping[State, int]]
+    pool_bytes: int
+    module_buffer_bytes: int
+
+    def tier_bytes(self, tier: Tier) -> int:
+        """Of all states in `tier`."""
+        return sum(self.tiers.get(tier, {}).values())
+
+
+class Inventory:
+    """Counts what rests on a rank.
+
+    Args:
+        plan: The engine's.
+        module: It was made of; meta tensors will do.
+        optimizers: The same as the engine's.
+        offloads: For parameters and optimizer, as `ZeroConfig.offloads`.
+        is_apart: CPU memory is other memory than the device's.
+        accumulates: Several micro-batches are summed before a step.
+        steps_by_bucket: What the optimizers keep may go to files; False for those that can only
+            step everything in one call.
+        fallback: See `KeptStates`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        offloads: tuple[OffloadConfig | None, OffloadConfig | None] = (None, None),
+        is_apart: bool = True,
+        accumulates: bool = False,
+        steps_by_bucket: bool = True,
+        fallback: States | None = None,
+    ) -> None:
+        self.plan = plan
+        self.is_apart = is_apart
+        self.accumulates = accumulates
+        self.named = dict(module.named_parameters())
+        self.states = KeptStates(optimizers, fallback)
+        self._module = module
+        self._offloads = offloads
+        self._steps_by_bucket = steps_by_bucket
+
+    def resting(self, rank: int = 0) -> Resting:
+        """What rests on `rank`."""
+        used = {Tier.DEVICE}
+        for bucket in self.plan.buckets:
+            used |= {bucket.tiers.param, bucket.tiers.optim, bucket.tiers.grad}
+        held = {tier: dict.fromkeys(State, 0) for tier in Tier if tier in used}
+
+        def add(tier: Tier, state: State, nbytes: int) -> None:
+            held.setdefault(tier, dict.fromkeys(State, 0))[state] += nbytes
+
+        for bucket in self.plan.buckets:
+            add(*self._param(bucket))
+            for tier, nbytes in self._grad(bucket):
+                add(tier, State.GRAD, nbytes)
+            add(bucket.tiers.optim, State.OPTIM, self._master(bucket))
+            for tier, nbytes in self._moments(bucket, rank):
+                add(tier, State.OPTIM, nbytes)
+        buffers = sum(b.numel() * b.element_size() for b in self._module.buffers())
+        return Resting(held, self._pool_bytes(), buffers)
+
+    def parameter(self, bucket: BucketPlan, index: int) -> nn.Parameter:
+        """The parameter of a slot."""
+        return self.named[bucket.layout.slots[index].name]
+
+    # ---------------------------------------------------------------- by state
+
+    def _param(self, bucket: BucketPlan) -> tuple[Tier, State, int]:
+        if not bucket.stage.has_shard(State.PARAM):
+            return Tier.DEVICE, State.PARAM, bucket.layout.numel * bucket.dtype.itemsize
+        tier = bucket.tiers.param
+        nbytes = self._at_rest(bucket.layout.shard_numel, bucket.dtype, tier)
+        return tier, State.PARAM, nbytes
+
+    def _grad(self, bucket: BucketPlan) -> list[tuple[Tier, int]]:
+        if not bucket.is_trainable:
+            return []
+        layout, dtype = bucket.layout, self.plan.grad_dtype(bucket)
+        if not bucket.stage.has_shard(State.OPTIM):  # the mean is whole, in the buffer itself
+            return [(Tier.DEVICE, layout.numel * dtype.itemsize)]
+        is_elsewhere_ = is_elsewhere(bucket.tiers.grad, self.is_apart)
+        tier = bucket.tiers.grad if is_elsewhere_ else Tier.DEVICE
+        mean = (tier, self._at_rest(layout.shard_numel, dtype, tier))
+        if bucket.stage.has_shard(State.GRAD):
+            return [mean]
+        # Micro-batches are summed in the mean's dtype; else the whole buffer has the parameters'.
+        of_whole = dtype if self.accumulates else bucket.dtype
+        whole = (Tier.DEVICE, layout.numel * of_whole.itemsize)
+        is_in_place = of_whole == dtype and not is_elsewhere_
+        return [whole] if is_in_place else [whole, mean]
+
+    def _master(self, bucket: BucketPlan) -> int:
+        if not has_own_master(bucket) or not self._needs_master(bucket):
+            return 0
+        if not bucket.stage.has_shard(State.OPTIM):
+            return bucket.layout.numel * bucket.master_dtype.itemsize
+        return self._at_rest(bucket.layout.shard_numel, bucket.master_dtype, bucket.tiers.optim)
+
+    def _needs_master(self, bucket: BucketPlan) -> bool:
+        slots = range(len(bucket.layout.slots))
+        own = [self.parameter(bucket, index).dtype.itemsize for index in slots]
+        return bucket.is_trainable or any(size > bucket.dtype.itemsize for size in own)
+
+    def _moments(self, bucket: BucketPlan, rank: int) -> list[tuple[Tier, int]]:
+        tier = bucket.tiers.optim
+        found: list[tuple[Tier, int]] = []
+        files: dict[str, int] = {}
+        for index, slot in enumerate(bucket.layout.slots):
+            states = self.states.of(self.parameter(bucket, index), bucket.master_dtype)
+            nbytes = states.scalar_bytes
+            if tier is Tier.NVME and self._steps_by_bucket:
+                files.update(states.elementwise)
+            elif bucket.stage.has_shard(State.OPTIM):
+                nbytes += len(bucket.layout.owned(slot, rank)) * states.element_bytes
+            else:
+                nbytes += slot.numel * states.element_bytes
+            found.append((Tier.CPU if tier is Tier.NVME else tier, nbytes))
+        for itemsize in files.values():
+            found.append((tier, padded_bytes(bucket.layout.shard_numel * itemsize, torch.uint8)))
+        return found
+
+    def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
+        is_padded = tier is Tier.NVME or (tier is Tier.CPU and self.is_apart)
+        return padded_bytes(numel, dtype) if is_padded else numel * dtype.itemsize
+
+    # ---------------------------------------------------------------- buffers of files
+
+    def _pool_bytes(self) -> int:
+        param, optimizer = self._offloads
+        nbytes = 0
+        if self.steps_files:
+            has_files = optimizer is not None and optimizer.device != "cpu"
+            nbytes += _pool_bytes(optimizer if has_files else param)
+        if any(b.tiers.param is Tier.NVME for b in self.plan.buckets):
+            nbytes += _pool_bytes(param)
+        return nbytes
+
+    @property
+    def steps_files(self) -> bool:
+        """A step reads or writes files through buffers."""
+        return self._steps_by_bucket and any(self.stepped_files(b) for b in self.plan.buckets)
+
+    def stepped_files(self, bucket: BucketPlan) -> list[tuple[bool, bool, int]]:
+        """For each file that a step of `bucket` passes through: is read, is written, bytes."""
+        if not bucket.is_trainable or not bucket.stage.has_shard(State.OPTIM):
+            return []
+        layout, files = bucket.layout, []
+        param_in_file = bucket.stage.has_shard(State.PARAM) and bucket.tiers.param is Tier.NVME
+        param = padded_bytes(layout.shard_numel, bucket.dtype)
+        master = padded_bytes(layout.shard_numel, bucket.master_dtype)
+        grad = padded_bytes(layout.shard_numel, self.plan.grad_dtype(bucket))
+        if has_own_master(bucket):
+            if bucket.tiers.optim is Tier.NVME:
+                files.append((True, True, master))
+            if param_in_file:
+                files.append((False, True, param))
+        elif param_in_file:
+            files.append((True, True, param))
+        if bucket.tiers.grad is Tier.NVME:
+            files.append((True, False, grad))
+        if bucket.tiers.optim is Tier.NVME:
+            kept: dict[str, int] = {}
+            for index in range(len(layout.slots)):
+                parameter = self.parameter(bucket, index)
+                kept.update(self.states.of(parameter, bucket.master_dtype).elementwise)
+            of_file = [
+                padded_bytes(layout.shard_numel * size, torch.uint8) for size in kept.values()
+            ]
+            files += [(True, True, nbytes) for nbytes in of_file]
+        return files
+
+
+def has_own_master(bucket: BucketPlan) -> bool:
+    """The master is another tensor than the parameters, in another dtype."""
+    return bucket.master_dtype != bucket.dtype
+
+
+def is_elsewhere(tier: Tier, is_apart: bool) -> bool:
+    """A tensor of the device must travel to rest in `tier`."""
+    return tier is Tier.NVME or (tier is Tier.CPU and is_apart)
+
+
+def _pool_bytes(config: OffloadConfig | None) -> int:
+    config = config or OffloadConfig()
+    return config.buffer_count * config.buffer_size * BUFFER_ELEMENT_BYTES

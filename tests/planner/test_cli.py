@@ -1,0 +1,224 @@
+"""`lightning-zero plan`, as a user types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from examples.gpt import GPT, GPTConfig
+from lightning_zero.cli import main
+from lightning_zero.planner import SHAPES, Decoder, DecoderShape
+from tests.planned import MODELS
+from tests.test_conf import composed
+
+ROOT = Path(__file__).parents[2]
+GIB = 1024**3
+SMALL = ["--model", "tiny", "--context", "32", "--ranks", "2"]
+LLAMA = ["--model", "llama2_70b", "--ranks", "8", "--host-memory", "512GiB", "--disk", "2TB"]
+# Classes that a user would name, as seen from the root of the repository.
+VIT, GPT_CLASS = "tests.planned:ViT", "tests.planned:a_llama"
+
+
+def plan(capsys, *arguments, status=0):
+    assert main(["plan", *arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def choice(found, zero, offload="none"):
+    (one,) = [c for c in found["choices"] if (c["zero"], c["offload"]) == (zero, offload)]
+    return one
+
+
+def rest(one, tier):
+    return sum(one["rest_bytes_per_rank"].get(tier, {}).values())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Llama 2 70B in float32 on 8 devices of 24 GiB, once for all tests."""
+    rest = ["--precision", "32-true", "--device-memory", "24GiB", "--context", "512", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.cli", "plan", *LLAMA, *rest],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_llama_2_70b_does_not_fit_eight_devices_of_24_gib_without_offload(llama):
+    assert llama["parameters"] == 68_976_648_192
+    stage3 = choice(llama, "stage3")
+    assert rest(stage3, "device") == pytest.approx(16 * 68.98e9 / 8, rel=0.001)  # 138 GB
+    assert not stage3["fits"]
+    assert not stage3["fits_with_checkpointing"]
+
+
+def test_it_fits_with_everything_in_files_and_the_plan_says_what_that_takes(llama):
+    in_memory = choice(llama, "stage3", "cpu")
+    assert in_memory["host_bytes_per_node"] == pytest.approx(16 * 68.98e9, rel=0.001)  # 1.1 TB
+    assert "host memory" in in_memory["missing_bytes"]
+    nvme = choice(llama, "stage3", "nvme")
+    assert nvme["fits_with_checkpointing"]
+    assert nvme["disk_bytes_per_node"] == pytest.approx(12 * 68.98e9, rel=0.001)
+    buffers = 8 * 2 * 4 * 2**24 * 4  # ranks, pools, buffers, elements, bytes
+    assert nvme["host_bytes_per_node"] - buffers == pytest.approx(4 * 68.98e9, rel=0.03)
+    assert llama["best"]["choice"].startswith("stage3, offload=nvme")
+
+
+def test_what_a_rank_sends_is_two_and_three_times_the_parameters(llama):
+    whole = 4 * 68.98e9 * 7 / 8
+    for zero in ("off", "stage1", "stage2"):
+        assert choice(llama, zero)["step_bytes"]["wire"] == pytest.approx(2 * whole, rel=0.001)
+    # The root and the last block stay whole from forward to backward.
+    assert choice(llama, "stage3")["step_bytes"]["wire"] == pytest.approx(3 * whole, rel=0.02)
+
+
+def test_micro_batches_multiply_what_the_stage_sends_in_each(capsys):
+    once, four = (
+        plan(capsys, *SMALL, "--precision", "32-true", "--micro-batches", str(number))
+        for number in (1, 4)
+    )
+    for zero, ratio in (("off", 1), ("stage1", 1), ("stage2", 2.5), ("stage3", 4)):
+        sent = [choice(found, zero)["step_bytes"]["wire"] for found in (once, four)]
+        assert sent[1] / sent[0] == pytest.approx(ratio, rel=0.001), zero
+
+
+def test_checkpointing_lowers_activations_only(capsys):
+    one = choice(plan(capsys, *SMALL, "--batch", "64"), "stage2")
+    assert one["device_bytes_with_checkpointing"] < one["device_bytes"]
+    saved = one["device_bytes"] - one["device_bytes_with_checkpointing"]
+    assert saved < one["peak_bytes"]["activations"]
+
+
+def test_presets_have_the_parameters_of_the_example():
+    for name in ("tiny", "gpt_125m", "llama_70b"):
+        model = composed(f"model={name}").model
+        with torch.device("meta"):
+            theirs = instantiate(model).gpt
+            shape = DecoderShape(
+                model.width, model.num_layers, model.num_heads, context=model.context
+            )
+            ours = Decoder(shape)
+        assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+
+
+def test_shapes_have_the_published_number_of_parameters():
+    published = {"llama2_7b": 6.738e9, "llama2_13b": 13.016e9, "llama3_8b": 8.030e9}
+    for name, numel in published.items():
+        with torch.device("meta"):
+            counted = sum(p.numel() for p in Decoder(SHAPES[name]).parameters())
+        assert counted == pytest.approx(numel, rel=0.001)
+
+
+def test_a_class_is_built_with_its_arguments_and_traced_on_the_shapes_of_its_inputs(capsys):
+    wide, narrow = (
+        plan(
+            capsys, "--module", VIT, "--arg", f"width={width}", "--input", "4x3x8x8", "--ranks", "2"
+        )
+        for width in (64, 32)
+    )
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in MODELS["vit"].build(32).parameters())
+    assert narrow["parameters"] == numel
+    assert wide["parameters"] > 3 * numel
+    assert choice(narrow, "off")["peak_bytes"]["activations"] > 0
+
+
+def test_a_configuration_is_planned_with_its_overrides(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    arguments = ["--config-name", "config", "trainer.devices=2", "data.context=16"]
+    found = plan(capsys, *arguments, "bucket=small", "precision=fp32")
+    assert found["ranks"] == 2
+    assert found["precision"] == "32-true"
+    assert choice(found, "stage1")["peak_bytes"]["activations"] > 0
+    with torch.device("meta"):
+        shape = GPTConfig(context=16, width=128, num_layers=3, num_heads=4)
+        numel = sum(p.numel() for p in GPT(shape).parameters())
+    assert found["parameters"] == numel
+
+
+def test_people_get_a_table_and_a_verdict(capsys):
+    assert main(["plan", *SMALL, "--device-memory", "1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "tiny, batch 1 x 32 tokens" in text
+    assert len([line for line in text.splitlines() if line.endswith(" yes")]) == 13
+    assert "cheapest that fits: off: " in text or "cheapest that fits: stage" in text
+
+
+def test_the_status_is_1_where_nothing_fits_and_says_what_is_missing(capsys):
+    assert main(["plan", *SMALL, "--device-memory", "1MiB", "--host-memory", "1MiB"]) == 1
+    text = capsys.readouterr().out
+    assert "nothing fits; nearest" in text
+    assert "of device memory" in text
+
+
+def test_a_picture_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="an optional extra, plot")
+    path = tmp_path / "plan.png"
+    assert main(["plan", *SMALL, "--device-memory", "1GiB", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"plot: {path}" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_zero.cli.plan_plot.find_spec", lambda name: None)
+    assert main(["plan", *SMALL, "--plot", "x.png"]) == 2
+    assert 'pip install "lightning-zero[plot]"' in capsys.readouterr().err
+
+
+def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a planner must not")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert len(plan(capsys, *SMALL)["choices"]) == 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "llama9", "--ranks", "2"], "no model 'llama9'; there are llama2_7b, "),
+        ([*SMALL, "--device-memory", "24"], "24 has no unit; say 24GiB or 24GB"),
+        ([*SMALL, "--disk", "much"], "got 'much'"),
+        ([*SMALL, "--io-gb-per-s", "-1"], "expected GB per second such as 25, got '-1'"),
+        (["--model", "tiny"], "say for how many ranks"),
+        (["--model", "tiny", "--ranks", "0"], "at least 1, got '0'"),
+        (["--model", "tiny", "--ranks", "9"], "are not on machines of 8 each"),
+        ([*SMALL, "--optimizer", "adamwww"], "there is no optimizer 'adamwww'; torch has"),
+        ([*SMALL, "zero=stage3"], "'zero=stage3' is an override of a Hydra configuration"),
+        (["--module", "tests.planned", "--ranks", "2"], "as in my.code:Model, got 'tests.planned'"),
+        (["--module", "no.such:A", "--ranks", "2"], "module no.such cannot be imported"),
+        (["--module", "tests.planned:A", "--ranks", "2"], "has no class A; it has ViT, ConvNet, "),
+        (
+            ["--module", VIT, "--arg", "wide=3", "--ranks", "2"],
+            "unexpected keyword argument 'wide'",
+        ),
+        (["--module", VIT, "--input", "4,3", "--ranks", "2"], "expected an input as 8x3x224x224"),
+        (["--config-name", "nothing", "--ranks", "2"], "nothing"),
+        (["--config-name", "config", "zero=stage9"], "stage9"),
+        (["--ranks", "2"], "one of the arguments --model --module --config-name is required"),
+    ],
+)
+def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):
+    try:
+        status = main(["plan", *arguments])
+    except SystemExit as leave:
+        status = leave.code
+    assert status == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_inputs_that_do_not_fit_leave_activations_out_and_say_so(capsys):
+    assert main(["plan", "--module", VIT, "--input", "4x7", "--ranks", "2"]) == 0
+    assert (
+        "activations are not counted: one step of ViT cannot be traced" in capsys.readouterr().out
+    )
+    assert main(["plan", "--module", GPT_CLASS, "--ranks", "2"]) == 0
+    assert "give the shapes of inputs by --input" in capsys.readouterr().out
