@@ -246,10 +246,11 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     """
     config = choice.config
     on_gloo, accumulates = not machine.is_apart, job.num_micro_batches > 1
+    per_node = machine.ranks_per_node
     plan = make_plan(
         job.module,
         config,
-        world_size=machine.num_ranks,
+        world_size=config.group_size(local_world_size=per_node) or machine.num_ranks,
         optimizer_of={
             parameter: index
             for index, optimizer in enumerate(job.optimizers)
