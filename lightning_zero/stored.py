@@ -92,7 +92,7 @@ def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Row-major elements [start, stop) of `tensor`: 1-D; a view where it is a plain one."""
     if isinstance(tensor, StoredTensor):
         return tensor._read(start, stop)
-    if not any(tensor.stride()):
+    if tensor.numel() > 1 and not any(tensor.stride()):
         return tensor.as_strided((stop - start,), (0,))  # one number, whatever the shape
     return tensor.reshape(-1)[start:stop]
 
