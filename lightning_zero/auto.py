@@ -172,7 +172,7 @@ def choose(
         ranks_per_node,
         device_bytes=int(_SHARE * room.device_free),
         host_bytes=int(_SHARE * room.host_free) if is_apart else None,
-        disk_bytes=room.disk_free,
+        disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
         is_apart=is_apart,
     )
     job = Job(module, optimizers, None, num_micro_batches, fallback=_TWO_MOMENTS)
@@ -249,8 +249,8 @@ def refuse_what_cannot(
         return
     changes = [estimate(c, job, machine) for c in all_choices(config, stages=_STAGES)]
     possible = sorted((e for e in changes if not _missing(e, room)), key=lambda e: e.cost)
-    # Files are offered where somebody has said where they may go.
-    possible = [e for e in possible if room.disk_free or not e.disk_bytes]
+    # Files are offered where somebody has said where they may go, and they have room there.
+    possible = [e for e in possible if e.disk_bytes <= room.disk_free]
     lines = [f"\n    {_as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
@@ -270,9 +270,7 @@ def _missing(found: Estimate, room: Room) -> str:
     if cpu * per_node > room.host_total:
         ranks = f"{per_node} rank(s) of a machine"
         return f"{_gib(cpu * per_node)} in the memory of {ranks}, which has {_gib(room.host_total)}"
-    if room.disk_free and found.disk_bytes > room.disk_free:
-        return f"{_gib(found.disk_bytes)} on a disk with {_gib(room.disk_free)} free"
-    return ""
+    return ""  # a disk is looked at when its files are made, after those of dead jobs are gone
 
 
 def _needs(found: Estimate) -> str:

@@ -39,7 +39,8 @@ class Averages:
             saved at once, tells its entries for a checkpoint.
 
     Raises:
-        ValueError: An averaging function that does not treat every element by itself.
+        ValueError: An averaging function that does not treat every element by itself; a module
+            with submodules that are wrapped by `torch.compile`, or on the meta device.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Averages:
 
     def _adopt(self, average: nn.Module, copy: nn.Module, device: torch.device | None) -> Shadow:
         """Makes a shadow of `copy`, which `average` is or holds."""
+        _check_copy(copy)
         shadow = Shadow(self._engine, copy, device=device)
         kind = f"average {len(self._shadows)} of parameter"
         self._shadows.append(shadow)
@@ -202,6 +204,22 @@ def _without(owner: Any, name: str) -> Iterator[None]:
         yield
     finally:
         owner.__dict__[name] = value
+
+
+def _check_copy(copy: nn.Module) -> None:
+    """Raises where the copy that the callback has made cannot be averaged or saved."""
+    for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} was on the meta device when its average was set up, so there is nothing "
+                "to average into; build the module with values, or leave the averaging callback "
+                "out."
+            )
+        if "_orig_mod." in name:
+            raise ValueError(
+                f"{name} is of a submodule that torch.compile(...) has wrapped, whose average "
+                "could not be loaded again; compile it in place with `.compile()`."
+            )
 
 
 def _is_elementwise(avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None) -> bool:

@@ -222,6 +222,7 @@ class Bucket:
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
+        self.lockstep.meet_for_collective()
         return equal(one, other, self._comm)
 
     @property

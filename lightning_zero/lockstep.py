@@ -121,4 +121,8 @@ class Lockstep:
             RuntimeError: Another rank has left the loop, or ended the step, and will not come.
         """
         if self.is_in_loop or self._depth:
-            self._schedule.meet(self._schedule.together)
+            self.meet_for_collective()
+
+    def meet_for_collective(self) -> None:
+        """As `wait_for_collective`, outside of a loop too: ranks that do not come are found out."""
+        self._schedule.meet(self._schedule.together)

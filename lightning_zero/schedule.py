@@ -245,6 +245,8 @@ class Schedule:
         self._awaits_backward = True
         if self._depth > 1 or self.moment is Moment.BACKWARD:
             return
+        if self.moment is Moment.FORWARD and torch.is_grad_enabled():
+            self._buffers_are_fresh = True  # a backward that follows has saved them
         self.moment = Moment.FORWARD
         self._forward_trace.begin()
         self.prepare()
@@ -379,9 +381,10 @@ class Schedule:
             self.is_mid_round = False
         elif lowest == self.together < agreed.highest:
             raise RuntimeError(
-                "a rank wants a collective (such as self.log(..., on_step=True, sync_dist=True)) "
-                "that another, which has fewer batches or calls, will not take part in; give all "
-                "ranks equally many, or log with on_epoch=True only."
+                "a rank wants a collective (such as self.log(..., on_step=True, sync_dist=True), "
+                "or torch.equal of sharded parameters) that another, which has fewer batches or "
+                "calls, will not take part in; give all ranks equally many, or log with "
+                "on_epoch=True only."
             )
         return agreed
 
@@ -691,8 +694,13 @@ class Schedule:
         self.moment = Moment.LOST
 
     def _share_buffers(self) -> None:
-        """Copies rank 0's buffers to all ranks, before the first forward after a step."""
-        if self._buffers_are_fresh or not self._config.broadcast_buffers or self._comm.size == 1:
+        """Before the first forward after a step. Collective."""
+        if not self._buffers_are_fresh:
+            self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Copies rank 0's buffers to all ranks, unless each is to keep its own. Collective."""
+        if not self._config.broadcast_buffers or self._comm.size == 1:
             return
         groups: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._module.buffers():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.guard import Placement, guard, set_placement, unguard
-from lightning_zero.plan import BucketPlan
+from lightning_zero.plan import BucketPlan, parameters_by_name
 
 __all__ = ["Shadow", "ShadowBucket"]
 
@@ -131,7 +132,7 @@ class ShadowBucket:
         """Takes over what the bare parameters hold, which may have been moved or cast."""
         parts = [parameter.data for parameter in self.parameters]
         here = self.exact_parts()
-        if any(part.data_ptr() != own.data_ptr() for part, own in zip(parts, here, strict=True)):
+        if any(_is_elsewhere(part, own) for part, own in zip(parts, here, strict=True)):
             self.shard = self.shard.to(parts[0].device, parts[0].dtype, copy=True)
             for own, part in zip(self.exact_parts(), parts, strict=True):
                 own.copy_(part)
@@ -173,6 +174,16 @@ class ShadowBucket:
         self.pins -= 1
         self.is_shown = False
         self.rest()
+
+    @property
+    def comm(self) -> Communicator:
+        """The engine's."""
+        return self._comm
+
+    @property
+    def lockstep(self) -> Any:
+        """The engine's."""
+        return self._bucket.lockstep
 
     def wait_for_all_steps(self) -> None:
         """A worker's gathers come before any other."""
@@ -229,7 +240,7 @@ class Shadow:
             )
         self.module = module
         self._engine = engine
-        named = dict(module.named_parameters())
+        named = parameters_by_name(module)
         with torch.no_grad():
             self.buckets = [
                 ShadowBucket(
@@ -259,6 +270,7 @@ class Shadow:
         if writes:
             for bucket, values in zip(self._engine.buckets, exact, strict=True):
                 bucket.store(values)
+            self._engine.schedule.share_buffers()  # each rank has averaged its own
 
     @contextmanager
     def bare(self) -> Iterator[None]:
@@ -277,11 +289,16 @@ class Shadow:
             bucket.give_back(device)
 
 
+def _is_elsewhere(part: Tensor, own: Tensor) -> bool:
+    has_moved = (part.device, part.dtype) != (own.device, own.dtype)  # an empty one has no address
+    return has_moved or part.data_ptr() != own.data_ptr()
+
+
 def is_copy(module: nn.Module, trained: nn.Module) -> bool:
     """Whether both have parameters of the same names and shapes."""
 
     def shapes(of: nn.Module) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in of.named_parameters()}
+        return {name: parameter.shape for name, parameter in parameters_by_name(of).items()}
 
     return shapes(module) == shapes(trained)
 

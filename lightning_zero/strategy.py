@@ -123,7 +123,7 @@ class ZeroStrategy(ParallelStrategy):
 
     Args:
         stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3. "auto": the
-            fastest of 1, 2 and 3 that leaves a third of the free memory to activations, and
+            fastest of 1, 2 and 3 that leaves 30 % of the free memory to activations, and
             offload where none does; to files only where `nvme_path` or its variable names a folder.
             `config` says it once training has begun, as do the log, the loggers and checkpoints.
         reduce_bucket_size: See `ZeroConfig` for this and the following, up to
@@ -455,7 +455,6 @@ class ZeroStrategy(ParallelStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if is_fitting:
-            refuse_callbacks(callbacks, self.config)
             self._saving.check_callbacks(trainer, is_sharded=self._is_sharded)
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -494,6 +493,9 @@ class ZeroStrategy(ParallelStrategy):
         plugin = self.precision_plugin
         param_dtype = plugin.param_dtype if isinstance(plugin, ZeroPrecision) else None
         config = self._plan(param_dtype)
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         if config.param_dtype is None:
             config = config.replace(param_dtype=param_dtype)
         self._engine = Engine(

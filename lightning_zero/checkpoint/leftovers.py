@@ -72,7 +72,8 @@ def remove_leftovers(folder: Path, now: float) -> list[Path]:
 def _is_abandoned(path: Path, found: re.Match[str], now: float) -> bool:
     machine, pid, started = found.groups()
     if machine == _machine() and started != "0":
-        return _started(int(pid)) != int(started)
+        since = _started(int(pid))
+        return since != int(started) if since else not _lives(int(pid))
     times = [path.lstat().st_mtime]
     if path.is_dir():
         times += [entry.lstat().st_mtime for entry in path.iterdir()]
@@ -86,6 +87,17 @@ def _machine() -> str:
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
         words.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process, also where /proc hides those of other users."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _started(pid: int) -> int:

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+
 from lightning_zero.launcher.untouched import Untouched
 
 __all__ = ["Children", "release_children"]
@@ -59,8 +61,11 @@ class Children(threading.Thread):
         """While this process may wait for the children, it must not outlive one that is gone."""
         self._is_needed.set()
         self._has_failed = False
+        atexit.unregister(self._kill_rest)  # an exception before this was caught
         try:
             yield
+        except _TunerExitException:  # how a tuner ends its trial
+            raise
         except BaseException:
             # They wait for this process where nothing tells them that it has failed.
             self._has_failed = True

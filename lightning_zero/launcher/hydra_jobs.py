@@ -7,6 +7,7 @@ from typing import Any
 
 from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 from lightning_zero.launcher.children import Children
@@ -45,7 +46,10 @@ class HydraJobs(Callback):
         if self._before is None:
             return
         vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightnings
+        has_failed = job_return.status is JobStatus.FAILED
+        if config.hydra.mode is not RunMode.MULTIRUN and not has_failed:
+            return  # no job follows, and a rank may take its time to end
         if (children := Children.current()) is not None:
-            children.end(has_failed=job_return.status is JobStatus.FAILED)
+            children.end(has_failed=has_failed)
         self._before.restore()
         self._before = None

@@ -31,6 +31,7 @@ _OF_SOME_STAGES = (
     "reshard_after_forward",
     "allgather_bucket_size",
     "overlap_step",
+    "sharding_group_size",
 )
 _UPLOAD_BYTES = 2 * 2**23  # through which stepped parameters go to a device
 _MAX_LANDING = 2

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 __all__ = ["KeptStates", "OPTIMIZER_NAMES", "States", "make_optimizer"]
 
-_TOY_NUMEL = 7  # no state that is one number is as long
+_TOY_SIZES = (7, 5, 3, 2)  # of its dimensions: no state that is one number has such a shape
 _FACTORIES: dict[str, type[Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
@@ -56,7 +56,7 @@ class KeptStates:
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._known: dict[tuple[int, int, torch.dtype], States] = {}
+        self._known: dict[tuple[int, int, int, torch.dtype], States] = {}
 
     def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> States:
         """What is kept for `parameter`, stepped in `dtype`; nothing where no optimizer has it."""
@@ -64,19 +64,21 @@ class KeptStates:
         if member is None or not parameter.requires_grad:
             return States()
         optimizer, group = member
-        key = (id(optimizer), group, dtype)
+        # Adafactor, say, keeps another state for a matrix than for a vector.
+        num_dims = len(parameter.shape)
+        key = (id(optimizer), group, num_dims, dtype)
         if key not in self._known:
-            self._known[key] = self._find(optimizer, group, dtype)
+            self._known[key] = self._find(optimizer, group, num_dims, dtype)
         return self._known[key]
 
-    def _find(self, optimizer: Optimizer, group: int, dtype: torch.dtype) -> States:
+    def _find(self, optimizer: Optimizer, group: int, num_dims: int, dtype: torch.dtype) -> States:
         try:
-            return _try(optimizer, group, dtype)
+            return _try(optimizer, group, num_dims, dtype)
         except Exception as error:
             if self._fallback is not None:
                 return self._fallback
             raise ValueError(
-                f"{type(optimizer).__name__} cannot step a vector by itself "
+                f"{type(optimizer).__name__} cannot step a tensor by itself "
                 f"({type(error).__name__}: {error}), so what it keeps cannot be told; plan with an "
                 "optimizer such as AdamW."
             ) from error
@@ -97,15 +99,16 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return _FACTORIES[key](parameters, lr=0.1)  # type: ignore[call-arg]
 
 
-def _try(optimizer: Optimizer, index: int, dtype: torch.dtype) -> States:
+def _try(optimizer: Optimizer, index: int, num_dims: int, dtype: torch.dtype) -> States:
     """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
+    shape = [*_TOY_SIZES[:num_dims], *[1] * (num_dims - len(_TOY_SIZES))]
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
     copy.state = defaultdict(dict)
     copy._optimizer_step_pre_hooks = OrderedDict()
     copy._optimizer_step_post_hooks = OrderedDict()
-    toy = nn.Parameter(torch.ones(_TOY_NUMEL, dtype=dtype))
+    toy = nn.Parameter(torch.ones(shape, dtype=dtype))
     toy.grad = torch.ones_like(toy)
     settings = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
     copy.param_groups = [{**settings, "params": [toy]}]

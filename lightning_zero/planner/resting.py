@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.offload import OffloadConfig, Tier, padded_bytes
-from lightning_zero.plan import BucketPlan, Plan
+from lightning_zero.plan import BucketPlan, Plan, parameters_by_name
 from lightning_zero.planner.optimizers import KeptStates, States
 from lightning_zero.stage import State
 
@@ -73,7 +73,7 @@ class Inventory:
         self.plan = plan
         self.is_apart = is_apart
         self.accumulates = accumulates
-        self.named = dict(module.named_parameters())
+        self.named = parameters_by_name(module)
         self.states = KeptStates(optimizers, fallback)
         self._module = module
         self._offloads = offloads

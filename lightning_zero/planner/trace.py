@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.plan import parameters_by_name
+
 __all__ = ["Event", "Moment", "StepTrace", "trace_step"]
 
 
@@ -176,7 +178,7 @@ def _fake_tensors(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Itera
     """Puts fake parameters and buffers in place of the module's own; one for each, ties too."""
     made: dict[Tensor, Tensor] = {}
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    named = {parameter: name for name, parameter in module.named_parameters()}
+    named = {parameter: name for name, parameter in parameters_by_name(module).items()}
 
     def fake_of(tensor: Tensor) -> Tensor:
         if tensor not in made:
@@ -211,7 +213,7 @@ def _hooked(
             before, after = _before(name, recorder), _after(name, recorder)
             handles.append(child.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(child.register_forward_hook(after))
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters_by_name(module).items():
         recorder.counter.ignore(parameter)
         if parameter.requires_grad:
             hook = _on_gradient(name, recorder)
