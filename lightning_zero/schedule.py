@@ -121,6 +121,7 @@ class Schedule:
         self._has_local = False  # the last backward left gradients local
         self._has_partial = False  # or reduced within the group only
         self._buffers_are_fresh = False
+        self._has_shared = False  # by the last `prepare`
         self._handles: list[Any] = []
         self._is_compiled = is_compiled(module)
         self._register(module)
@@ -261,7 +262,9 @@ class Schedule:
         self._wait_for_gathers_of_steps()
         if self._is_compiled:
             self.finish_gathers()
-        self._share_buffers()
+        self._has_shared = not self._buffers_are_fresh
+        if self._has_shared:
+            self._share_buffers()
         self._buffers_are_fresh = True
 
     def _wait_for_gathers_of_steps(self) -> None:
@@ -693,12 +696,13 @@ class Schedule:
             bucket.grads.drop()
         self.moment = Moment.LOST
 
-    def _share_buffers(self) -> None:
-        """Before the first forward after a step. Collective."""
-        if not self._buffers_are_fresh:
-            self.share_buffers()
+    def share_again(self) -> None:
+        """After each rank has written to buffers that `prepare` may have shared. Collective."""
+        has_shared, self._has_shared = self._has_shared, False
+        if has_shared:
+            self._share_buffers()
 
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Copies rank 0's buffers to all ranks, unless each is to keep its own. Collective."""
         if not self._config.broadcast_buffers or self._comm.size == 1:
             return
