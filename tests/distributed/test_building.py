@@ -6,6 +6,7 @@ import copy
 import gc
 
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import seed_everything
 from torch import nn
@@ -77,6 +78,7 @@ def _train(rank, world_size, cases):
     return found
 
 
+@pytest.mark.shows("`configure_model`, sharded as it is built", stages=(3,))
 def test_own_code_in_configure_model_gives_the_values_that_it_gives_at_once():
     cases = [(OwnCodeGPT, is_late, settings(3), {}) for is_late in (False, True)]
     cases += [(BuiltGPT, late, settings(3), {"precision": "bf16-true"}) for late in (False, True)]

@@ -122,6 +122,7 @@ ALL = [
 ]
 
 
+@pytest.mark.shows("`torch.compile` of the module, of submodules, of blocks")
 def test_compiled_modules_train_as_plain_ones_do_and_are_compiled_once():
     cases = [("ddp", plain), *FAST]
     for outcomes in run_ranks(2, _compare, cases, "aot_eager", has_group=False, timeout_s=240):

@@ -109,6 +109,7 @@ class ImageGANModule(Recorder):
         self.losses.append(float(sum(loss.detach() for loss in losses)))
 
 
+@pytest.mark.shows("manual optimization, two optimizers (a GAN)")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gan_with_a_gradient_penalty_equals_one_process(stage):
     factory = partial(ImageGANModule, ranks=2, num_batches=6)

@@ -48,6 +48,7 @@ def assert_equal_bits(one, other):
         np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
+@pytest.mark.shows("`sharding_group_size`, 2 x 2 ranks")
 def test_2_x_2_equals_ddp_in_every_stage_with_accumulation_clipping_and_offload():
     specs = ["ddp", *(grouped(stage) for stage in STAGES), grouped(2, offload_optimizer="cpu")]
     results = fit_each([(spec, GPT, ACCUMULATING) for spec in specs], is_saving=True)

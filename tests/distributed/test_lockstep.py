@@ -74,6 +74,7 @@ class RaggedModule(GPTModule):
             assert self.gpt.head.weight.dim() == 2
 
 
+@pytest.mark.shows("evaluation with different numbers of batches")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_with_different_numbers_of_batches_evaluate_as_under_ddp(stage):
     ours = run_ranks(2, _evaluate_ragged, settings(stage), has_group=False)
@@ -201,6 +202,7 @@ class GeneratingModule(RaggedModule):
         return generate(self.gpt, batch[0][:, :4], 3 - 2 * self.global_rank)
 
 
+@pytest.mark.shows("generation, `lockstep`")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_generate_different_numbers_of_tokens_anywhere_as_under_ddp(stage):
     ours = run_ranks(2, _generate, settings(stage), has_group=False)

@@ -226,6 +226,7 @@ def _train(rank, world_size, cases):
     return found
 
 
+@pytest.mark.shows("parameters on the meta device, `init_module(empty_init=True)`")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_from_meta_equals_training_from_the_same_values(world_size):
     makes = [

@@ -98,6 +98,7 @@ def _check(kind, ours, reference):
             )
 
 
+@pytest.mark.shows("models of transformers and peft (LoRA)")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_a_hugging_face_model_trains_and_resumes_as_under_ddp(kind, stage):

@@ -81,6 +81,7 @@ def _train(rank, world_size, precision, stages, cases):
     return outcomes
 
 
+@pytest.mark.shows("`offload_activations`")
 def test_no_parameter_goes_along_in_any_stage():
     for counts in run_ranks(2, _count, has_group=True):
         assert counts[0] > 0
