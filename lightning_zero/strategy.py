@@ -32,7 +32,7 @@ from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -961,6 +961,6 @@ def _was_fitting(module: LightningModule) -> bool:
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
 
-# Lightning hands modules from torch.compile to instances of some strategies of its own only, and
-# asks nothing else by this class. We train them, and data in parallel.
-DDPStrategy.register(ZeroStrategy)
+# Lightning takes modules from torch.compile for some strategies of its own only. Of these it asks for
+# this class nowhere else, while instances of DDPStrategy are distributed also on one device.
+SingleDeviceStrategy.register(ZeroStrategy)
