@@ -961,6 +961,6 @@ def _was_fitting(module: LightningModule) -> bool:
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
 
-# Lightning takes modules from torch.compile for some strategies of its own only. Of these it asks for
-# this class nowhere else, while instances of DDPStrategy are distributed also on one device.
+# Lightning takes modules from torch.compile for some strategies of its own only. Of these it asks
+# for this class nowhere else, while a DDPStrategy is distributed also on one device.
 SingleDeviceStrategy.register(ZeroStrategy)
