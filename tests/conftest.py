@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,11 +19,12 @@ def nothing_of_a_launch_is_left() -> Iterator[None]:
 
     The group, and variables such as MASTER_PORT, would lead the next test's processes to it.
     """
-    before = dict(os.environ)
+    before, hook = dict(os.environ), sys.excepthook
     yield
     while (children := Children.current()) is not None:
         children.end()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    sys.excepthook = hook  # every process group wraps it
     os.environ.clear()
     os.environ.update(before)
