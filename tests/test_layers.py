@@ -7,7 +7,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
-    0: {"stage", "config", "layout", "mesh", "offload", "plan", "memory", "deepspeed", "planner"},
+    0: {
+        "stage",
+        "config",
+        "layout",
+        "mesh",
+        "offload",
+        "plan",
+        "memory",
+        "deepspeed",
+        "planner",
+        "recording",
+    },
     1: {
         "axes",
         "buffer",

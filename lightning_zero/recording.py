@@ -1,0 +1,155 @@
+"""What happened in one window of training, on one rank: spans of work, and waits for it.
+
+[Note: Hidden and exposed] A collective or a transfer is *in flight* from its issue to its end.
+Where the computation stands still for it, that time is *exposed*; the rest is *hidden* behind
+computation. On CUDA both are read from events on the streams. On a CPU gloo does not tell when data
+has arrived, but only whoever waits for it: what nobody waited for yet counts as in flight, so that
+hidden time is an upper bound there, and exposed time is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["Kind", "Recording", "Span"]
+
+_GIB = 1024**3
+
+
+class Kind(Enum):
+    """What a span is; the value is its name in metrics and files."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"  # of the optimizer
+    GATHER = "all_gather"
+    REDUCE = "reduce_scatter"
+    AVERAGE = "all_reduce"  # over replicas, or of whole gradients in stage 0
+    AGREE = "agree"  # ranks tell each other what comes next
+    TO_DEVICE = "to_device"  # from CPU memory
+    TO_CPU = "to_cpu"
+    READ = "nvme_read"
+    WRITE = "nvme_write"
+
+    @property
+    def is_compute(self) -> bool:
+        """Work of the device or processor itself, which transfers hide behind."""
+        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        kind: What.
+        name: Of the bucket, or of the module.
+        start_s: Seconds since the window began; negative: before it.
+        stop_s: Likewise.
+        nbytes: Sent by this rank over the wire, or moved between tiers; 0 for computation.
+        is_wait: The computation stood still for the work of this kind and name.
+    """
+
+    kind: Kind
+    name: str
+    start_s: float
+    stop_s: float
+    nbytes: int = 0
+    is_wait: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One window, usually one optimizer step with all of its micro-batches.
+
+    Attributes:
+        rank: Whose.
+        world_size: Number of ranks.
+        step: Optimizer steps before it.
+        seconds: Length of the window.
+        spans: By start; they may reach beyond the window on both sides.
+        hits: Units that had been gathered ahead, or were on their way, when they were needed.
+        misses: Units whose gather began only when they were needed.
+        read_hits: Shards in files that were being read, or had been, when they were needed.
+        read_misses: Shards in files whose read began only when they were needed.
+    """
+
+    rank: int
+    world_size: int
+    step: int
+    seconds: float
+    spans: tuple[Span, ...] = ()
+    hits: int = 0
+    misses: int = 0
+    read_hits: int = 0
+    read_misses: int = 0
+
+    def of(self, kind: Kind, *, is_wait: bool = False) -> Iterator[Span]:
+        """Spans of one kind, or the waits for it, cut to the window."""
+        for span in self.spans:
+            start, stop = max(span.start_s, 0.0), min(span.stop_s, self.seconds)
+            if span.kind is kind and span.is_wait is is_wait and stop > start:
+                yield dataclasses.replace(span, start_s=start, stop_s=stop)
+
+    def in_flight_s(self, kind: Kind) -> float:
+        """Seconds in which at least one span of `kind` was under way."""
+        return _covered(self.of(kind))
+
+    def exposed_s(self, kind: Kind) -> float:
+        """Seconds for which the computation waited for `kind`. See [Note: Hidden and exposed]."""
+        return _covered(self.of(kind, is_wait=True))
+
+    def hidden_s(self, kind: Kind) -> float:
+        """Seconds in flight that nothing waited for."""
+        return max(self.in_flight_s(kind) - self.exposed_s(kind), 0.0)
+
+    def nbytes(self, kind: Kind) -> int:
+        """Bytes of the spans of `kind` that began in the window."""
+        return sum(s.nbytes for s in self.spans if s.kind is kind and 0 <= s.start_s < self.seconds)
+
+    def gib_per_s(self, kind: Kind) -> float:
+        """Bytes over seconds in flight; 0 where there was none."""
+        seconds = self.in_flight_s(kind)
+        return self.nbytes(kind) / _GIB / seconds if seconds else 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank waited for anything; the slowest rank waits least."""
+        kinds = [kind for kind in Kind if not kind.is_compute]
+        return _covered(span for kind in kinds for span in self.of(kind, is_wait=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a JSON file; `from_dict` reads it."""
+        spans = [{**vars(span), "kind": span.kind.value} for span in self.spans]
+        return {**vars(self), "spans": spans}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recording:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: `values` are not those of a recording.
+        """
+        try:
+            spans = tuple(Span(**{**s, "kind": Kind(s["kind"])}) for s in values["spans"])
+            return cls(**{**values, "spans": spans})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"expected the fields of a recording, got {error!r}") from error
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Length of the union of intervals, in seconds."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted((span.start_s, span.stop_s) for span in spans):
+        total += max(stop - max(start, reached), 0.0)
+        reached = max(reached, stop)
+    return total

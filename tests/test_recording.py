@@ -1,0 +1,50 @@
+"""A recording tells what was hidden and what was waited for."""
+
+import json
+
+import pytest
+
+from lightning_zero.recording import Kind, Recording, Span
+
+
+def recording(*spans, seconds=10.0):
+    return Recording(rank=0, world_size=2, step=3, seconds=seconds, spans=spans)
+
+
+def test_overlapping_collectives_count_once_and_only_inside_the_window():
+    window = recording(
+        Span(Kind.GATHER, "a", -2.0, 1.0, nbytes=100),
+        Span(Kind.GATHER, "b", 0.5, 3.0, nbytes=2**30),
+        Span(Kind.GATHER, "c", 9.0, 12.0, nbytes=2**30),
+    )
+    assert window.in_flight_s(Kind.GATHER) == pytest.approx(4.0)
+    assert window.nbytes(Kind.GATHER) == 2 * 2**30
+    assert window.gib_per_s(Kind.GATHER) == pytest.approx(0.5)
+
+
+def test_what_is_waited_for_is_exposed_and_the_rest_hidden():
+    window = recording(
+        Span(Kind.REDUCE, "a", 1.0, 5.0),
+        Span(Kind.REDUCE, "a", 4.0, 5.0, is_wait=True),
+        Span(Kind.AGREE, "", 4.5, 6.0, is_wait=True),
+        Span(Kind.BACKWARD, "", 0.0, 4.0),
+    )
+    assert window.exposed_s(Kind.REDUCE) == pytest.approx(1.0)
+    assert window.hidden_s(Kind.REDUCE) == pytest.approx(3.0)
+    assert window.waited_s == pytest.approx(2.0)
+    assert window.in_flight_s(Kind.BACKWARD) == pytest.approx(4.0)
+
+
+def test_a_kind_that_did_not_happen_is_zero():
+    assert recording().gib_per_s(Kind.READ) == 0.0
+    assert recording().waited_s == 0.0
+
+
+def test_a_recording_survives_json():
+    window = recording(Span(Kind.STEP, "layers.0", 0.25, 0.5), Span(Kind.READ, "x", 1, 2, 4096))
+    assert Recording.from_dict(json.loads(json.dumps(window.to_dict()))) == window
+
+
+def test_other_json_is_refused():
+    with pytest.raises(ValueError, match="fields of a recording"):
+        Recording.from_dict({"spans": [{"kind": "lunch"}]})
