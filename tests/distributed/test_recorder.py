@@ -18,7 +18,6 @@ RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks
 EACH = {"reduce_bucket_size": LAYER}  # a bucket for each layer
 PAUSE_S = 0.06
-MOVED = (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE, Kind.READ, Kind.WRITE)
 
 
 def make(width=WIDTH, **options):
@@ -212,9 +211,9 @@ def _train(rank, options, *, is_recorded):
 
 def _files(rank):
     os.makedirs("swap", exist_ok=True)
-    nvme = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**13)
+    nvme = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16)
     elsewhere = OffloadConfig(
-        "nvme", nvme_path="swap", buffer_count=3, buffer_size=2**15, max_in_cpu_bytes=0
+        "nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16, max_in_cpu_bytes=0
     )
     module, engine = make(stage=3, offload_param=nvme, offload_optimizer=elsewhere)
     step(rank, module, engine, 0)
@@ -320,7 +319,7 @@ def _all_norms(rank, world_size):
         _norms(rank, stage, **EACH)
     _norms(rank, 2, sharding_group_size=1, **EACH)
     os.makedirs("swap", exist_ok=True)
-    files = OffloadConfig("nvme", nvme_path="swap", buffer_size=2**13, max_in_cpu_bytes=0)
+    files = OffloadConfig("nvme", nvme_path="swap", buffer_size=2**16, max_in_cpu_bytes=0)
     _norms(rank, 3, offload_optimizer=files)
 
 
@@ -336,11 +335,12 @@ def _fake(rank, world_size):
     module, engine = make(stage=3)
     step(rank, module, engine, 0)
     recording = window(rank, module, engine, 1)
+    padded = sum(bucket.layout.numel for bucket in engine.plan.buckets)
     engine.close()
-    return recording.nbytes(Kind.REDUCE), len(begun(recording, Kind.GATHER))
+    assert recording.nbytes(Kind.REDUCE) == padded * 4 * 7 // 8
+    assert len(begun(recording, Kind.GATHER)) == 2 * LAYERS - 1
+    assert recording.hidden_s(Kind.REDUCE) > 0  # it is over when it has been issued
 
 
 def test_one_process_that_stands_for_eight_records_too():
-    ((nbytes, gathers),) = run_ranks(1, _fake, has_group=False)
-    assert nbytes == LAYERS * LAYER * 4 * 7 // 8
-    assert gathers == 2 * LAYERS - 1
+    run_ranks(1, _fake, has_group=False)
