@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks
 EACH = {"reduce_bucket_size": LAYER}  # a bucket for each layer
-PAUSE_S = 0.06
+PAUSE_S = 0.1
 
 
 def make(width=WIDTH, **options):
@@ -169,13 +169,13 @@ def test_layers_compute_one_after_another_within_forward_and_backward(recorded):
 
 def test_a_straggler_waits_for_nobody(recorded):
     (prompt,), (slow,) = recorded["straggler"]
-    assert prompt.waited_s > slow.waited_s + 0.75 * PAUSE_S
+    assert prompt.waited_s > slow.waited_s + 0.5 * PAUSE_S
 
 
 def test_without_overlap_nothing_is_hidden(recorded):
     (prompt,), _ = recorded["no overlap"]
-    assert prompt.exposed_s(Kind.REDUCE) > 0.75 * PAUSE_S  # waits for a rank that comes later
-    assert prompt.hidden_s(Kind.REDUCE) < 0.25 * PAUSE_S
+    assert prompt.exposed_s(Kind.REDUCE) > 0.5 * PAUSE_S  # waits for a rank that comes later
+    assert prompt.hidden_s(Kind.REDUCE) < 0.5 * PAUSE_S
 
 
 def _cover(rank, world_size):
@@ -186,14 +186,14 @@ def _cover(rank, world_size):
         recording = window(rank, module, engine, number, width=512, rows=128)
         kinds = [recording.of(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
         computed = sum(span.seconds for kind in kinds for span in kind)
-        found.append((computed + recording.exposed_s(Kind.AGREE)) / recording.seconds)
+        found.append(computed / recording.seconds)  # waits included
     engine.close()
     return max(found)
 
 
 def test_forward_backward_and_step_cover_the_step():
     for covered in run_ranks(RANKS, _cover):
-        assert 0.8 < covered < 1.05
+        assert 0.8 < covered <= 1
 
 
 def _train(rank, options, *, is_recorded):
