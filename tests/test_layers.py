@@ -25,6 +25,8 @@ LAYERS = {
         "channel",
         "comm",
         "exchange",
+        "flight",
+        "recorder",
         "state_keys",
         "stored",
         "tiers",
