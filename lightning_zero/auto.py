@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,6 +27,7 @@ from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, 
 from lightning_zero.planner.optimizers import States
 from lightning_zero.tiers.budget import available_memory_bytes
 from lightning_zero.tiers.disk import free_bytes
+from lightning_zero.world import gather_objects
 
 __all__ = [
     "AUTO",
@@ -118,11 +118,7 @@ def measure_room(device: torch.device, ranks_per_node: int, base: ZeroConfig) ->
         with suppress(OSError):  # it must not keep this rank from the others
             disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
-    everybody = [own]
-    if dist.is_available() and dist.is_initialized():
-        everybody = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everybody, own)
-    return Room(*(min(values) for values in zip(*everybody, strict=True)))
+    return Room(*(min(values) for values in zip(*gather_objects(own), strict=True)))
 
 
 def _physical_bytes() -> int:

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+
+from lightning_zero.world import leave_world
 
 __all__ = ["Untouched"]
 
@@ -38,8 +39,7 @@ class Untouched:
 
     def restore(self) -> None:
         """Leaves no trace of the launch. The ranks must have ended, or need this one no more."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        leave_world()
         for name in _VARIABLES:
             if name in self.environment:
                 os.environ[name] = self.environment[name]
