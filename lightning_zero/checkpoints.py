@@ -99,7 +99,7 @@ class Checkpoints:
         """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
         if not self._life.is_together():
             return {}
-        owner.check_has_states()
+        owner.optimizers.check_has_states()
         if self.is_sharded:
             return self._saving.optimizer_state(optimizer, owner)
         is_recipient = self._strategy.is_global_zero

@@ -34,6 +34,8 @@ LAYERS = {
     2: {
         "access",
         "activations",
+        "assembly",
+        "attached",
         "awaited",
         "bucket",
         "bucket_step",
@@ -41,6 +43,7 @@ LAYERS = {
         "chunk",
         "compare",
         "compiled",
+        "counting",
         "engine",
         "from_meta",
         "grad_home",
