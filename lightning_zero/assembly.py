@@ -115,7 +115,11 @@ def open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
     param, optimizer = config.offloads
     with comm.failing_together():
         storage = Storage(
-            comm.device, rank=comm.rank, offload_param=param, offload_optimizer=optimizer
+            comm.device,
+            rank=comm.rank,
+            offload_param=param,
+            offload_optimizer=optimizer,
+            recorder=comm.recorder,
         )
         try:
             storage.check_room(*nvme_bytes(plan), num_ranks=local_world_size())

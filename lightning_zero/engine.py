@@ -29,7 +29,7 @@ from lightning_zero.counting import count_memory
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.materialize import check_can_materialize
 from lightning_zero.memory import MemoryReport
-from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
+from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.schedule import Schedule
 from lightning_zero.tiers.budget import local_world_size
 from lightning_zero.worker import StepWorker
@@ -60,6 +60,7 @@ class Engine:
         schedule: Decides on gathers and reductions.
         lockstep: For loops in which ranks use the module a different number of times.
         optimizers: The attached ones, in that order.
+        recorder: Tells what goes on, one window at a time; off at first.
 
     Raises:
         ValueError: A module without parameters or on several devices; modules on the meta device
@@ -84,6 +85,7 @@ class Engine:
         examined = [(optimizer, look(optimizer)) for optimizer in optimizers]
         group_size = config.group_size(local_world_size=local_world_size())
         self.comm = comm = Communicator(device, timeout=timeout, group_size=group_size)
+        self.recorder = comm.recorder
         self.plan = plan_together(module, config, comm, examined)
         self.storage = open_storage(config, self.plan, comm)
         self._worker = StepWorker(device)
@@ -211,6 +213,14 @@ class Engine:
         """Total norm of the mean gradients, 0-dim. Collective."""
         self.finish_reductions()
         return total_norm(self.buckets, self.comm, order=float(norm_type))
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Norm of the mean gradients of each bucket, 0-dim, by its name. Collective.
+
+        Buckets without a gradient are left out.
+        """
+        self.finish_reductions()
+        return grad_norms(self.buckets, self.comm, order=float(norm_type))
 
     # ---------------------------------------------------------------- looks from outside
 

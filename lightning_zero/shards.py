@@ -159,6 +159,7 @@ class Shards:
     def send_params(self) -> Tensor | None:
         """Readies the parameters for a gather: what it has to send, if not in the whole buffer."""
         if self.reader is not None:
+            self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             self.reader.copy_to(self.own_whole)
             return None
         return self.param.tensor if isinstance(self.param, InMemory) else None

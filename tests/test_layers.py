@@ -25,6 +25,7 @@ LAYERS = {
         "channel",
         "comm",
         "exchange",
+        "recorder",
         "state_keys",
         "stored",
         "tiers",

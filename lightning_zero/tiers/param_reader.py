@@ -23,6 +23,11 @@ class ParamReader:
         ]
         self._begun: list[tuple[Tensor, Transfer]] = []  # reads of the first chunks
 
+    @property
+    def has_begun(self) -> bool:
+        """Some of it has been read, or is being read."""
+        return bool(self._begun)
+
     def begin(self) -> bool:
         """Begins to read what free buffers can take; whether that is all of it."""
         while len(self._begun) < len(self._chunks):
