@@ -141,8 +141,8 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 optimizer,
                 found,
                 examine=self._examine,
-                before=self._schedule.reduce_local,
-                order=self._schedule.step_order,
+                before=self._schedule.reducing.reduce_local,
+                order=self._schedule.reducing.step_order,
                 storage=self._storage,
                 worker=self._worker,
             )

@@ -163,7 +163,7 @@ class Engine:
 
     def finish_reductions(self) -> None:
         """Reduces what micro-batches under `no_sync` left local, or in the group. Collective."""
-        self.schedule.reduce_local()
+        self.schedule.reducing.reduce_local()
 
     def step(self) -> None:
         """Steps every attached optimizer. Collective."""
@@ -259,7 +259,7 @@ class Engine:
         self._is_closed = True
         self._worker.drain()
         self.optimizers.detach()
-        self.schedule.detach()
+        self.schedule.hooks.detach()
         self.schedule.abandon()
         self._worker.close()
         self.storage.close()
@@ -288,7 +288,7 @@ class Engine:
         failure = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
-        self.schedule.detach()
+        self.schedule.hooks.detach()
         self.schedule.reset()
         self.optimizers.give_back(device, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:

@@ -270,7 +270,7 @@ class Shadow:
         if writes:
             for bucket, values in zip(self._engine.buckets, exact, strict=True):
                 bucket.store(values)
-            self._engine.schedule.share_again()  # each rank has averaged its own
+            self._engine.schedule.shared.share_again()  # each rank has averaged its own
 
     @contextmanager
     def bare(self) -> Iterator[None]:
