@@ -55,7 +55,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator, Round
 from lightning_zero.compiled import compiled_modules, is_compiled
 from lightning_zero.config import ZeroConfig
-from lightning_zero.guard import BetweenStepsError
+from lightning_zero.guard import BetweenStepsError, has_placement
 from lightning_zero.unit import Trace, Unit
 
 __all__ = ["Moment", "Schedule"]
@@ -262,6 +262,8 @@ class Schedule:
         self._wait_for_gathers_of_steps()
         if self._is_compiled:
             self.finish_gathers()
+        for bucket in self._buckets:
+            bucket.take_rewritten()
         self._has_shared = not self._buffers_are_fresh
         if self._has_shared:
             self._share_buffers()
@@ -328,8 +330,8 @@ class Schedule:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward; use `with lightning_zero.gathered(...)` on every rank to "
-                "see it whole, and trainer.save_checkpoint() or "
-                "strategy.lightning_module_state_dict() for state dicts."
+                "see it whole, with `writeback=True` to change it; and trainer.save_checkpoint() "
+                "or strategy.lightning_module_state_dict() for state dicts."
             )
         unit = self._unit_of[bucket]
         self._awaits_backward = True
@@ -491,6 +493,7 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
+        self._check_parameters()
         self.moment = Moment.BACKWARD
         self._ends_step = reduces
         self._reduces = reduces or self._config.states.reduces_every_backward
@@ -507,6 +510,17 @@ class Schedule:
         for unit in self.units:
             if unit.is_held:
                 self._unshard(unit)
+
+    def _check_parameters(self) -> None:
+        """Raises where a trainable parameter has come to the module after the engine."""
+        for name, parameter in self._module.named_parameters():
+            if not has_placement(parameter) and parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was put into the module after the engine was built: its "
+                    "gradient would be averaged by nobody. Put it there before (in Lightning, in "
+                    "configure_model or setup), or write into the parameter that was there: "
+                    "parameter.data = values."
+                )
 
     def _before_backward_of(self, unit: Unit) -> None:
         if self.moment is Moment.BACKWARD:
