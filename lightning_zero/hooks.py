@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.compiled import compiled_modules
+from lightning_zero.guard import has_placement
 from lightning_zero.unit import Unit
 
-__all__ = ["Events", "Hooks"]
+__all__ = ["Events", "Hooks", "check_all_hooked"]
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -154,6 +155,22 @@ class Hooks:
             self._events.on_gradient(bucket, index)
 
         return hook
+
+
+def check_all_hooked(module: nn.Module) -> None:
+    """Looks for trainable parameters that have come to `module` after its hooks.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    for name, parameter in module.named_parameters():
+        if not has_placement(parameter) and parameter.requires_grad:
+            raise RuntimeError(
+                f"parameter {name} was put into the module after the engine was built: its "
+                "gradient would be averaged by nobody. Put it there before (in Lightning, in "
+                "configure_model or setup), or write into the parameter that was there: "
+                "parameter.data = values."
+            )
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:

@@ -53,7 +53,7 @@ from lightning_zero.compiled import is_compiled
 from lightning_zero.config import ZeroConfig
 from lightning_zero.gathering import Gathering
 from lightning_zero.guard import BetweenStepsError
-from lightning_zero.hooks import Hooks
+from lightning_zero.hooks import Hooks, check_all_hooked
 from lightning_zero.recording import Kind
 from lightning_zero.reducing import Reducing
 from lightning_zero.shared_buffers import SharedBuffers
@@ -132,6 +132,8 @@ class Schedule:
         self._wait_for_gathers_of_steps()
         if self._is_compiled:
             self._finish_gathers()
+        for bucket in self._buckets:
+            bucket.take_rewritten()
         self.shared.refresh()
 
     def _wait_for_gathers_of_steps(self) -> None:
@@ -231,8 +233,8 @@ class Schedule:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward; use `with lightning_zero.gathered(...)` on every rank to "
-                "see it whole, and trainer.save_checkpoint() or "
-                "strategy.lightning_module_state_dict() for state dicts."
+                "see it whole, with `writeback=True` to change it; and trainer.save_checkpoint() "
+                "or strategy.lightning_module_state_dict() for state dicts."
             )
         unit = self._unit_of[bucket]
         self._awaits_backward = True
@@ -257,6 +259,7 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
+        check_all_hooked(self._module)
         self.moment = Moment.BACKWARD
         self._recorder.phase(Kind.BACKWARD)
         self.reducing.begin(ends_step=reduces)

@@ -22,6 +22,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.plan import BucketPlan, parameters_by_name
+from lightning_zero.written import Fingerprint, own_elements
 
 __all__ = ["Shadow", "ShadowBucket"]
 
@@ -35,9 +36,11 @@ class ShadowBucket:
         shard: 1-D, as long and laid out as the bucket's master, in the dtype of that.
         pins: Number of outside looks (`gathered`) under way.
         is_shown: The parameters point at a whole buffer, to be written to.
+        prints: As of a bucket.
     """
 
     is_gathered_before_use = True
+    prints: list[Fingerprint] | None = None
 
     def __init__(
         self,
@@ -116,6 +119,11 @@ class ShadowBucket:
     def settle(self) -> None:
         """Nothing is ever under way."""
 
+    def put(self, index: int, values: Tensor) -> None:
+        """`parameter.data = values` of slot `index`, at rest: takes this rank's elements. Local."""
+        own = own_elements(values, self.plan.layout.slots[index], self.owned(index))
+        self.exact_parts()[index].copy_(own)
+
     def rest(self) -> None:
         """Points the parameters at their slices, guarded."""
         for parameter, part in zip(self.parameters, self.exact_parts(), strict=True):
@@ -157,6 +165,7 @@ class ShadowBucket:
 
     def accept(self, exact: FlatBuffer) -> None:
         """Takes rank 0's values of `exact` on every rank. Collective."""
+        self.prints = None
         self._comm.broadcast_(exact.tensor)
         own = exact.tensor if self.steps_whole else exact.shard(self._comm.mesh.shard_rank)
         self.shard.copy_(own)
