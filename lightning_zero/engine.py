@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.assembly import Assembly, find_device, open_storage, plan_together
 from lightning_zero.attached import AttachedOptimizers, examine
+from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.counting import count_memory
@@ -91,14 +92,7 @@ class Engine:
         self._worker = StepWorker(device)
         self._syncs = True
         self._is_closed = False
-        parts = Assembly(
-            module,
-            self.plan,
-            comm,
-            self.storage,
-            self._worker,
-            make_whole=lambda bucket, name: self.schedule.use_out_of_turn(bucket, name),
-        )
+        parts = Assembly(module, self.plan, comm, self.storage, self._worker, self._make_whole)
         try:
             self.buckets = parts.buckets()
             units = parts.units(self.buckets)
@@ -119,6 +113,9 @@ class Engine:
             self._worker.close()
             self.storage.close()
             raise
+
+    def _make_whole(self, bucket: Bucket, name: str) -> None:
+        self.schedule.use_out_of_turn(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's slices from now on.
