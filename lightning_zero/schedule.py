@@ -26,11 +26,13 @@
 * Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
   latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
-  touched, and reduce what is left in the same order.
+  touched, and reduce what is left in the same order. Which are eager depends on what is trainable,
+  so a mark of every `requires_grad` travels with the agreements of a backward, and a difference is
+  an error on all ranks.
 * A rank waits for a reduction in the middle of a backward only when a round has told that all ranks
   have issued it; until then it goes on taking part in gathers. So no rank can wait for one that
   waits for it. Where nothing is gathered before use, a rank needs no other to reach the end of its
-  backward, and may simply wait.
+  backward, and may simply wait: what all ranks have issued completes though none of them waits.
 * The average of a reduced shard over replicas is issued when the reduction is finished, in the same
   order on every rank. Nobody waits for it before all ranks have ended their backward and so issued
   it, and meanwhile nobody writes to that shard. It takes no memory of its own.
@@ -40,7 +42,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -117,6 +119,9 @@ class Schedule:
         self._reducing: Bucket | None = None
         self._num_issued = 0  # reductions in this backward
         self._num_issued_by_all = 0  # as far as the last round told
+        self._trained: _Trainable = ()  # in this backward
+        self._mark: int | None = None  # of that, while it must be the same on all ranks
+        self._marks: Callable[[], Round] | None = None  # an agreement on it that is under way
         self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
         self._has_partial = False  # or reduced within the group only
@@ -374,7 +379,8 @@ class Schedule:
 
     def _round(self, request: int) -> Round:
         """Every rank gathers the unit that the lowest request names."""
-        agreed = self._comm.agree(request, self._num_issued)
+        agreed = self._comm.agree(request, self._num_issued, self._mark)
+        self._check_alike(agreed)
         self._num_issued_by_all = agreed.fewest
         count, lowest = len(self.units), agreed.lowest
         if lowest < 2 * count:
@@ -500,7 +506,12 @@ class Schedule:
         self._arrived = []
         self._num_eager = self._num_issued = self._num_issued_by_all = 0
         self._is_tail = False
-        touched = self._touched.get(self._trainable())
+        self._trained = self._trainable()
+        if self._reduces:
+            self._mark = hash(self._trained) >> 3
+            if not self._gathers:  # where a backward has no rounds
+                self._marks = self._comm.begin_agreement(self.done, 0, self._mark)
+        touched = self._touched.get(self._trained)
         self._eager = [b for b in self._reduce_order if self._reduces and _is_eager(b, touched)]
         for bucket in self._buckets:
             bucket.wait_for_step()
@@ -557,7 +568,27 @@ class Schedule:
             self._num_eager += 1
             self._reduce(bucket)
 
+    def _check_marks(self) -> None:
+        """Before the first reduction, which ranks that train other parameters would mistake."""
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            self._check_alike(marks())
+
+    def _check_alike(self, agreed: Round) -> None:
+        if agreed.is_alike:
+            return
+        everybody = self._comm.gather_objects(self._trained if self._mark is not None else None)
+        names = [slot.name for bucket in self._buckets for slot in bucket.plan.layout.slots]
+        for name, *flags in zip(names, *(trained for trained in everybody if trained), strict=True):
+            if len(set(flags)) > 1:
+                raise RuntimeError(
+                    f"requires_grad of parameter {name} differs by rank: {flags}, in the order of "
+                    "ranks; freeze and unfreeze the same parameters on all ranks, between the same "
+                    "two steps."
+                )
+
     def _reduce(self, bucket: Bucket) -> None:
+        self._check_marks()
         self._finish_reduction()
         bucket.grads.reduce()
         self._num_issued += 1
@@ -582,8 +613,10 @@ class Schedule:
         for bucket in self._eager[self._num_eager :]:
             self._reduce(bucket)
         self._num_eager = len(self._eager)
+        self._check_marks()
         if self._reduces or self._gathers:
             self.meet(self.done)
+        self._mark = None
         self._is_tail = True
         if self._reduces:
             self._reduce_the_rest(completes=self._ends_step)
@@ -633,7 +666,7 @@ class Schedule:
                 bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
-        self._touched[self._trainable()] = touched
+        self._touched[self._trained] = touched
         self._agree_on_order()
 
     def _agree_on_order(self) -> None:
@@ -684,7 +717,7 @@ class Schedule:
             bucket.shards.stop_reading()
             bucket.grads.drop()
         self._comm.free_scratch()
-        self._reducing = None
+        self._reducing = self._mark = self._marks = None
         self._num_issued = 0
         self._has_local = self._has_partial = False
         self._awaits_backward = self.is_mid_round = False
