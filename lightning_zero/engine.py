@@ -443,13 +443,16 @@ class Engine:
         return failure
 
     def fits_in_memory(self) -> bool:
-        """Whether what rests on NVMe would fill at most half of the CPU memory. Collective."""
+        """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective."""
         nbytes = sum(
             held
             for bucket in self.buckets
             for (tier, _), held in bucket.allocated_bytes().items()
             if tier is Tier.NVME
         )
+        states = [optimizer.state for optimizer in self.optimizers]
+        on_gpu = (t for t in tree_leaves(states) if isinstance(t, Tensor) and t.is_cuda)
+        nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         room = available_memory_bytes() // (2 * local_world_size())
         return bool(self.comm.min_ints([room - nbytes])[0] >= 0)
 
@@ -479,7 +482,11 @@ class Engine:
         self.comm.close()
 
     def close(
-        self, device: torch.device | None = None, *, keeps_optimizer_shards: bool = False
+        self,
+        device: torch.device | None = None,
+        *,
+        keeps_optimizer_shards: bool = False,
+        keeps_parameters: bool = True,
     ) -> None:
         """Gives everything back: whole tensors, no hooks. Collective. Closing twice is harmless.
 
@@ -489,6 +496,8 @@ class Engine:
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
                 States on NVMe that would fill more than half of the memory are dropped instead
                 (`check_has_states` then raises), for their files go.
+            keeps_parameters: False: parameters and optimizer states have no values afterwards, and
+                a use of them is an error.
 
         Raises:
             RuntimeError: The last step failed beside the end of training; all is given back then.
@@ -503,7 +512,9 @@ class Engine:
             step.reset()
         self.schedule.detach()
         self.schedule.reset()
-        self._lacks_states = keeps_optimizer_shards and not self.fits_in_memory()
+        self._lacks_states = not keeps_parameters or (
+            keeps_optimizer_shards and not self.fits_in_memory()
+        )
         for optimizer in self.optimizers:
             if self._lacks_states:
                 optimizer.state.clear()
@@ -512,7 +523,7 @@ class Engine:
             else:
                 join_optimizer_state(optimizer, self.buckets, device)
         for bucket in self.buckets:
-            bucket.give_back(device)
+            bucket.give_back(device if keeps_parameters else None)
         self._worker.close()
         self.storage.close()
         if not keeps_optimizer_shards:

@@ -44,6 +44,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.after_fit import (
+    WholeAfterFit,
+    check_whole_after_fit,
+    keeps_whole,
+    save_unsaved,
+)
 from lightning_zero.auto import (
     AUTO,
     AutoChoice,
@@ -70,7 +76,7 @@ from lightning_zero.checkpoint_io import ZeroCheckpointIO, find_damage_together,
 from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine import Engine
-from lightning_zero.evaluation import LockstepEvaluation
+from lightning_zero.evaluation import LockstepEvaluation, keep_in_loop
 from lightning_zero.from_meta import ConstantStates
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import (
@@ -81,6 +87,12 @@ from lightning_zero.launcher import (
     make_launcher,
 )
 from lightning_zero.launcher.children import release_children
+from lightning_zero.left_out import (
+    check_none_left_out,
+    expecting_values,
+    forget_left_out,
+    is_left_out,
+)
 from lightning_zero.memory import MemoryReport
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload import OffloadConfig
@@ -150,6 +162,10 @@ class ZeroStrategy(ParallelStrategy):
             writes its own part. "auto": full below 2^31 parameter elements.
         check_memory: Refuse to begin where model states alone are more than all the memory there
             is, and say what would fit.
+        whole_after_fit: Give every rank the whole module, in CPU memory, when a run has ended.
+            False: its parameters have no values then, and using one is an error. "auto": where it
+            takes at most half of the memory that is free for all ranks of a node; else the last
+            step is saved, if no callback has done so.
         async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
             shards in CPU memory.
         accelerator: As in every Lightning strategy, for this and the following.
@@ -191,6 +207,7 @@ class ZeroStrategy(ParallelStrategy):
         checkpoint: CheckpointForm = "auto",
         async_save: bool = False,
         check_memory: bool = True,
+        whole_after_fit: WholeAfterFit = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -224,6 +241,9 @@ class ZeroStrategy(ParallelStrategy):
         if not isinstance(check_memory, bool):
             raise TypeError(f"check_memory must be True or False, got {check_memory!r}.")
         self._checks_memory = check_memory
+        check_whole_after_fit(whole_after_fit)
+        self._whole_after_fit = whole_after_fit
+        self._keeps_whole: bool | None = None  # once that is decided for this run
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
         self._saving = Saving(checkpoint, is_async=async_save)
@@ -399,7 +419,8 @@ class ZeroStrategy(ParallelStrategy):
     def connect(self, model: LightningModule) -> None:
         self._saving.check(self._checkpoint_io)
         for name, parameter in model.named_parameters():
-            if has_placement(parameter) and self._engine is None:
+            is_held = has_placement(parameter) and not is_left_out(parameter)
+            if is_held and self._engine is None:
                 raise ValueError(
                     f"parameter {name} is already held by another engine; one module trains under "
                     "one strategy at a time: let the other fit end first."
@@ -451,7 +472,8 @@ class ZeroStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._has_rallied = None
+        self._has_rallied = self._keeps_whole = None
+        check_none_left_out(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if is_fitting:
@@ -505,6 +527,7 @@ class ZeroStrategy(ParallelStrategy):
             device=self.root_device,
             timeout=self._timeout,
         )
+        forget_left_out(self.lightning_module)
         load_masters(self._engine, self._masters_to_load)
         self._masters_to_load = {}
 
@@ -620,6 +643,11 @@ class ZeroStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         context = self.precision_plugin.predict_step_context()
         return self._step(context, "predict_step", args, kwargs)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        return keep_in_loop(dataloader, self.lightning_module.trainer)
 
     def _begin_evaluation(self) -> None:
         assert self.lightning_module is not None
@@ -851,10 +879,11 @@ class ZeroStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         state_dict, masters = checkpoint["state_dict"], checkpoint.get(MASTERS_KEY, {})
         awaited: dict[str, Tensor] = {}
-        load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
-        if awaited and _was_fitting(self.lightning_module):
-            check_restorable(checkpoint)
-        await_values(self.lightning_module, awaited)
+        with expecting_values(self.lightning_module):
+            load_module(self.lightning_module, state_dict, strict=strict, awaited=awaited)
+            if awaited and _was_fitting(self.lightning_module):
+                check_restorable(checkpoint)
+            await_values(self.lightning_module, awaited)
         if self._engine is None:
             self._masters_to_load = masters
         else:
@@ -887,7 +916,19 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        if not self._is_kept_whole() and self._whole_after_fit == AUTO:
+            save_unsaved(self.lightning_module.trainer)
         self.finish_saving()
+
+    def _is_kept_whole(self) -> bool:
+        """Whether every rank gets the module when this run has ended. Collective."""
+        if self._keeps_whole is None:
+            num_averages = len(self._averages or ())
+            self._keeps_whole = keeps_whole(
+                self._whole_after_fit, self.engine, num_averages=num_averages
+            )
+        return self._keeps_whole
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -928,11 +969,15 @@ class ZeroStrategy(ParallelStrategy):
         cpu = torch.device("cpu")
         if self._engine is not None:
             if self._is_together():
+                is_whole = self._is_kept_whole()
                 if self._averages is not None:
-                    self._averages.give_back(cpu)
-                self._last_masters = narrow_masters(self._engine)
-                self._engine.close(cpu, keeps_optimizer_shards=True)
-                self._last_engine = self._engine
+                    self._averages.give_back(cpu if is_whole else None)
+                self._last_masters = narrow_masters(self._engine) if is_whole else {}
+                self._engine.close(cpu, keeps_optimizer_shards=True, keeps_parameters=is_whole)
+                if is_whole:
+                    self._last_engine = self._engine
+                else:
+                    self._engine.comm.close()
             else:
                 self._engine.abandon()
                 if self._averages is not None:

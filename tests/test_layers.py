@@ -45,6 +45,7 @@ LAYERS = {
         "grad_home",
         "gradient",
         "guard",
+        "left_out",
         "lockstep",
         "norm",
         "optim_state",
@@ -65,6 +66,7 @@ LAYERS = {
     },
     3: {"checkpoint"},
     4: {
+        "after_fit",
         "averages",
         "auto",
         "callbacks",
