@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
@@ -197,17 +198,17 @@ class AttachedOptimizers(Sequence[Optimizer]):
         for step in self._steps:
             step.detach()
 
-    def give_back(self, device: torch.device, *, keeps_shards: bool) -> None:
+    def give_back(self, device: torch.device | None, *, keeps_shards: bool) -> None:
         """Leaves the optimizers states on `device`. Collective.
 
         Args:
-            device: Where they are to be.
-            keeps_shards: This rank's part only. What rests on NVMe and would fill more than half of
-                the memory is dropped instead.
+            device: Where they are to be; None: they are dropped.
+            keeps_shards: This rank's part only. What would fill more than half of the memory is
+                dropped instead.
         """
-        self._lacks_states = keeps_shards and not self._fit_in_memory()
+        self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory())
         for optimizer in self:
-            if self._lacks_states:
+            if self._lacks_states or device is None:
                 optimizer.state.clear()
             elif keeps_shards:
                 _move_state(optimizer, device)
@@ -215,13 +216,16 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 join_optimizer_state(optimizer, self._buckets, device)
 
     def _fit_in_memory(self) -> bool:
-        """Whether what rests on NVMe would fill at most half of the CPU memory. Collective."""
+        """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective."""
         nbytes = sum(
             held
             for bucket in self._buckets
             for (tier, _), held in bucket.allocated_bytes().items()
             if tier is Tier.NVME
         )
+        states = [optimizer.state for optimizer in self]
+        on_gpu = (t for t in tree_leaves(states) if isinstance(t, Tensor) and t.is_cuda)
+        nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         room = available_memory_bytes() // (2 * local_world_size())
         return bool(self._comm.min_ints([room - nbytes])[0] >= 0)
 

@@ -33,6 +33,7 @@ from lightning_zero.compare import equal
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
 from lightning_zero.guard import BetweenStepsError, Placement, guard, set_placement, unguard
+from lightning_zero.left_out import leave_out
 from lightning_zero.offload import Tier
 from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan
@@ -156,21 +157,26 @@ class Bucket:
                 view.copy_(parameter.data)
         return exact
 
-    def give_back(self, device: torch.device) -> None:
+    def give_back(self, device: torch.device | None) -> None:
         """Makes every parameter a whole tensor of its own on `device`. Collective.
 
-        Each is in its own dtype.
+        Each is in its own dtype. None: without values, see left_out.py.
         """
         self.finish_gather()
         self.grads.drop()
-        views = self.exact_views()
-        for index, parameter in enumerate(self.parameters):
-            value = views[index].to(device, self.own_dtypes[index], copy=True)
+        views = self.exact_views() if device is not None else []
+        for index, (slot, parameter) in enumerate(
+            zip(self.plan.layout.slots, self.parameters, strict=True)
+        ):
+            dtype = self.own_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:
-                parameter.grad_dtype = self.own_dtypes[index]
-            parameter.data = value
+                parameter.grad_dtype = dtype
+            if device is None:
+                leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
+            else:
+                parameter.data = views[index].to(device, dtype, copy=True)
         self.shards.param = self.shards.master = None
         self._whole.free()
 

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.after_fit import save_unsaved
 from lightning_zero.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.checkpoints import Checkpoints
 from lightning_zero.engine_life import run_state
@@ -81,6 +82,9 @@ class CheckpointStrategy(EngineStrategy):
 
     @override
     def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._life.must_be_saved:
+            save_unsaved(self.lightning_module.trainer)
         self.finish_saving()
 
     def finish_saving(self, *, warns: bool = False) -> None:

@@ -32,6 +32,7 @@ from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint_io import find_damage_together, on_rank_zero
 from lightning_zero.engine import Engine
 from lightning_zero.engine_life import RALLY_DEADLINE, EngineLife, run_state
+from lightning_zero.left_out import expecting_values
 from lightning_zero.optim_state import optimizer_state_dict
 from lightning_zero.saving import MASTERS_KEY, Saving, is_own_io
 from lightning_zero.world import raise_together
@@ -176,10 +177,11 @@ class Checkpoints:
         """Into the module and the masters: each rank its own elements. Collective."""
         module = self._module
         awaited: dict[str, Tensor] = {}
-        load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
-        if awaited and run_state(module).fn == TrainerFn.FITTING:
-            check_restorable(checkpoint)
-        await_values(module, awaited)
+        with expecting_values(module):
+            load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
+            if awaited and run_state(module).fn == TrainerFn.FITTING:
+                check_restorable(checkpoint)
+            await_values(module, awaited)
         self._life.load_masters(checkpoint.get(MASTERS_KEY, {}))
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -263,7 +263,11 @@ class Engine:
         self.comm.close()
 
     def close(
-        self, device: torch.device | None = None, *, keeps_optimizer_shards: bool = False
+        self,
+        device: torch.device | None = None,
+        *,
+        keeps_optimizer_shards: bool = False,
+        keeps_parameters: bool = True,
     ) -> None:
         """Gives everything back: whole tensors, no hooks. Collective. Closing twice is harmless.
 
@@ -273,6 +277,8 @@ class Engine:
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
                 States on NVMe that would fill more than half of the memory are dropped instead
                 (`optimizers.check_has_states` then raises), for their files go.
+            keeps_parameters: False: parameters and optimizer states have no values afterwards, and
+                a use of them is an error.
 
         Raises:
             RuntimeError: The last step failed beside the end of training; all is given back then.
@@ -280,16 +286,16 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        device = device or self.device
+        target = (device or self.device) if keeps_parameters else None
         self._worker.drain()
         failure = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
         self.schedule.hooks.detach()
         self.schedule.reset()
-        self.optimizers.give_back(device, keeps_shards=keeps_optimizer_shards)
+        self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
-            bucket.give_back(device)
+            bucket.give_back(target)
         self._worker.close()
         self.storage.close()
         if not keeps_optimizer_shards:

@@ -13,11 +13,13 @@ from lightning.pytorch.trainer.states import TrainerState, TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.after_fit import WholeAfterFit, check_whole_after_fit, keeps_whole
 from lightning_zero.averages import Averages
 from lightning_zero.building import Building
 from lightning_zero.checkpoint import load_masters, narrow_masters
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
+from lightning_zero.left_out import forget_left_out
 
 __all__ = ["RALLY_DEADLINE", "EngineLife", "run_state"]
 
@@ -35,13 +37,20 @@ class EngineLife:
 
     Args:
         timeout: Of collectives; None: the backend's.
+        whole_after_fit: Leave every rank the whole module; "auto": where it has room.
+
+    Raises:
+        ValueError: No such choice.
 
     Attributes:
         current: The engine, meanwhile.
         last_masters: By name, after a run with a 16-bit module; on rank 0.
     """
 
-    def __init__(self, timeout: timedelta | None) -> None:
+    def __init__(self, timeout: timedelta | None, whole_after_fit: WholeAfterFit) -> None:
+        check_whole_after_fit(whole_after_fit)
+        self._whole_after_fit = whole_after_fit
+        self._keeps_whole: bool | None = None  # once that is decided for this run
         self.current: Engine | None = None
         self.last_masters: dict[str, Tensor] = {}
         self._timeout = timeout
@@ -74,7 +83,7 @@ class EngineLife:
 
     def start(self) -> None:
         """A run begins: a failure of the one before is over."""
-        self._has_rallied = None
+        self._has_rallied = self._keeps_whole = None
 
     @contextmanager
     def watching(self, device: torch.device) -> Iterator[None]:
@@ -124,6 +133,7 @@ class EngineLife:
     ) -> None:
         """Makes the engine; see its arguments there. Collective."""
         self.current = Engine(module, optimizers, config, device=device, timeout=self._timeout)
+        forget_left_out(module)
         self.load_masters(self._masters_to_load)
         self._masters_to_load = {}
 
@@ -172,7 +182,7 @@ class EngineLife:
         return self._has_rallied
 
     def end(self, device: torch.device) -> None:
-        """Leaves whole values on `device` where the ranks are together, else what there is."""
+        """Gives the module back, on `device`, where the ranks are together, else what there is."""
         if self.current is not None:
             if self.is_together():
                 self._close(self.current, device)
@@ -187,11 +197,28 @@ class EngineLife:
             self._building = None
 
     def _close(self, engine: Engine, device: torch.device) -> None:
+        is_whole = self._is_kept_whole()
         if self._averages is not None:
-            self._averages.give_back(device)
-        self.last_masters = narrow_masters(engine)
-        engine.close(device, keeps_optimizer_shards=True)
-        self._last = engine
+            self._averages.give_back(device if is_whole else None)
+        self.last_masters = narrow_masters(engine) if is_whole else {}
+        engine.close(device, keeps_optimizer_shards=True, keeps_parameters=is_whole)
+        if is_whole:
+            self._last = engine
+        else:
+            engine.comm.close()
+
+    def _is_kept_whole(self) -> bool:
+        """Whether every rank gets the module when this run has ended. Collective."""
+        if self._keeps_whole is None:
+            self._keeps_whole = keeps_whole(
+                self._whole_after_fit, self.engine, num_averages=len(self._averages or ())
+            )
+        return self._keeps_whole
+
+    @property
+    def must_be_saved(self) -> bool:
+        """The module goes when this run has ended, and nobody has said so. Collective."""
+        return not self._is_kept_whole() and self._whole_after_fit == "auto"
 
 
 def run_state(module: nn.Module | None) -> TrainerState:

@@ -18,22 +18,24 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.after_fit import WholeAfterFit
 from lightning_zero.awaited import forget_awaited
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine_life import EngineLife, run_state
-from lightning_zero.evaluation import LockstepEvaluation
+from lightning_zero.evaluation import LockstepEvaluation, keep_in_loop
 from lightning_zero.from_meta import ConstantStates
 from lightning_zero.guard import has_placement
 from lightning_zero.launcher import check_numbering
 from lightning_zero.launcher.children import release_children
+from lightning_zero.left_out import check_none_left_out
 from lightning_zero.memory import MemoryReport
 from lightning_zero.mesh import Mesh
-from lightning_zero.piece import hidden_pieces
+from lightning_zero.piece import move_all_but_parameters
 from lightning_zero.precision import ZeroPrecision, sharded_precision
 from lightning_zero.process_strategy import ProcessStrategy
 from lightning_zero.refused import refuse_callbacks, refuse_module
@@ -51,14 +53,20 @@ class EngineStrategy(ProcessStrategy):
     Args:
         settings: The engine's.
         timeout: Of collectives; None: the backend's.
+        whole_after_fit: See `EngineLife`.
         **of_processes: As in `ProcessStrategy`.
     """
 
     def __init__(
-        self, settings: Settings, *, timeout: timedelta | None, **of_processes: Any
+        self,
+        settings: Settings,
+        *,
+        timeout: timedelta | None,
+        whole_after_fit: WholeAfterFit,
+        **of_processes: Any,
     ) -> None:
         self._settings = settings
-        self._life = EngineLife(timeout)
+        self._life = EngineLife(timeout, whole_after_fit)
         self._evaluation = LockstepEvaluation()
         self._grad_scaler_kwargs: dict[str, Any] = {}
         super().__init__(timeout=timeout, **of_processes)
@@ -155,6 +163,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._life.start()
+        check_none_left_out(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -173,14 +182,7 @@ class EngineStrategy(ProcessStrategy):
     def model_to_device(self) -> None:
         """Moves all but parameters: they follow by bucket when the engine takes them over."""
         assert self.lightning_module is not None
-
-        def move(tensor: Tensor) -> Tensor:
-            stays = tensor.is_meta or isinstance(tensor, nn.Parameter)
-            return tensor if stays else tensor.to(self.root_device)
-
-        # Metrics keep their state in plain attributes and move them in an `_apply` of their own.
-        with hidden_pieces(self.lightning_module):
-            self.lightning_module._apply(move)
+        move_all_but_parameters(self.lightning_module, self.root_device)
 
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
@@ -243,6 +245,11 @@ class EngineStrategy(ProcessStrategy):
             yield
 
     # ---------------------------------------------------------------- ranks that differ
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        return keep_in_loop(dataloader, self.lightning_module.trainer)
 
     def _begin_evaluation(self) -> None:
         assert self.lightning_module is not None

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_zero.comm import Communicator, Round
+from lightning_zero.comm import Round
 from lightning_zero.config import ZeroConfig
+from lightning_zero.recorder import Recorder
+from lightning_zero.trained import Trained
 from lightning_zero.unit import Trace, Unit
 
 __all__ = ["Gathering"]
@@ -26,6 +28,12 @@ __all__ = ["Gathering"]
 class Gathering:
     """The units of one engine, whole and released in one order on every rank.
 
+    Args:
+        units: The root first.
+        trained: Takes part in every agreement.
+        recorder: Is told whether prefetches came in time.
+        config: How far to ask ahead.
+
     Attributes:
         units: The root first.
         is_needed: Some rest as shards.
@@ -33,14 +41,16 @@ class Gathering:
         num_issued: Reductions that this rank has issued in this backward; each round tells it.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator, config: ZeroConfig) -> None:
+    def __init__(
+        self, units: Sequence[Unit], trained: Trained, recorder: Recorder, config: ZeroConfig
+    ) -> None:
         self.units = list(units)
         self.is_needed = any(unit.buckets for unit in units)
         self.is_mid_round = False
         self.num_issued = 0
         self._num_issued_by_all = 0  # as far as the last round told
-        self._comm = comm
-        self._recorder = comm.recorder
+        self._trained = trained
+        self._recorder = recorder
         self._config = config
         self._forward, self._backward = Trace(), Trace()
         self._trace = self._forward
@@ -175,7 +185,7 @@ class Gathering:
 
     def _round(self, request: int) -> Round:
         """Every rank gathers the unit that the lowest request names."""
-        agreed = self._comm.agree(request, self.num_issued)
+        agreed = self._trained.agree(request, self.num_issued)
         self._num_issued_by_all = agreed.fewest
         count, lowest = len(self.units), agreed.lowest
         if lowest < 2 * count:

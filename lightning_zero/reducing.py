@@ -13,10 +13,9 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.gathering import Gathering
+from lightning_zero.trained import Trainable, Trained
 
 __all__ = ["Reducing"]
-
-_Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout order
 
 
 class Reducing:
@@ -25,6 +24,7 @@ class Reducing:
     Args:
         buckets: In layout order.
         gathering: Goes on while a reduction is waited for.
+        trained: What is trainable in it.
         comm: Agrees on what was touched.
         config: Of the engine.
     """
@@ -33,11 +33,13 @@ class Reducing:
         self,
         buckets: Sequence[Bucket],
         gathering: Gathering,
+        trained: Trained,
         comm: Communicator,
         config: ZeroConfig,
     ) -> None:
         self._buckets = list(buckets)
         self._gathering = gathering
+        self._trained = trained
         self._comm = comm
         self._config = config
         self._reduces = True  # this backward ends in reductions
@@ -48,7 +50,7 @@ class Reducing:
         self._eager: list[Bucket] = []  # reduced by every rank in this backward, in this order
         self._num_eager = 0  # of them already reduced
         # What the last agreed backward touched, by what was trainable in it (GANs take turns).
-        self._touched: dict[_Trainable, dict[Bucket, list[bool]]] = {}
+        self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
         self._under_way: Bucket | None = None
         self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
@@ -70,7 +72,11 @@ class Reducing:
         self._arrived = []
         self._num_eager = 0
         self._is_tail = False
-        touched = self._touched.get(self._trainable())
+        self._trained.look()
+        if self._reduces:
+            # Where nothing is gathered, a backward has no rounds.
+            self._trained.compare(None if self._gathering.is_needed else self._gathering.done)
+        touched = self._touched.get(self._trained.flags)
         self._eager = [b for b in self._order if self._reduces and _is_eager(b, touched)]
         for bucket in self._buckets:
             bucket.wait_for_step()
@@ -98,8 +104,10 @@ class Reducing:
         for bucket in self._eager[self._num_eager :]:
             self._reduce(bucket)
         self._num_eager = len(self._eager)
+        self._trained.finish()
         if self._reduces or self._gathering.is_needed:
             self._gathering.meet(self._gathering.done)
+        self._trained.stop()
         self._is_tail = True
         if self._reduces:
             self._reduce_the_rest(completes=self._ends_step)
@@ -114,12 +122,14 @@ class Reducing:
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
         self._comm.free_scratch()
+        self._trained.stop()
         self._under_way = None
         self._has_local = self._has_partial = False
 
     # ---------------------------------------------------------------- one bucket
 
     def _reduce(self, bucket: Bucket) -> None:
+        self._trained.finish()
         self._finish()
         bucket.grads.reduce()
         self._gathering.num_issued += 1
@@ -171,11 +181,8 @@ class Reducing:
                 bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
-        self._touched[self._trainable()] = touched
+        self._touched[self._trained.flags] = touched
         self._agree_on_order()
-
-    def _trainable(self) -> _Trainable:
-        return tuple(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
 
     def _agree_on_order(self) -> None:
         """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""

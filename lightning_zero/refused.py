@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.guard import has_placement
+from lightning_zero.left_out import is_left_out
 from lightning_zero.stage import State
 
 __all__ = ["refuse_callbacks", "refuse_module"]
@@ -26,7 +27,8 @@ def refuse_module(module: LightningModule, *, is_ours: bool) -> None:
         ValueError: Another engine holds it, or it has no parameters and will have none.
     """
     for name, parameter in module.named_parameters():
-        if has_placement(parameter) and not is_ours:
+        is_held = has_placement(parameter) and not is_left_out(parameter)
+        if is_held and not is_ours:
             raise ValueError(
                 f"parameter {name} is already held by another engine; one module trains under one "
                 "strategy at a time: let the other fit end first."

@@ -26,11 +26,12 @@
 * Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
   latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
-  touched, and reduce what is left in the same order.
+  touched, and reduce what is left in the same order. Which are eager depends on what is trainable,
+  which is compared (trained.py).
 * A rank waits for a reduction in the middle of a backward only when a round has told that all ranks
   have issued it; until then it goes on taking part in gathers. So no rank can wait for one that
   waits for it. Where nothing is gathered before use, a rank needs no other to reach the end of its
-  backward, and may simply wait.
+  backward, and may simply wait: what all ranks have issued completes though none of them waits.
 * The average of a reduced shard over replicas is issued when the reduction is finished, in the same
   order on every rank. Nobody waits for it before all ranks have ended their backward and so issued
   it, and meanwhile nobody writes to that shard. It takes no memory of its own.
@@ -57,6 +58,7 @@ from lightning_zero.hooks import Hooks, check_all_hooked
 from lightning_zero.recording import Kind
 from lightning_zero.reducing import Reducing
 from lightning_zero.shared_buffers import SharedBuffers
+from lightning_zero.trained import Trained
 from lightning_zero.unit import Unit
 
 __all__ = ["Moment", "Schedule"]
@@ -94,8 +96,9 @@ class Schedule:
     ) -> None:
         self.moment = Moment.IDLE
         self.units = list(units)
-        self.gathering = Gathering(units, comm, config)
-        self.reducing = Reducing(buckets, self.gathering, comm, config)
+        trained = Trained(buckets, comm)
+        self.gathering = Gathering(units, trained, comm.recorder, config)
+        self.reducing = Reducing(buckets, self.gathering, trained, comm, config)
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)

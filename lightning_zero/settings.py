@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Settings:
     """What a strategy was told, and what has come of it.
 
     Args:
-        given: Arguments of `ZeroConfig`; `stage` may be "auto".
+        given: Arguments of `ZeroConfig` among others; `stage` may be "auto".
         checks_memory: Refuse a fit whose model states alone are more than all the memory there is.
 
     Attributes:
@@ -68,8 +68,9 @@ class Settings:
 
     def __init__(self, given: Mapping[str, Any], *, checks_memory: bool) -> None:
         self._is_auto = given["stage"] == AUTO
-        others = {name: value for name, value in given.items() if name != "stage"}
-        self._given = auto_base(others) if self._is_auto else ZeroConfig(given["stage"], **others)
+        own = {field.name: given[field.name] for field in fields(ZeroConfig)}
+        stage = own.pop("stage")
+        self._given = auto_base(own) if self._is_auto else ZeroConfig(stage, **own)
         if not isinstance(checks_memory, bool):
             raise TypeError(f"check_memory must be True or False, got {checks_memory!r}.")
         self._checks_memory = checks_memory

@@ -21,6 +21,7 @@ from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.guard import Placement, guard, set_placement, unguard
+from lightning_zero.left_out import leave_out
 from lightning_zero.plan import BucketPlan, parameters_by_name
 from lightning_zero.written import Fingerprint, own_elements
 
@@ -218,13 +219,22 @@ class ShadowBucket:
         if not self.pins:
             self.rest()
 
-    def give_back(self, device: torch.device) -> None:
-        """Makes every parameter a whole tensor of its own on `device`. Collective."""
-        views = self.exact_views()
-        for view, parameter, dtype in zip(views, self.parameters, self.own_dtypes, strict=True):
+    def give_back(self, device: torch.device | None) -> None:
+        """Makes every parameter a whole tensor of its own on `device`. Collective.
+
+        None: without values, see left_out.py.
+        """
+        views = self.exact_views() if device is not None else []
+        for index, (slot, parameter) in enumerate(
+            zip(self.plan.layout.slots, self.parameters, strict=True)
+        ):
+            dtype = self.own_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
-            parameter.data = view.to(device, dtype, copy=True)
+            if device is None:
+                leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
+            else:
+                parameter.data = views[index].to(device, dtype, copy=True)
 
 
 class Shadow:
@@ -292,8 +302,8 @@ class Shadow:
             for bucket in self.buckets:
                 bucket.collect()
 
-    def give_back(self, device: torch.device) -> None:
-        """Makes the parameters whole, on `device`. Collective."""
+    def give_back(self, device: torch.device | None) -> None:
+        """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
         for bucket in self.buckets:
             bucket.give_back(device)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +24,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_zero.after_fit import WholeAfterFit
 from lightning_zero.checkpoint_strategy import CheckpointStrategy
-from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.launcher import StartMethod
 from lightning_zero.offload import OffloadConfig
@@ -84,6 +83,10 @@ class ZeroStrategy(CheckpointStrategy):
             writes its own part. "auto": full below 2^31 parameter elements.
         check_memory: Refuse to begin where model states alone are more than all the memory there
             is, and say what would fit.
+        whole_after_fit: Give every rank the whole module, in CPU memory, when a run has ended.
+            False: its parameters have no values then, and using one is an error. "auto": where it
+            takes at most half of the memory that is free for all ranks of a node; else the last
+            step is saved, if no callback has done so.
         async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
             shards in CPU memory.
         accelerator: As in every Lightning strategy, for this and the following.
@@ -125,6 +128,7 @@ class ZeroStrategy(CheckpointStrategy):
         checkpoint: CheckpointForm = "auto",
         async_save: bool = False,
         check_memory: bool = True,
+        whole_after_fit: WholeAfterFit = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -136,10 +140,7 @@ class ZeroStrategy(CheckpointStrategy):
     ) -> None:
         given = locals()  # every setting of the engine, by its name
         super().__init__(
-            Settings(
-                {field.name: given[field.name] for field in fields(ZeroConfig)},
-                checks_memory=check_memory,
-            ),
+            Settings(given, checks_memory=check_memory),
             Saving(checkpoint, is_async=async_save),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -148,6 +149,7 @@ class ZeroStrategy(CheckpointStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            whole_after_fit=whole_after_fit,
             start_method=start_method,
         )
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
