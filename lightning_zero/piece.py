@@ -42,7 +42,9 @@ class Piece:
         bits: Sum over the bits of the whole values that were cut last.
     """
 
-    def __init__(self, building: PieceOwner, name: str, index: int, parameter: nn.Parameter) -> None:
+    def __init__(
+        self, building: PieceOwner, name: str, index: int, parameter: nn.Parameter
+    ) -> None:
         self.name = name
         self.index = index
         self.shape = parameter.shape
