@@ -101,6 +101,16 @@ def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them
     assert launcher("trainer.accelerator=cpu").gpus_per_node is None
 
 
+@pytest.mark.parametrize("strategy", ["trainer.strategy=zero3", "zero=stage3"])
+def test_a_job_on_slurm_imports_what_registers_the_strategies(strategy):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = ["hydra/launcher=slurm", strategy]
+        config = compose("config", overrides=words, return_hydra_config=True)
+    (callback,) = config.hydra.callbacks.values()
+    # Submitit pickles it: a worker imports its module, and so lightning_zero.
+    assert callback._target_ == "lightning_zero.launcher.hydra_jobs.HydraJobs"
+
+
 def test_the_choices_of_zero_are_its_stages_alone():
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         assert GlobalHydra.instance().config_loader().get_group_options("zero") == sorted(STAGES)
