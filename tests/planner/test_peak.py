@@ -55,11 +55,16 @@ def config_of(stage, offload):
 
 
 def cases():
+    """Every model in every stage: without offload, in CPU memory and on NVMe."""
+    of_stage = {
+        0: ["none"],
+        1: ["none", "cpu optimizer", "nvme optimizer"],
+        2: ["none", "cpu optimizer", "nvme optimizer"],
+        3: ["none", "cpu", "nvme"],
+    }
     for name in MODELS:
-        for stage in (0, 1, 2, 3):
-            for offload in ("none", "cpu", "nvme") if stage == 3 else ("none", "nvme optimizer"):
-                if stage or offload == "none":
-                    yield name, stage, offload
+        for stage, offloads in of_stage.items():
+            yield from ((name, stage, offload) for offload in offloads)
 
 
 def _measure(rank, world_size, cases):
