@@ -26,6 +26,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.offload import OffloadConfig, Tier
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import States
+from lightning_zero.probe import probe
 from lightning_zero.tiers.budget import available_memory_bytes
 from lightning_zero.tiers.disk import free_bytes
 
@@ -35,6 +36,7 @@ __all__ = [
     "Room",
     "auto_base",
     "choose",
+    "find_whole_tensors",
     "measure_room",
     "refuse_what_cannot",
 ]
@@ -149,6 +151,16 @@ def _existing(path: Path) -> Path:
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
+def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
+    """Which optimizers must step whole tensors; those that cannot be tried are the engine's."""
+    found: list[int] = []
+    for index, optimizer in enumerate([] if config.assume_elementwise else optimizers):
+        with suppress(ValueError):
+            if not probe(optimizer, torch.device("cpu"), torch.float32).is_elementwise:
+                found.append(index)
+    return found
+
+
 # -------------------------------------------------------------------- the choice
 
 
@@ -175,7 +187,13 @@ def choose(
         disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
         is_apart=is_apart,
     )
-    job = Job(module, optimizers, None, num_micro_batches, fallback=_TWO_MOMENTS)
+    job = Job(
+        module,
+        optimizers,
+        num_micro_batches=num_micro_batches,
+        whole_tensors=find_whole_tensors(optimizers, base),
+        fallback=_TWO_MOMENTS,
+    )
     estimates = [estimate(choice, job, machine) for choice in _candidates(base, is_apart)]
     fitting = cheapest(estimates)
     best = fitting[0] if fitting else min(estimates, key=lambda e: e.device_bytes)
@@ -242,7 +260,8 @@ def refuse_what_cannot(
     if any(offload is not None and offload.device == AUTO for offload in config.offloads):
         return  # it goes where there is room
     machine = Machine(num_ranks, ranks_per_node, is_apart=is_apart)
-    job = Job(module, optimizers, fallback=States())
+    whole_tensors = find_whole_tensors(optimizers, config)
+    job = Job(module, optimizers, whole_tensors=whole_tensors, fallback=States())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, room)
     if not missing:
@@ -262,14 +281,15 @@ def refuse_what_cannot(
 def _missing(found: Estimate, room: Room) -> str:
     """What is too small for states alone; empty where it may fit."""
     per_node = found.machine.ranks_per_node
-    device, cpu = found.resting.tier_bytes(Tier.DEVICE), found.resting.tier_bytes(Tier.CPU)
+    device = found.resting.tier_bytes(Tier.DEVICE)
+    host = found.ranks.machine_bytes(Tier.CPU, per_node)
     if not found.machine.is_apart:
-        device, cpu = 0, device + cpu
+        device, host = 0, host + found.ranks.machine_bytes(Tier.DEVICE, per_node)
     if device > room.device_total:
         return f"{_gib(device)} on each device, which has {_gib(room.device_total)}"
-    if cpu * per_node > room.host_total:
+    if host > room.host_total:
         ranks = f"{per_node} rank(s) of a machine"
-        return f"{_gib(cpu * per_node)} in the memory of {ranks}, which has {_gib(room.host_total)}"
+        return f"{_gib(host)} in the memory of {ranks}, which has {_gib(room.host_total)}"
     return ""  # a disk is looked at when its files are made, after those of dead jobs are gone
 
 

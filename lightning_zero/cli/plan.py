@@ -7,16 +7,18 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
+from lightning_zero.auto import find_whole_tensors
 from lightning_zero.cli.plan_report import Row, as_dict, as_text, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.sizes import parse_bytes
 from lightning_zero.config import ZeroConfig
-from lightning_zero.plan import make_plan
+from lightning_zero.plan import Plan, make_plan, parameters_by_name
 from lightning_zero.planner import (
     Job,
     Machine,
@@ -25,7 +27,7 @@ from lightning_zero.planner import (
     all_choices,
     estimate,
     find_repeats,
-    make_optimizer,
+    make_optimizers,
     stretched,
     trace_step,
 )
@@ -114,14 +116,23 @@ def _run(args: argparse.Namespace) -> int:
     if config.param_dtype is None:
         config = config.replace(param_dtype=precision.param)
     machine, num_micro_batches = _machine(args, source), _micro_batches(args, source)
-    traces, note = _traces(source, config, precision)
-    rows = _rows(source.module, config, args.optimizer, machine, traces, num_micro_batches)
-    numel = sum(p.numel() for p in source.module.parameters())
+    whole = make_plan(source.module, ZeroConfig(param_dtype=config.param_dtype), world_size=1)
+    blocks = _blocks(source.module, whole)
+    named = parameters_by_name(source.module)
+    optimizers = make_optimizers(args.optimizer, named, blocks)
+    traces, note = _traces(source, whole, blocks, precision)
+    job = Job(
+        source.module,
+        optimizers,
+        num_micro_batches=num_micro_batches,
+        whole_tensors=find_whole_tensors(optimizers, config),
+    )
+    rows = _rows(job, config, machine, traces)
     facts = {
         "model": source.title,
-        "parameters": numel,
+        "parameters": sum(parameter.numel() for parameter in named.values()),
         "precision": name,
-        "optimizer": args.optimizer,
+        "optimizer": args.optimizer if len(optimizers) == 1 else "muon and adamw for the rest",
         "ranks": machine.num_ranks,
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
@@ -175,16 +186,13 @@ def _micro_batches(args: argparse.Namespace, source: Source) -> int:
 
 
 def _traces(
-    source: Source, config: ZeroConfig, precision: Precision
+    source: Source, plan: Plan, blocks: Sequence[str], precision: Precision
 ) -> tuple[tuple[StepTrace | None, StepTrace | None], str]:
     """The step as it is, and with activation checkpointing; and what cannot be told."""
     if source.step is None:
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
-    base = ZeroConfig(stage=3, param_dtype=config.param_dtype)
-    plan = make_plan(source.module, base, world_size=1)
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
     units = [unit.name for unit in plan.units]
-    blocks = _blocks(source.module, units)
     repeats = find_repeats(source.module, units)
     step = source.step
 
@@ -214,30 +222,24 @@ def _traces(
         return (plain, None), f"activation checkpointing is not counted: {error}"
 
 
-def _blocks(module: nn.Module, units: Sequence[str]) -> list[str]:
+def _blocks(module: nn.Module, plan: Plan) -> list[str]:
     """Units of a class that there is more than once."""
-    classes = [type(module.get_submodule(name)) for name in units if name]
-    return [n for n in units if n and classes.count(type(module.get_submodule(n))) > 1]
+    kinds = {u.name: type(module.get_submodule(u.name)) for u in plan.units if u.name}
+    counts = Counter(kinds.values())
+    return [name for name, kind in kinds.items() if counts[kind] > 1]
 
 
 def _rows(
-    module: nn.Module,
+    job: Job,
     config: ZeroConfig,
-    optimizer_name: str,
     machine: Machine,
     traces: tuple[StepTrace | None, StepTrace | None],
-    num_micro_batches: int,
 ) -> list[Row]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(f"{type(module).__name__} has no parameter that is trained.")
-    optimizer = make_optimizer(optimizer_name, trained)
-    job = Job(module, [optimizer], traces[0], num_micro_batches)
-    rows = []
-    for choice in all_choices(config):
-        plain = estimate(choice, job, machine)
-        with_less = None
-        if traces[1] is not None:
-            with_less = estimate(choice, dataclasses.replace(job, trace=traces[1]), machine)
-        rows.append(Row(plain, with_less))
-    return rows
+    plain, checkpointed = (dataclasses.replace(job, trace=trace) for trace in traces)
+    return [
+        Row(
+            estimate(choice, plain, machine),
+            None if traces[1] is None else estimate(choice, checkpointed, machine),
+        )
+        for choice in all_choices(config)
+    ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_zero.cli.sizes import in_words
+from lightning_zero.offload import Tier
 from lightning_zero.planner import Estimate, Machine
 
 __all__ = ["Row", "as_dict", "as_text", "best_of"]
@@ -56,7 +57,10 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def as_dict(row: Row) -> dict[str, Any]:
-    """All numbers of a choice, in bytes and seconds; as the module is, unless a key says more."""
+    """All numbers of a choice, in bytes and seconds; as the module is, unless a key says more.
+
+    Those of one rank are of the one that takes most.
+    """
     plain, less = row.plain, row.checkpointed
     return {
         "zero": plain.choice.zero,
@@ -68,6 +72,9 @@ def as_dict(row: Row) -> dict[str, Any]:
         "rest_bytes_per_rank": {
             tier.value: {state.value: nbytes for state, nbytes in states.items()}
             for tier, states in plain.resting.tiers.items()
+        },
+        "least_and_most_of_ranks": {
+            tier.value: list(plain.ranks.span(tier)) for tier in plain.resting.tiers
         },
         "module_buffer_bytes": plain.resting.module_buffer_bytes,
         "pool_bytes": plain.resting.pool_bytes,
@@ -116,6 +123,9 @@ def as_text(
         "activation checkpointing; host, disk: of a machine; seconds: transfers of a step, all at\n"
         "once and one after another."
     )
+    spans = [row.plain.ranks.span(tier) for row in rows for tier in Tier]
+    if any(least != most for least, most in spans):
+        legend += "\nRanks own whole tensors and differ: the numbers are of the one with most."
     return "\n".join(
         part
         for part in (head, note, "", table, "", legend, _verdict(rows, best))
