@@ -101,8 +101,7 @@ def _preset(name: str, batch: int | None, context: int | None) -> Source:
     if name in SHAPES:
         shape = SHAPES[name]
     elif name in files:
-        said: Any = OmegaConf.load(files[name])
-        shape = DecoderShape(said.width, said.num_layers, said.num_heads, context=context)
+        shape = _shape_of(files[name], context)
     else:
         known = ", ".join([*SHAPES, *files])
         raise ValueError(f"there is no model {name!r}; there are {known}.")
@@ -116,6 +115,22 @@ def _preset(name: str, batch: int | None, context: int | None) -> Source:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
     return Source(f"{name}, batch {size[0]} x {size[1]} tokens", module, step)
+
+
+def _shape_of(path: Path, context: int) -> DecoderShape:
+    """Of a model of the example."""
+    said: Any = OmegaConf.load(path)
+    is_llama = bool(said.get("is_llama"))
+    return DecoderShape(
+        said.width,
+        said.num_layers,
+        said.num_heads,
+        said.get("vocab_size", 256),
+        context=0 if is_llama else context,
+        num_kv_heads=said.get("num_kv_heads"),
+        hidden=said.get("hidden"),
+        is_gated=is_llama,
+    )
 
 
 def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hydra.utils import instantiate
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.cli import main
-from lightning_zero.planner import SHAPES, Decoder, DecoderShape
+from lightning_zero.cli.plan_source import of_arguments
+from lightning_zero.planner import SHAPES, Decoder
 from tests.planned import MODELS
 from tests.test_conf import composed
 
@@ -96,16 +98,22 @@ def test_checkpointing_lowers_activations_only(capsys):
     assert saved < one["peak_bytes"]["activations"]
 
 
-def test_presets_have_the_parameters_of_the_example():
-    for name in ("tiny", "gpt_125m", "llama_70b"):
-        model = composed(f"model={name}").model
-        with torch.device("meta"):
-            theirs = instantiate(model).gpt
-            shape = DecoderShape(
-                model.width, model.num_layers, model.num_heads, context=model.context
-            )
-            ours = Decoder(shape)
-        assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+@pytest.mark.parametrize("name", ["tiny", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"])
+def test_presets_have_the_parameters_of_the_example(name):
+    model = composed(f"model={name}", "data.context=1024").model
+    with torch.device("meta"):
+        theirs = instantiate(model).gpt
+    ours = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
+    assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+
+
+@pytest.mark.parametrize("size", ["7b", "70b"])
+def test_a_llama_of_the_example_is_the_published_one(size):
+    shapes = []
+    for name in (f"llama_{size}", f"llama2_{size}"):
+        source = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
+        shapes.append([p.shape for p in source.module.parameters()])
+    assert shapes[0] == shapes[1]
 
 
 def test_shapes_have_the_published_number_of_parameters():
