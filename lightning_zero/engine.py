@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 from lightning_zero.unit import Unit
 from lightning_zero.worker import StepWorker
 
+if TYPE_CHECKING:
+    from lightning_zero.shadow import Shadow
+
 __all__ = ["Engine"]
 
 
@@ -73,6 +76,7 @@ class Engine:
         buckets: The buckets at run time, in layout order.
         schedule: Decides on gathers and reductions.
         lockstep: For loops in which ranks use the module a different number of times.
+        shadows: Averages of the weights, which count as optimizer state.
 
     Raises:
         ValueError: A module without parameters or on several devices; modules on the meta device
@@ -115,6 +119,7 @@ class Engine:
         self.storage = self._open_storage()
         self._worker = StepWorker(self.device)
         self.buckets: list[Bucket] = []
+        self.shadows: list[Shadow] = []
         self._steps: list[OptimizerStep] = []
         self._warned: list[Optimizer] = []  # that their states do not go to files
         self._syncs = True
@@ -393,6 +398,12 @@ class Engine:
                     numel = placement.shape.numel() if is_slice else value.numel()
                     alone[State.OPTIM] += numel * value.element_size()
             alone[State.OPTIM] += missing_state_bytes(optimizer, self.buckets)
+        average_bytes = 0
+        for shadow in self.shadows:
+            for tier, nbytes in shadow.allocated_bytes().items():
+                held.setdefault(tier, dict.fromkeys(State, 0))[State.OPTIM] += nbytes
+                average_bytes += nbytes
+            alone[State.OPTIM] += shadow.data_parallel_bytes()
         tiers = {tier.value: states for tier, states in held.items()}
         return MemoryReport(
             self.comm.rank,
@@ -402,6 +413,7 @@ class Engine:
             buffer_bytes=self.storage.buffer_bytes,
             nvme_read_bytes=self.storage.bytes_read,
             nvme_written_bytes=self.storage.bytes_written,
+            average_bytes=average_bytes,
         )
 
     # ---------------------------------------------------------------- failures and the end

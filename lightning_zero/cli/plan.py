@@ -18,6 +18,7 @@ from lightning_zero.cli.plan_report import Row, as_dict, as_text, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.sizes import parse_bytes
 from lightning_zero.config import ZeroConfig
+from lightning_zero.offload import Tier
 from lightning_zero.plan import Plan, make_plan, parameters_by_name
 from lightning_zero.planner import (
     Job,
@@ -61,6 +62,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--micro-batches", type=_count, help="in a step (default: 1)")
     parser.add_argument("--precision", choices=PRECISIONS, help="(default: bf16-mixed)")
     parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="(default: adamw)")
+    parser.add_argument(
+        "--average",
+        action="append",
+        default=[],
+        choices=("cpu", "device"),
+        help="an average of the weights, and where it rests: Lightning's are in CPU memory",
+    )
     parser.add_argument("--ranks", type=_count, help="in all")
     parser.add_argument("--ranks-per-node", type=_count, help="(default: --ranks, at most 8)")
     parser.add_argument("--device-memory", type=_bytes, help="of a rank, such as 24GiB")
@@ -126,6 +134,7 @@ def _run(args: argparse.Namespace) -> int:
         optimizers,
         num_micro_batches=num_micro_batches,
         whole_tensors=find_whole_tensors(optimizers, config),
+        averages=[Tier(where) for where in args.average],
     )
     rows = _rows(job, config, machine, traces)
     facts = {

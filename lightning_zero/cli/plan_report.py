@@ -77,6 +77,7 @@ def as_dict(row: Row) -> dict[str, Any]:
             tier.value: list(plain.ranks.span(tier)) for tier in plain.resting.tiers
         },
         "module_buffer_bytes": plain.resting.module_buffer_bytes,
+        "average_bytes": plain.resting.average_bytes,
         "pool_bytes": plain.resting.pool_bytes,
         "staging_bytes": plain.staging_bytes,
         "peak_bytes": {

@@ -58,6 +58,7 @@ class Job:
         num_micro_batches: In one optimizer step.
         steps_by_bucket: Whether the optimizers' states may go to files.
         whole_tensors: Which of the optimizers must step whole tensors, as `make_plan`.
+        averages: Of the weights; see `Inventory`.
         fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
     """
 
@@ -67,6 +68,7 @@ class Job:
     num_micro_batches: int = 1
     steps_by_bucket: bool = True
     whole_tensors: Collection[int] = ()
+    averages: Sequence[Tier] = ()
     fallback: States | None = None
 
 
@@ -186,6 +188,7 @@ def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
         is_apart=machine.is_apart,
         accumulates=job.num_micro_batches > 1,
         steps_by_bucket=job.steps_by_bucket,
+        averages=job.averages,
         fallback=job.fallback,
     )
 

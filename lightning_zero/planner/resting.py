@@ -42,11 +42,13 @@ class Resting:
         tiers: By tier and state, as `MemoryReport.tiers`.
         pool_bytes: CPU memory of the buffers through which files travel.
         module_buffer_bytes: Of the module's buffers, which every rank has whole on the device.
+        average_bytes: Of averages of weights, among the optimizer state.
     """
 
     tiers: Mapping[Tier, Mapping[State, int]]
     pool_bytes: int
     module_buffer_bytes: int
+    average_bytes: int = 0
 
     def tier_bytes(self, tier: Tier) -> int:
         """Of all states in `tier`."""
@@ -96,6 +98,8 @@ class Inventory:
         accumulates: Several micro-batches are summed before a step.
         steps_by_bucket: What the optimizers keep may go to files; False for those that can only
             step everything in one call. That of optimizers of whole tensors never does.
+        averages: Of the weights, and where each rests: in CPU memory, or where it is stepped
+            (DEVICE).
         fallback: See `KeptStates`.
     """
 
@@ -109,6 +113,7 @@ class Inventory:
         is_apart: bool = True,
         accumulates: bool = False,
         steps_by_bucket: bool = True,
+        averages: Sequence[Tier] = (),
         fallback: States | None = None,
     ) -> None:
         self.plan = plan
@@ -119,6 +124,7 @@ class Inventory:
         self._module = module
         self._offloads = offloads
         self._steps_by_bucket = steps_by_bucket
+        self._averages = averages
 
     def ranks(self) -> Ranks:
         """What rests on every rank."""
@@ -144,8 +150,12 @@ class Inventory:
             add(bucket.tiers.optim, State.OPTIM, self._master(bucket, numel))
             for tier, nbytes in self._moments(bucket, rank):
                 add(tier, State.OPTIM, nbytes)
+        average_bytes = 0
+        for tier, nbytes in self._averaged(rank):
+            add(tier, State.OPTIM, nbytes)
+            average_bytes += nbytes
         buffers = sum(b.numel() * b.element_size() for b in self._module.buffers())
-        return Resting(held, self._pool_bytes(), buffers)
+        return Resting(held, self._pool_bytes(), buffers, average_bytes)
 
     def parameter(self, bucket: BucketPlan, index: int) -> nn.Parameter:
         """The parameter of a slot."""
@@ -204,6 +214,19 @@ class Inventory:
         of_files = sum(padded_bytes(numel * size, torch.uint8) for size in files.values())
         found = [(Tier.CPU if tier is Tier.NVME else tier, in_memory), (Tier.NVME, of_files)]
         return [(where, nbytes) for where, nbytes in found if nbytes]
+
+    def _averaged(self, rank: int) -> list[tuple[Tier, int]]:
+        """By bucket and average: as the master, but never in files."""
+        found = []
+        for bucket in self.plan.buckets:
+            layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
+            numel = len(layout.shard(rank)) if is_sharded else layout.numel
+            dtype = bucket.master_dtype if self._needs_master(bucket) else bucket.dtype
+            for wanted in self._averages:
+                is_on_device = wanted is Tier.DEVICE or not self.is_apart
+                is_on_device &= bucket.tiers.optim is Tier.DEVICE
+                found.append((Tier.DEVICE if is_on_device else Tier.CPU, numel * dtype.itemsize))
+        return found
 
     def _keeps_states_in_files(self, bucket: BucketPlan) -> bool:
         may = self._steps_by_bucket and not bucket.layout.holds_whole_tensors

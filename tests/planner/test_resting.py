@@ -1,5 +1,6 @@
 """The bytes that the planner counts are those that an engine counts, on every rank."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from lightning_zero.planner import (
     trace_step,
 )
 from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.shadow import Shadow
 from tests.distributed.ranks import run_ranks
 from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 
@@ -153,6 +155,40 @@ def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
     kept = KeptStates([torch.optim.SGD(groups, lr=0.1)])
     assert kept.of(module.weight, torch.float32).elementwise == {"momentum_buffer": 4}
     assert kept.of(module.bias, torch.float32).elementwise == {}
+
+
+def _count_averaged(rank, world_size, cases):
+    """By case: the report with two averages, and the bytes that they have added to it."""
+    Path("swap").mkdir(exist_ok=True)
+    found = []
+    for name, config in cases:
+        trained = train(name, config)
+        before = trained.engine.memory_report()
+        shadows = [Shadow(trained.engine, MODELS[name].build()) for _ in range(2)]
+        report = trained.engine.memory_report()
+        tiers = {tier: dict(states) for tier, states in report.tiers.items()}
+        added = report.total_bytes - before.total_bytes
+        whole = report.data_parallel_bytes - before.data_parallel_bytes
+        found.append((tiers, report.average_bytes, added, whole))
+        for shadow in shadows:
+            shadow.give_back(torch.device("cpu"))
+        assert trained.engine.memory_report().tiers == before.tiers
+        trained.engine.close()
+    return found
+
+
+def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
+    everything = choices()
+    cases = [("gpt", config) for config in everything[::4]]
+    cases += [("lora", everything[8].replace(param_dtype="bf16")), ("conv", everything[-1])]
+    for rank, counted in enumerate(run_ranks(2, _count_averaged, cases)):
+        for (name, config), (tiers, nbytes, added, whole) in zip(cases, counted, strict=True):
+            choice, job, machine = planned(name, config)
+            job = dataclasses.replace(job, averages=[Tier.DEVICE, Tier.CPU])
+            resting = take_inventory(choice, job, machine).resting(rank)
+            assert {t.value: dict(s) for t, s in resting.tiers.items()} == tiers, (name, config)
+            assert resting.average_bytes == nbytes == added
+            assert whole == 2 * 4 * sum(parameter.numel() for parameter in job.module.parameters())
 
 
 def _count_files(rank, world_size, cases):
