@@ -24,6 +24,7 @@ LAYERS = {
         "buffer",
         "channel",
         "comm",
+        "comm_bench",
         "exchange",
         "state_keys",
         "stored",

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_zero.auto import find_whole_tensors
 from lightning_zero.cli.plan_report import Row, as_dict, as_text, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
+from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.cli.sizes import parse_bytes
 from lightning_zero.config import ZeroConfig
 from lightning_zero.offload import Tier
@@ -76,11 +77,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--disk", type=_bytes, help="of a machine, such as 2TB")
     parser.add_argument("--on-cpu", action="store_true", help="ranks compute on the CPU")
     for name, what_for in (
-        ("link", "between ranks, of one"),
+        ("link", "between ranks, of one, as comm-bench measures it"),
         ("cpu-link", "between device and CPU memory, of one rank"),
         ("io", "of a machine's disk, as io-bench measures it (mixed)"),
     ):
         parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="GB", help=what_for)
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
     parser.set_defaults(run=_run)
@@ -173,12 +175,6 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
     device_bytes = args.device_memory
     if args.on_cpu and device_bytes is None and args.host_memory is not None:
         device_bytes = args.host_memory // per_node
-    given = {
-        "link": args.link_gb_per_s,
-        "cpu_link": args.cpu_link_gb_per_s,
-        "nvme": args.io_gb_per_s,
-    }
-    rates = dataclasses.replace(Rates(), **{k: v for k, v in given.items() if v is not None})
     return Machine(
         num_ranks,
         per_node,
@@ -186,8 +182,17 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
         args.host_memory,
         args.disk,
         is_apart=not args.on_cpu,
-        rates=rates,
+        rates=_rates(args),
     )
+
+
+def _rates(args: argparse.Namespace) -> Rates:
+    """As the command line says, else a file, else as assumed."""
+    measured = read_rates(args.rates) if args.rates is not None else {}
+    given = {name: rate * 1e9 for name, rate in measured.items()}
+    given |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
+    fields = dict(zip(NAMES, ("link", "cpu_link", "nvme"), strict=True))
+    return dataclasses.replace(Rates(), **{fields[name]: rate for name, rate in given.items()})
 
 
 def _micro_batches(args: argparse.Namespace, source: Source) -> int:
