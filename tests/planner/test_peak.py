@@ -119,7 +119,7 @@ def planned_peak(name, stage, offload, world_size):
 
 
 def check(cases, world_size):
-    measured = run_ranks(world_size, _measure, cases, timeout_s=280)[0]
+    measured = run_ranks(world_size, _measure, cases, timeout_s=900)[0]
     planned = [planned_peak(*case, world_size) for case in cases]
     for case, expected, found in zip(cases, planned, measured, strict=True):
         print(case, expected, found, f"{expected / found:.3f}")
@@ -132,6 +132,7 @@ def test_the_peak_of_a_step_is_within_a_tenth():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_peak_of_a_step_is_within_a_tenth_for_every_model_stage_and_offload(name, world_size):
