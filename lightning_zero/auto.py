@@ -34,6 +34,7 @@ __all__ = [
     "AUTO",
     "AutoChoice",
     "Room",
+    "as_arguments",
     "auto_base",
     "choose",
     "find_whole_tensors",
@@ -270,7 +271,7 @@ def refuse_what_cannot(
     possible = sorted((e for e in changes if not _missing(e, room)), key=lambda e: e.cost)
     # Files are offered where somebody has said where they may go, and they have room there.
     possible = [e for e in possible if e.disk_bytes <= room.disk_free]
-    lines = [f"\n    {_as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
+    lines = [f"\n    {as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
         f"model states cannot fit: {missing}. What would, the fastest first:{advice}\n"
@@ -302,7 +303,7 @@ def _needs(found: Estimate) -> str:
     return ", ".join(f"{_gib(nbytes)} {where}" for where, nbytes in parts.items() if nbytes)
 
 
-def _as_arguments(config: ZeroConfig) -> str:
+def as_arguments(config: ZeroConfig) -> str:
     """As a user would write it."""
     arguments = [f"stage={config.stage}"]
     for name in ("offload_optimizer", "offload_param"):

@@ -94,6 +94,7 @@ def measure_link(
         seconds: That each measurement takes.
         say: Told what is measured.
     """
+    say("measuring the latency")
     least = _tensor_bytes(comm, 1)
     latencies = {timing.collective: timing.seconds for timing in _time_all(comm, least, seconds)}
     timings: list[Timing] = []

@@ -37,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest  # argparse wants all of them in one place
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_zero
+import lightning_zero.conf  # makes known what the files of conf refer to
 from lightning_zero.config import ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder, DecoderShape
 
@@ -157,6 +158,9 @@ def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source
         raise ValueError(
             f"module {module_name} has no class {class_name}; it has {', '.join(near) or 'none'}."
         )
+    for text in arguments:
+        if "=" not in text:
+            raise ValueError(f"--arg must be NAME=VALUE, got {text!r}.")
     try:
         keywords: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
     except OmegaConfBaseException as error:
