@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.offload import Tier
@@ -18,36 +15,13 @@ from lightning_zero.plan import make_plan
 from lightning_zero.planner.resting import Inventory
 from lightning_zero.planner.timeline import replay
 from lightning_zero.planner.trace import trace_step
+from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_memory import Sampler
 from tests.planned import MODELS, OFFLOADS, loss_of
 
 WIDTH = 128
 SMALL = [("gpt", 3, "none"), ("llama", 3, "cpu"), ("conv", 2, "nvme optimizer")]
-
-
-class LateSampler(Sampler):
-    """Looks when it is told to: in the third step, which is like all that follow."""
-
-    is_looking = False
-
-    def take(self, *_: object) -> None:
-        if self.is_looking:
-            super().take()
-
-
-class CopySampler(TorchDispatchMode):
-    """Looks when a gradient is copied: it and the buffer that it goes to are there at once."""
-
-    def __init__(self, sampler):
-        super().__init__()
-        self.sampler = sampler
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.sampler.take()
-        return func(*args, **(kwargs or {}))
 
 
 def config_of(stage, offload):
@@ -83,20 +57,7 @@ def _peak(name, stage, offload):
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
     engine = Engine(module, [optimizer], config_of(stage, offload))
-    sampler = LateSampler(module, optimizer)
-    for step in range(3):
-        engine.zero_grad()
-        if step == 2:
-            gc.collect()
-            sampler.is_looking = True
-        # What autograd keeps is seen by the walk only where Python has kept it.
-        with saved_tensors_hooks(lambda t: t, lambda t: t):
-            loss = loss_of(module, batch)
-            with CopySampler(sampler) if step == 2 else nullcontext():
-                engine.backward(loss)
-        engine.step()
-        del loss
-    peak = sampler.peak - before
+    peak = peak_of_last_step(engine, optimizer, partial(loss_of, batch=batch)) - before
     engine.close()
     return peak
 
