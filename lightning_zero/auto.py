@@ -26,7 +26,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.offload import OffloadConfig, Tier
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import States
-from lightning_zero.probe import probe
+from lightning_zero.probe import find_whole_tensors
 from lightning_zero.tiers.budget import available_memory_bytes
 from lightning_zero.tiers.disk import free_bytes
 
@@ -37,7 +37,6 @@ __all__ = [
     "as_arguments",
     "auto_base",
     "choose",
-    "find_whole_tensors",
     "measure_room",
     "refuse_what_cannot",
 ]
@@ -152,16 +151,6 @@ def _existing(path: Path) -> Path:
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
-def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
-    """Which optimizers must step whole tensors; those that cannot be tried are the engine's."""
-    found: list[int] = []
-    for index, optimizer in enumerate([] if config.assume_elementwise else optimizers):
-        with suppress(ValueError):
-            if not probe(optimizer, torch.device("cpu"), torch.float32).is_elementwise:
-                found.append(index)
-    return found
-
-
 # -------------------------------------------------------------------- the choice
 
 
@@ -188,12 +177,9 @@ def choose(
         disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
         is_apart=is_apart,
     )
+    whole = find_whole_tensors(optimizers, base)
     job = Job(
-        module,
-        optimizers,
-        num_micro_batches=num_micro_batches,
-        whole_tensors=find_whole_tensors(optimizers, base),
-        fallback=_TWO_MOMENTS,
+        module, optimizers, None, num_micro_batches, whole_tensors=whole, fallback=_TWO_MOMENTS
     )
     estimates = [estimate(choice, job, machine) for choice in _candidates(base, is_apart)]
     fitting = cheapest(estimates)
@@ -261,8 +247,8 @@ def refuse_what_cannot(
     if any(offload is not None and offload.device == AUTO for offload in config.offloads):
         return  # it goes where there is room
     machine = Machine(num_ranks, ranks_per_node, is_apart=is_apart)
-    whole_tensors = find_whole_tensors(optimizers, config)
-    job = Job(module, optimizers, whole_tensors=whole_tensors, fallback=States())
+    whole = find_whole_tensors(optimizers, config)
+    job = Job(module, optimizers, whole_tensors=whole, fallback=States())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, room)
     if not missing:

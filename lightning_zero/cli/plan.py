@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_zero.auto import find_whole_tensors
 from lightning_zero.cli.plan_report import Row, as_dict, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.plan_text import as_text
@@ -34,6 +33,7 @@ from lightning_zero.planner import (
     stretched,
     trace_step,
 )
+from lightning_zero.probe import find_whole_tensors
 
 __all__ = ["add_parser"]
 
@@ -60,6 +60,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_model(parser)
+    _add_training(parser)
+    _add_machine(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
+    parser.set_defaults(run=_run)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="a preset, such as llama_70b; a wrong name lists all")
     what.add_argument("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
@@ -78,6 +87,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SHAPE",
         help="of an argument of forward: 8x3x224x224, 8x64:int64",
     )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_count, metavar="N", help="of a rank (default: 1)")
     parser.add_argument("--context", type=_count, metavar="N", help="in tokens (default: 1024)")
     parser.add_argument("--micro-batches", type=_count, metavar="N", help="in a step (default: 1)")
@@ -94,6 +106,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=("cpu", "device"),
         help="an average of the weights, and where it rests: Lightning's are in CPU memory",
     )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_count, metavar="N", help="in all")
     parser.add_argument(
         "--ranks-per-node", type=_count, metavar="N", help="(default: --ranks, at most 8)"
@@ -113,9 +128,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ):
         parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=what_for)
     parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
-    parser.set_defaults(run=_run)
 
 
 def _count(text: str) -> int:
@@ -155,7 +167,8 @@ def _run(args: argparse.Namespace) -> int:
     config = source.config
     if config.param_dtype is None:
         config = config.replace(param_dtype=precision.param)
-    machine, num_micro_batches = _machine(args, source), _micro_batches(args, source)
+    machine = _machine(args, source)
+    num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
     whole = make_plan(source.module, ZeroConfig(param_dtype=config.param_dtype), world_size=1)
     blocks = _blocks(source.module, whole)
     named = parameters_by_name(source.module)
@@ -223,10 +236,6 @@ def _rates(args: argparse.Namespace) -> Rates:
     given |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
     fields = dict(zip(NAMES, ("link", "cpu_link", "nvme"), strict=True))
     return dataclasses.replace(Rates(), **{fields[name]: rate for name, rate in given.items()})
-
-
-def _micro_batches(args: argparse.Namespace, source: Source) -> int:
-    return int(args.micro_batches or source.settings.get("micro_batches") or 1)
 
 
 def _traces(

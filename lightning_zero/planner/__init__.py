@@ -1,6 +1,7 @@
 """Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
 
     resting     bytes at rest, by the rules by which the engine allocates
+    ranks       of one rank, and of all where they differ
     trace       one step on fake tensors: order of use, activations
     stretch     the same of a deep model, from a few of its blocks
     timeline    the schedule replayed on that: the most of a step

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_zero import ZeroConfig
-from lightning_zero.auto import find_whole_tensors
 from lightning_zero.offload import Tier
 from lightning_zero.plan import make_plan
 from lightning_zero.planner import (
@@ -21,6 +20,7 @@ from lightning_zero.planner import (
     trace_step,
 )
 from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.probe import find_whole_tensors
 from lightning_zero.shadow import Shadow
 from tests.distributed.ranks import run_ranks
 from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
