@@ -46,7 +46,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
         return f"{number:.1f}" if number < 100 else f"{number:.0f}"
 
     def in_seconds(seconds: float) -> str:
-        return f"{seconds * 1e3:.3g}" if is_quick else f"{seconds:.3g}"
+        number = seconds * 1e3 if is_quick else seconds
+        return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
     times = "ms" if is_quick else "seconds"
     header = [unit, "states", "peak", "checkpointed", "host", "disk", "sent", times, "fits"]
