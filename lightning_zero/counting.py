@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,8 +26,18 @@ def count_memory(
     optimizers: Iterable[Optimizer],
     storage: Storage,
     comm: Communicator,
+    averages: Iterable[tuple[Mapping[Tier, int], int]] = (),
 ) -> MemoryReport:
-    """What an engine holds on this rank at this moment, while nothing steps. Local."""
+    """What an engine holds on this rank at this moment, while nothing steps. Local.
+
+    Args:
+        buckets: Of the engine.
+        optimizers: Of the engine.
+        storage: Of the engine.
+        comm: Of the engine.
+        averages: Of the weights, which count as optimizer state: for each its bytes here, by tier,
+            and those under plain data parallel.
+    """
     held = {tier: dict.fromkeys(State, 0) for tier in _tiers_of(buckets)}
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
@@ -42,6 +52,12 @@ def count_memory(
                 of_tier[State.OPTIM] += value.untyped_storage().nbytes()
             alone[State.OPTIM] += _whole_numel(placement, value) * value.element_size()
         alone[State.OPTIM] += missing_state_bytes(optimizer, buckets)
+    average_bytes = 0
+    for of_tiers, whole_bytes in averages:
+        for tier, nbytes in of_tiers.items():
+            held.setdefault(tier, dict.fromkeys(State, 0))[State.OPTIM] += nbytes
+            average_bytes += nbytes
+        alone[State.OPTIM] += whole_bytes
     return MemoryReport(
         comm.rank,
         comm.mesh.num_shards,
@@ -50,6 +66,7 @@ def count_memory(
         buffer_bytes=storage.buffer_bytes,
         nvme_read_bytes=storage.bytes_read,
         nvme_written_bytes=storage.bytes_written,
+        average_bytes=average_bytes,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_n
 from lightning_zero.schedule import Schedule
 from lightning_zero.tiers.budget import local_world_size
 from lightning_zero.worker import StepWorker
+
+if TYPE_CHECKING:
+    from lightning_zero.shadow import Shadow
 
 __all__ = ["Engine"]
 
@@ -61,6 +64,7 @@ class Engine:
         schedule: Decides on gathers and reductions.
         lockstep: For loops in which ranks use the module a different number of times.
         optimizers: The attached ones, in that order.
+        shadows: Averages of the weights, which count as optimizer state.
         recorder: Tells what goes on, one window at a time; off at first.
 
     Raises:
@@ -90,6 +94,7 @@ class Engine:
         self.plan = plan_together(module, config, comm, examined)
         self.storage = open_storage(config, self.plan, comm)
         self._worker = StepWorker(device)
+        self.shadows: list[Shadow] = []
         self._syncs = True
         self._is_closed = False
         parts = Assembly(module, self.plan, comm, self.storage, self._worker, self._make_whole)
@@ -224,7 +229,8 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
         self._worker.drain()
-        return count_memory(self.buckets, self.optimizers, self.storage, self.comm)
+        shadows = [(s.allocated_bytes(), s.data_parallel_bytes()) for s in self.shadows]
+        return count_memory(self.buckets, self.optimizers, self.storage, self.comm, shadows)
 
     # ---------------------------------------------------------------- failures and the end
 

@@ -9,6 +9,7 @@ are without sharding. Outside it, a shadow's parameter is guarded as one that re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.left_out import leave_out
+from lightning_zero.offload import Tier
 from lightning_zero.plan import BucketPlan, parameters_by_name
 from lightning_zero.written import Fingerprint, own_elements
 
@@ -98,6 +100,13 @@ class ShadowBucket:
     def device(self) -> torch.device:
         """Where the shard rests."""
         return self.shard.device
+
+    @property
+    def tier(self) -> Tier:
+        """Where the shard rests; where both are the same memory, beside the master."""
+        if self._bucket.device.type != "cpu":
+            return Tier.CPU if self.device.type == "cpu" else Tier.DEVICE
+        return Tier.DEVICE if self.plan.tiers.optim is Tier.DEVICE else Tier.CPU
 
     @property
     def steps_whole(self) -> bool:
@@ -270,6 +279,22 @@ class Shadow:
                 )
                 for bucket in engine.buckets
             ]
+        engine.shadows.append(self)
+
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """Bytes of this rank's elements, by tier."""
+        held: Counter[Tier] = Counter()
+        for bucket in self.buckets:
+            held[bucket.tier] += bucket.shard.untyped_storage().nbytes()
+        return dict(held)
+
+    def data_parallel_bytes(self) -> int:
+        """Bytes of all elements, as a copy of the module has them."""
+        return sum(
+            slot.numel * dtype.itemsize
+            for bucket in self.buckets
+            for slot, dtype in zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+        )
 
     @contextmanager
     def shown(self, *, writes: bool) -> Iterator[None]:
@@ -304,6 +329,7 @@ class Shadow:
 
     def give_back(self, device: torch.device | None) -> None:
         """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
+        self._engine.shadows.remove(self)
         for bucket in self.buckets:
             bucket.give_back(device)
 
