@@ -916,10 +916,14 @@ class ZeroStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        if not self._is_kept_whole() and self._whole_after_fit == AUTO:
-            save_unsaved(self.lightning_module.trainer)
         self.finish_saving()
+
+    def _loses_weights(self) -> bool:
+        """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
+        if self._engine is None or self._whole_after_fit != AUTO:
+            return False
+        assert self.lightning_module is not None
+        return _was_fitting(self.lightning_module) and not self._is_kept_whole()
 
     def _is_kept_whole(self) -> bool:
         """Whether every rank gets the module when this run has ended. Collective."""
@@ -957,6 +961,8 @@ class ZeroStrategy(ParallelStrategy):
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         has_failed = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         try:
+            if trainer is not None and not has_failed and self._loses_weights():
+                save_unsaved(trainer)
             self._saving.finish(warns=has_failed)
         finally:
             self._saving.free()
