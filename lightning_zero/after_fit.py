@@ -82,7 +82,7 @@ def save_unsaved(trainer: Trainer) -> None:
     """
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
     saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks]
-    if trainer.global_step == 0 or trainer.global_step in saved:
+    if trainer.global_step in (0, *saved) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     path = Path(trainer.default_root_dir) / f"last-step={trainer.global_step}.ckpt"
     rank_zero_warn(f"no checkpoint has the last step, so it is saved to {path}.")

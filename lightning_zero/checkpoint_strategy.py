@@ -82,9 +82,6 @@ class CheckpointStrategy(EngineStrategy):
 
     @override
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        if self._life.must_be_saved:
-            save_unsaved(self.lightning_module.trainer)
         self.finish_saving()
 
     def finish_saving(self, *, warns: bool = False) -> None:
@@ -102,6 +99,9 @@ class CheckpointStrategy(EngineStrategy):
     def teardown(self) -> None:
         has_failed = run_state(self.lightning_module).status == TrainerStatus.INTERRUPTED
         try:
+            if not has_failed and self._life.loses_weights():
+                assert self.lightning_module is not None
+                save_unsaved(self.lightning_module.trainer)
             self.finish_saving(warns=has_failed)
         finally:
             self._saving.free()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.trainer.states import TrainerState, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -215,10 +215,12 @@ class EngineLife:
             )
         return self._keeps_whole
 
-    @property
-    def must_be_saved(self) -> bool:
-        """The module goes when this run has ended, and nobody has said so. Collective."""
-        return not self._is_kept_whole() and self._whole_after_fit == "auto"
+    def loses_weights(self) -> bool:
+        """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
+        if self.current is None or self._whole_after_fit != "auto":
+            return False
+        was_fitting = run_state(self.current.module).fn == TrainerFn.FITTING
+        return was_fitting and not self._is_kept_whole()
 
 
 def run_state(module: nn.Module | None) -> TrainerState:
