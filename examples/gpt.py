@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: pre-norm blocks, causal attention, output weights tied or not."""
+"""A small GPT or Llama in plain PyTorch: pre-norm blocks, causal attention, tied output or not."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ class GPTConfig:
         num_layers: Number of blocks.
         num_heads: Attention heads; divides `width`.
         is_tied: Use the embedding as output weights.
+        is_llama: RMSNorm, rotary positions, a gated feed-forward layer and no biases.
+        num_kv_heads: Heads of keys and values, which divide `num_heads`; None: as many.
+        hidden: Width of the feed-forward layers; None: four times `width`.
     """
 
     vocab_size: int = 256
@@ -28,30 +31,49 @@ class GPTConfig:
     num_layers: int = 4
     num_heads: int = 6
     is_tied: bool = False
+    is_llama: bool = False
+    num_kv_heads: int | None = None
+    hidden: int | None = None
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer of four times the width, each behind a LayerNorm."""
+    """Attention and a feed-forward layer, each behind a norm."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        width, has_bias = config.width, not config.is_llama
         self.num_heads = config.num_heads
-        self.norm_1 = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
-        self.norm_2 = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_width = width // config.num_heads
+        hidden = config.hidden or 4 * width
+        self.norm_1 = _norm(config)
+        self.qkv = nn.Linear(width, width + 2 * self.kv_width, bias=has_bias)
+        self.proj = nn.Linear(width, width, bias=has_bias)
+        self.norm_2 = _norm(config)
+        self.gate = nn.Linear(width, hidden, bias=False) if config.is_llama else None
+        self.up = nn.Linear(width, hidden, bias=has_bias)
+        self.down = nn.Linear(hidden, width, bias=has_bias)
+
+    @property
+    def kv_width(self) -> int:
+        """Of all keys of a token, or of all its values."""
+        return self.num_kv_heads * self.head_width
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, time, width) to the same shape."""
         x = x + self.proj(self._attend(self.norm_1(x)))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        y = self.norm_2(x)
+        hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        return x + self.down(hidden)
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        parts = self.qkv(x).split([width, self.kv_width, self.kv_width], dim=-1)
+        q, k, v = (p.view(batch, time, -1, self.head_width).transpose(1, 2) for p in parts)
+        if self.gate is not None:
+            q, k = rotated(q), rotated(k)
+        if self.num_kv_heads < self.num_heads:
+            k, v = (p.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for p in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, time, width)
 
@@ -63,9 +85,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
+        self.positions = None if config.is_llama else nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = _norm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.apply(self._init)
         if config.is_tied:
@@ -73,8 +95,9 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits for the token after each position."""
-        time = torch.arange(ids.shape[1], device=ids.device)
-        x = self.tokens(ids) + self.positions(time)
+        x = self.tokens(ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -84,3 +107,24 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions: turns pairs of numbers by angles that grow with the position.
+
+    So the product of a query and a key depends on their distance alone (Su et al., "RoFormer",
+    2021, section 3.2.2), here with the halves of a head paired as in Llama's published weights.
+
+    Args:
+        x: Of shape (batch, heads, time, head_width).
+    """
+    time, width = x.shape[-2:]
+    rates = 10_000 ** (-torch.arange(0, width, 2, device=x.device) / width)
+    angles = torch.arange(time, device=x.device)[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    return nn.RMSNorm(config.width) if config.is_llama else nn.LayerNorm(config.width)

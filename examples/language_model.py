@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,7 +34,7 @@ class ByteLanguageModel(pl.LightningModule):
         warmup: float = 0.1,
         weight_decay: float = 0.1,
         is_fused: bool = True,
-        **shape: int,
+        **shape: Any,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -83,7 +84,7 @@ class ByteLanguageModel(pl.LightningModule):
         text = list(prompt)
         for _ in range(num_bytes):
             seen = torch.tensor(text[-self.gpt.config.context :], device=self.device)
-            logits = self.gpt(seen[None])[0, -1].float().cpu() / temperature
+            logits = self.gpt(seen[None])[0, -1, :256].float().cpu() / temperature
             text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
         return bytes(text[len(prompt) :])
 

@@ -11,6 +11,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.piece import piece_of
 from lightning_zero.stage import State
+from lightning_zero.written import Fingerprint, is_same_memory, whole_values
 
 __all__ = ["full_grad", "gathered"]
 
@@ -32,7 +33,8 @@ def gathered(
             show what the module computes with, and must not be changed.
 
     Raises:
-        RuntimeError: In the middle of an optimizer step.
+        RuntimeError: In the middle of an optimizer step; or changes without `writeback`.
+        ValueError: Data of another shape was put into a parameter.
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
@@ -99,12 +101,29 @@ def _readable(bucket: Bucket) -> Iterator[None]:
         bucket.gather()
     bucket.finish_gather()
     bucket.pins += 1
+    is_first = bucket.prints is None
+    if is_first:
+        bucket.prints = [Fingerprint(p.data.reshape(-1)) for p in bucket.parameters]
     try:
         yield
+        if is_first:
+            _check_unchanged(bucket)
     finally:
+        bucket.prints = None if is_first else bucket.prints
         bucket.pins -= 1
         if not was_whole:
             bucket.release()
+
+
+def _check_unchanged(bucket: Bucket) -> None:
+    """Raises where somebody has written to what `gathered` shows without `writeback`."""
+    for index, seen in enumerate(bucket.prints or ()):
+        if not seen.matches(bucket.parameters[index].data.reshape(-1)):
+            raise RuntimeError(
+                f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
+                "lightning_zero.gathered(...), which shows values; use gathered(..., "
+                "writeback=True), which keeps the changes of rank 0."
+            )
 
 
 @contextmanager
@@ -116,5 +135,9 @@ def _writable(bucket: Bucket) -> Iterator[None]:
     except BaseException:
         bucket.hide()
         raise
+    shown = [parameter.data for parameter in bucket.parameters]
     bucket.hide()
+    for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
+        if not is_same_memory(data, view):
+            view.copy_(whole_values(data, slot))
     bucket.accept(exact)

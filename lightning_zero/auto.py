@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,13 +25,16 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.offload import OffloadConfig, Tier
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import States
+from lightning_zero.probe import find_whole_tensors
 from lightning_zero.tiers.budget import available_memory_bytes
 from lightning_zero.tiers.disk import free_bytes
+from lightning_zero.world import gather_objects
 
 __all__ = [
     "AUTO",
     "AutoChoice",
     "Room",
+    "as_arguments",
     "auto_base",
     "choose",
     "measure_room",
@@ -118,11 +120,7 @@ def measure_room(device: torch.device, ranks_per_node: int, base: ZeroConfig) ->
         with suppress(OSError):  # it must not keep this rank from the others
             disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
-    everybody = [own]
-    if dist.is_available() and dist.is_initialized():
-        everybody = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everybody, own)
-    return Room(*(min(values) for values in zip(*everybody, strict=True)))
+    return Room(*(min(values) for values in zip(*gather_objects(own), strict=True)))
 
 
 def _physical_bytes() -> int:
@@ -175,7 +173,10 @@ def choose(
         disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
         is_apart=is_apart,
     )
-    job = Job(module, optimizers, None, num_micro_batches, fallback=_TWO_MOMENTS)
+    whole = find_whole_tensors(optimizers, base)
+    job = Job(
+        module, optimizers, None, num_micro_batches, whole_tensors=whole, fallback=_TWO_MOMENTS
+    )
     estimates = [estimate(choice, job, machine) for choice in _candidates(base, is_apart)]
     fitting = cheapest(estimates)
     best = fitting[0] if fitting else min(estimates, key=lambda e: e.device_bytes)
@@ -242,7 +243,8 @@ def refuse_what_cannot(
     if any(offload is not None and offload.device == AUTO for offload in config.offloads):
         return  # it goes where there is room
     machine = Machine(num_ranks, ranks_per_node, is_apart=is_apart)
-    job = Job(module, optimizers, fallback=States())
+    whole = find_whole_tensors(optimizers, config)
+    job = Job(module, optimizers, whole_tensors=whole, fallback=States())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, room)
     if not missing:
@@ -251,7 +253,7 @@ def refuse_what_cannot(
     possible = sorted((e for e in changes if not _missing(e, room)), key=lambda e: e.cost)
     # Files are offered where somebody has said where they may go, and they have room there.
     possible = [e for e in possible if e.disk_bytes <= room.disk_free]
-    lines = [f"\n    {_as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
+    lines = [f"\n    {as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
         f"model states cannot fit: {missing}. What would, the fastest first:{advice}\n"
@@ -262,14 +264,15 @@ def refuse_what_cannot(
 def _missing(found: Estimate, room: Room) -> str:
     """What is too small for states alone; empty where it may fit."""
     per_node = found.machine.ranks_per_node
-    device, cpu = found.resting.tier_bytes(Tier.DEVICE), found.resting.tier_bytes(Tier.CPU)
+    device = found.resting.tier_bytes(Tier.DEVICE)
+    host = found.ranks.machine_bytes(Tier.CPU, per_node)
     if not found.machine.is_apart:
-        device, cpu = 0, device + cpu
+        device, host = 0, host + found.ranks.machine_bytes(Tier.DEVICE, per_node)
     if device > room.device_total:
         return f"{_gib(device)} on each device, which has {_gib(room.device_total)}"
-    if cpu * per_node > room.host_total:
+    if host > room.host_total:
         ranks = f"{per_node} rank(s) of a machine"
-        return f"{_gib(cpu * per_node)} in the memory of {ranks}, which has {_gib(room.host_total)}"
+        return f"{_gib(host)} in the memory of {ranks}, which has {_gib(room.host_total)}"
     return ""  # a disk is looked at when its files are made, after those of dead jobs are gone
 
 
@@ -282,7 +285,7 @@ def _needs(found: Estimate) -> str:
     return ", ".join(f"{_gib(nbytes)} {where}" for where, nbytes in parts.items() if nbytes)
 
 
-def _as_arguments(config: ZeroConfig) -> str:
+def as_arguments(config: ZeroConfig) -> str:
     """As a user would write it."""
     arguments = [f"stage={config.stage}"]
     for name in ("offload_optimizer", "offload_param"):

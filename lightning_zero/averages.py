@@ -63,8 +63,11 @@ class Averages:
             self.let_go()
             raise
 
-    def give_back(self, device: torch.device) -> None:
-        """Leaves the callbacks whole averages on `device`. Collective."""
+    def __len__(self) -> int:
+        return len(self._shadows)
+
+    def give_back(self, device: torch.device | None) -> None:
+        """Leaves the callbacks whole averages on `device`; None: without values. Collective."""
         for shadow in self._shadows:
             shadow.give_back(device)
         self.let_go()

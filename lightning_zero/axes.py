@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.exchange import Native, Pending, backend_for
-from lightning_zero.flight import Mark
+from lightning_zero.exchange import GlooAllReduce, Native, Pending, backend_for
 from lightning_zero.mesh import Mesh
 from lightning_zero.recorder import Recorder
 
@@ -68,40 +67,5 @@ def open_axes(mesh: Mesh, world: Any, *, has_gather_group: bool, timeout: timede
 def replica_exchange(group: Any, mesh: Mesh, device: torch.device, recorder: Recorder) -> AllReduce:
     """How a shard is averaged over `group`, on a stream of its own where there are streams."""
     if backend_for(device) == "gloo":
-        return _GlooAllReduce(group, mesh.num_replicas)
+        return GlooAllReduce(group, mesh.num_replicas)
     return Native(None, group, mesh.replica_rank, mesh.num_replicas, device, recorder)
-
-
-class _GlooAllReduce:
-    """Gloo's own all-reduce, which goes on in its threads whether anybody waits or not.
-
-    `PeerToPeer` would send its second half only when it is waited for.
-    """
-
-    def __init__(self, group: Any, size: int) -> None:
-        self._group = group
-        self._size = size
-
-    def all_reduce(self, whole: Tensor) -> Pending:
-        """See `AllReduce`."""
-        return _Summing(dist.all_reduce(whole, group=self._group, async_op=True), whole, self._size)
-
-
-class _Summing:
-    """A sum under way, which becomes a mean."""
-
-    marks: tuple[Mark, Mark] | None = None
-
-    def __init__(self, work: Any, tensor: Tensor, size: int) -> None:
-        self._work = work
-        self._tensor: Tensor | None = tensor
-        self._size = size
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        work, self._work = self._work, None  # gloo's may be waited for once only
-        if work is not None:
-            work.wait()
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None:
-            tensor.mul_(1 / self._size)

@@ -32,7 +32,8 @@ from lightning_zero.comm import Communicator, Pending
 from lightning_zero.compare import equal
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
-from lightning_zero.guard import Placement, guard, set_placement, unguard
+from lightning_zero.guard import BetweenStepsError, Placement, guard, set_placement, unguard
+from lightning_zero.left_out import leave_out
 from lightning_zero.offload import Tier
 from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan
@@ -42,6 +43,7 @@ from lightning_zero.stage import State
 from lightning_zero.stored import StoredTensor
 from lightning_zero.tiers import Home, InFile
 from lightning_zero.worker import Stepping, StepWorker
+from lightning_zero.written import Fingerprint, is_same_memory, own_elements, whole_values
 
 __all__ = ["Bucket", "Phase"]
 
@@ -67,10 +69,13 @@ class Bucket:
         own_dtypes: Dtype of each parameter before this bucket took it over.
         is_shown: The parameters point at another buffer, to be written to.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
+        prints: By slot, of whole values that somebody looks at without a right to write; None where
+            nobody does, or where the engine has written to them since.
         lockstep: The engine's `Lockstep`, once it is there.
     """
 
     lockstep: Any
+    prints: list[Fingerprint] | None = None
 
     def __init__(
         self,
@@ -104,6 +109,8 @@ class Bucket:
         self._pending: Pending | None = None
         self._stepping: Stepping | None = None  # a worker steps this bucket
         self._stepped: Tensor | None = None  # the master in memory while in STEP
+        self._versions: list[int] = []  # by slot, of gathered parameters: a write counts them up
+        self._is_seen_at_rest = False  # somebody has seen shards, and may write to them any time
         self._make_whole = make_whole
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self._whole = filled
@@ -150,21 +157,26 @@ class Bucket:
                 view.copy_(parameter.data)
         return exact
 
-    def give_back(self, device: torch.device) -> None:
+    def give_back(self, device: torch.device | None) -> None:
         """Makes every parameter a whole tensor of its own on `device`. Collective.
 
-        Each is in its own dtype.
+        Each is in its own dtype. None: without values, see left_out.py.
         """
         self.finish_gather()
         self.grads.drop()
-        views = self.exact_views()
-        for index, parameter in enumerate(self.parameters):
-            value = views[index].to(device, self.own_dtypes[index], copy=True)
+        views = self.exact_views() if device is not None else []
+        for index, (slot, parameter) in enumerate(
+            zip(self.plan.layout.slots, self.parameters, strict=True)
+        ):
+            dtype = self.own_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:
-                parameter.grad_dtype = self.own_dtypes[index]
-            parameter.data = value
+                parameter.grad_dtype = dtype
+            if device is None:
+                leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
+            else:
+                parameter.data = views[index].to(device, dtype, copy=True)
         self.shards.param = self.shards.master = None
         self._whole.free()
 
@@ -198,6 +210,9 @@ class Bucket:
 
     def _send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
+        if self._is_seen_at_rest:
+            self._comm.wait_for_sent(self._sends_from_cpu)
+            self.shards.cast_master()
         source = self.shards.send_params()
         return self._gather_in_place(self._whole.tensor, source)
 
@@ -212,14 +227,40 @@ class Bucket:
         return is_apart and self.plan.tiers.param is Tier.CPU
 
     def look_at_rest(self, index: int) -> Tensor:
-        """What `parameter.data` is of slot `index`: a tensor, or what reads it from its file."""
+        """What `parameter.data` is of slot `index`: a tensor, or what reads it from its file.
+
+        Inside a step, where ranks act together, it is the whole, as in any other use.
+        """
         self.settle()
+        if self.is_gathered_before_use:
+            try:
+                self._use(self.plan.layout.slots[index].name)
+            except BetweenStepsError:
+                self._is_seen_at_rest = True
         exact = self.shards.exact
         if self.phase is Phase.SHARD and isinstance(exact, InFile):
             own = self.shards.own_range(index)
             return exact.look(own.start, own.stop)
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index].data
+
+    def put(self, index: int, values: Tensor) -> None:
+        """`parameter.data = values` of a guarded one, slot `index`. Local.
+
+        Args:
+            index: The slot.
+            values: Of the whole shape, or this rank's elements, 1-D.
+
+        Raises:
+            ValueError: Of another shape.
+        """
+        if self.phase is Phase.GATHERING:
+            self.finish_gather()
+            self.parameters[index].data = values  # taken when it is released
+            return
+        own = own_elements(values, self.plan.layout.slots[index], self.owned(index))
+        self._comm.wait_for_sent(self._sends_from_cpu)
+        self.shards.take(index, own)
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
@@ -259,17 +300,16 @@ class Bucket:
             unguard(parameter)
             parameter.data = view
         self.phase = Phase.WHOLE
+        if self.is_gathered_before_use:
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def release(self) -> None:
         """Frees whole parameters where they rest as shards."""
         if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
             return
         self.finish_gather()
-        for parameter, part in zip(self.parameters, self.shards.resting_parts(), strict=True):
-            parameter.data = part
-            guard(parameter)
-        self._whole.free()
-        self.phase = Phase.SHARD
+        self._absorb_changes()
+        self._point_at_rest()
 
     def settle(self) -> None:
         """Waits for a step and the gather after it, so that what is read is at rest. Local."""
@@ -288,9 +328,8 @@ class Bucket:
             return
         self._pending = None
         if self.is_gathered_before_use:
-            self.phase = Phase.WHOLE
             self.pins = 0
-            self.release()
+            self._point_at_rest()
         elif not is_lost:
             self.phase = Phase.WHOLE
 
@@ -346,15 +385,36 @@ class Bucket:
     def _absorb_changes(self) -> None:
         """Takes what somebody has written to whole parameters, or put in their place, into masters.
 
+        Raises:
+            ValueError: Data of another shape was put there; the parameter shows its own again.
+        """
+        self.take_rewritten()
+        self.shards.absorb_changes()
+
+    def take_rewritten(self) -> None:
+        """Takes what `_absorb_changes` does, where it can be seen without a look at values.
+
         `parameter.data = other` is how torch's pruning and others give new values.
         """
         if self.phase is Phase.WHOLE and not self.is_shown:
-            for parameter, view in zip(self.parameters, self._whole.views, strict=True):
-                data = parameter.data
-                if data.data_ptr() != view.data_ptr() and data.shape == view.shape:
-                    view.copy_(data)
-                    parameter.data = view
-        self.shards.absorb_changes()
+            for index, view in enumerate(self._whole.views):
+                if self._is_rewritten(index, view) and self.is_gathered_before_use:
+                    self._comm.wait_for_sent(self._sends_from_cpu)
+                    own = self.owned(index)
+                    self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+
+    def _is_rewritten(self, index: int, view: Tensor) -> bool:
+        """Whether slot `index` may have new values; it shows `view`, which has them, then."""
+        parameter = self.parameters[index]
+        data, version = parameter.data, parameter._version
+        is_replaced = not is_same_memory(data, view)
+        if is_replaced:
+            parameter.data = view  # first: also after an error
+            view.copy_(whole_values(data, self.plan.layout.slots[index]))
+        is_written = bool(self._versions) and self._versions[index] != version
+        if is_written:
+            self._versions[index] = version
+        return is_replaced or is_written
 
     # ---------------------------------------------------------------- the step
 
@@ -366,6 +426,7 @@ class Bucket:
         """
         self.finish_gather()
         self._absorb_changes()
+        self.prints = None
         self.shards.stop_reading()  # what was read ahead is about to change
         self._comm.wait_for_sent(self._sends_from_cpu)
         if self.is_gathered_before_use:
@@ -411,6 +472,7 @@ class Bucket:
         """
         self.finish_gather()
         self._absorb_changes()
+        self.prints = None
         grads: list[Tensor | None] = [None] * len(self.parameters)
         if has_grads:
             grads = self.grads.fetch_all(self.plan.master_dtype)
@@ -445,14 +507,18 @@ class Bucket:
     def _point_at_rest(self) -> None:
         """To where parameters rest: their slice, or the whole buffer."""
         is_shard = self.is_gathered_before_use
-        targets = self.shards.resting_parts() if is_shard else self._whole.views
-        for parameter, target in zip(self.parameters, targets, strict=True):
-            parameter.data = target
-            if is_shard:
-                guard(parameter)
+        self._point_at(is_shard=is_shard)
         if is_shard:
             self._whole.free()  # a forward after the backward may have left it whole
         self.phase = Phase.SHARD if is_shard else Phase.WHOLE
+
+    def _point_at(self, *, is_shard: bool) -> None:
+        targets = self.shards.resting_parts() if is_shard else self._whole.views
+        for parameter, target in zip(self.parameters, targets, strict=True):
+            unguard(parameter)  # what a user puts into a guarded one is taken for new values
+            parameter.data = target
+            if is_shard:
+                guard(parameter)
 
     def undo_step(self) -> None:
         """Back to rest after an optimizer that failed in its step."""
@@ -529,6 +595,7 @@ class Bucket:
     def store(self, exact: Tensor) -> None:
         """Takes what has become of `exact()`; parameters follow, whole ones too. Collective."""
         self._comm.wait_for_sent(self._sends_from_cpu)
+        self.prints = None
         with torch.no_grad():
             self.shards.store_exact(exact)
             self.release()  # ranks may differ in what a forward has left whole
@@ -571,16 +638,12 @@ class Bucket:
         """Points the parameters back to where they were before `show`."""
         self.pins -= 1
         self.is_shown = False
-        is_shard = self.phase is Phase.SHARD
-        targets = self.shards.resting_parts() if is_shard else self._whole.views
-        for parameter, target in zip(self.parameters, targets, strict=True):
-            parameter.data = target
-            if is_shard:
-                guard(parameter)
+        self._point_at(is_shard=self.phase is Phase.SHARD)
 
     def accept(self, exact: FlatBuffer) -> None:
         """Takes rank 0's values of `exact` into every rank's masters and parameters. Collective."""
         rank = self._comm.mesh.shard_rank
+        self.prints = None
         self._comm.broadcast_(exact.tensor)
         with torch.no_grad():
             own = exact.tensor if self.steps_whole else exact.shard(rank)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
@@ -16,6 +15,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint.archive import write_torch_file
 from lightning_zero.checkpoint.damage import find_damage, raise_damage, raise_damage_of_any
 from lightning_zero.checkpoint.place import local_path
+from lightning_zero.world import gather_objects
 
 __all__ = ["ZeroCheckpointIO", "find_damage_together", "on_rank_zero"]
 
@@ -81,12 +81,4 @@ def find_damage_together(path: Path, rank: int, world_size: int) -> None:
     Raises:
         ValueError: Some file is damaged, or some rank cannot read it; on every rank.
     """
-
-    def gather(damage: list[str]) -> list[Any]:
-        if world_size == 1:
-            return [damage]
-        shares: list[Any] = [None] * world_size
-        dist.all_gather_object(shares, damage)
-        return shares
-
-    raise_damage_of_any(path, rank, world_size, gather)
+    raise_damage_of_any(path, rank, world_size, gather_objects)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ __all__ = ["Communicator", "PeerAbortedError", "PeerFailedError", "Pending", "Ro
 
 _FAILED = -1
 _ABORT = -2
+_NO_MARK = 2**62
 
 
 class PeerAbortedError(RuntimeError):
@@ -53,6 +54,7 @@ class Round(NamedTuple):
     lowest: int  # request of all ranks
     fewest: int  # reductions that any rank has issued
     highest: int  # request of all ranks
+    is_alike: bool = True  # those that sent a mark sent the same one
 
 
 class Communicator:
@@ -270,23 +272,35 @@ class Communicator:
         self._channels.append(channel)
         return channel
 
-    def agree(self, request: int, num_issued: int = 0) -> Round:
+    def agree(self, request: int, num_issued: int = 0, mark: int | None = None) -> Round:
         """One round of the control plane.
 
         Args:
             request: What this rank asks for; not negative.
             num_issued: How many reductions it has issued in this backward.
+            mark: What must be the same on all ranks that send one; of less than 62 bits.
 
         Raises:
             PeerAbortedError: Another rank called `abort`.
             PeerFailedError: Another rank called `fail`.
         """
+        return self.begin_agreement(request, num_issued, mark)()
+
+    def begin_agreement(
+        self, request: int, num_issued: int = 0, mark: int | None = None
+    ) -> Callable[[], Round]:
+        """As `agree`, but what it returns waits for the other ranks, and raises."""
         if self.size == 1:
-            return Round(request, num_issued, request)
-        agreed = torch.tensor([request, num_issued, -request], dtype=torch.int64)
+            return lambda: Round(request, num_issued, request)
+        marks = [_NO_MARK, _NO_MARK] if mark is None else [mark, -mark]
+        agreed = torch.tensor([request, num_issued, -request, *marks], dtype=torch.int64)
+        work = dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
+        return lambda: self._end_agreement(request, work, agreed)
+
+    def _end_agreement(self, request: int, work: Any, agreed: Tensor) -> Round:
         try:
             with self._agreeing("round"):
-                dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control)
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
@@ -295,7 +309,7 @@ class Communicator:
                 "on one rank alone; inside `with lightning_zero.lockstep(module)` on every rank, "
                 "ranks may run different numbers of them); or another rank has died."
             ) from error
-        lowest, fewest, least = agreed.tolist()
+        lowest, fewest, least, low_mark, high_mark = agreed.tolist()
         if lowest == _ABORT:
             raise PeerAbortedError(
                 f"rank {self.rank} stops because another rank raised an exception; its traceback, "
@@ -303,7 +317,8 @@ class Communicator:
             )
         if lowest == _FAILED and request != _FAILED:
             self._raise_failure(None)
-        return Round(lowest, fewest, -least)
+        is_alike = low_mark == _NO_MARK or low_mark == -high_mark
+        return Round(lowest, fewest, -least, is_alike)
 
     def fail(self, error: Exception) -> None:
         """Tells the other ranks, at their next `agree`, why this one fails; they raise it too.
@@ -365,7 +380,7 @@ class Communicator:
             return
         self._is_aborted = True
         self._close_channels()
-        message = torch.tensor([_ABORT, 0, 0], dtype=torch.int64)
+        message = torch.tensor([_ABORT, 0, 0, 0, 0], dtype=torch.int64)  # as in an agreement
         dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
         self._close_data()
 

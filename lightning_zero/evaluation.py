@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
 from lightning_zero.lockstep import Lockstep
 
-__all__ = ["LockstepEvaluation"]
+__all__ = ["LockstepEvaluation", "keep_in_loop"]
 
 # No hook of Lightning's comes between the last batch and the first collective after it, which
 # synchronises the metrics, so these methods of the running loop are wrapped: the first ends a data
 # loader's batches (prediction has none of it), the second ends the loop.
 _END_OF_LOADER = "_store_dataloader_outputs"
 _END_OF_LOOP = "on_run_end"
+
+
+class _NoBatches:
+    """In place of a data loader that is empty on this rank alone: nothing, of a length.
+
+    Lightning leaves a loop out in which a rank has no batches, and the others would wait for it.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def keep_in_loop(loader: object, trainer: Trainer) -> object:
+    """A data loader of an evaluation loop that every rank enters. Collective where it has a length.
+
+    Args:
+        loader: Of this rank.
+        trainer: About to run a loop; in training nothing changes.
+    """
+    if not (trainer.evaluating or trainer.predicting):
+        return loader
+    length = sized_len(loader)
+    if length is None:
+        return loader
+    strategy = trainer.strategy
+    total = strategy.reduce(torch.tensor(length, device=strategy.root_device), reduce_op="sum")
+    return _NoBatches(int(total)) if length == 0 and int(total) > 0 else loader
 
 
 class LockstepEvaluation:

@@ -15,7 +15,15 @@ from lightning_zero.buffer import Scratch
 from lightning_zero.flight import Mark
 from lightning_zero.recorder import Recorder
 
-__all__ = ["Closed", "Exchange", "Native", "PeerToPeer", "Pending", "backend_for"]
+__all__ = [
+    "Closed",
+    "Exchange",
+    "GlooAllReduce",
+    "Native",
+    "PeerToPeer",
+    "Pending",
+    "backend_for",
+]
 
 # New names of torch 2.13; 2.11 has only the old ones.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -115,7 +123,7 @@ class PeerToPeer:
     Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
     through a staging buffer. Here every rank sends each peer its part and adds what it receives, so
     that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in
-    the dtype of the result, the same on every run.
+    the dtype of the result, the same on every run. An all-reduce is gloo's own.
 
     Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast
     on one machine, but N collectives whose roots take turns).
@@ -126,6 +134,7 @@ class PeerToPeer:
         self._rank = rank
         self._size = size
         self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
+        self._summing = GlooAllReduce(group, size)
         # Tags pair messages: gathers count in even numbers, reductions in odd ones.
         self._gather_tag = 0
         self._reduce_tag = 1
@@ -169,17 +178,7 @@ class PeerToPeer:
 
     def all_reduce(self, whole: Tensor) -> Pending:
         """See `Exchange`."""
-        own = whole.chunk(self._size)[self._rank]
-        reduced = self.reduce_scatter(whole, own)
-        # Taken now: by the time of `wait`, ranks may have issued different numbers of reductions.
-        self._reduce_tag += 2
-        tag = self._reduce_tag
-
-        def gather() -> None:
-            reduced.wait()
-            self._gather(whole, tag).wait()
-
-        return _Works([], (whole,), gather)
+        return self._summing.all_reduce(whole) if self._size > 1 else _Works([])
 
     def wait_for_sent(self) -> None:
         """See `Exchange`. Sources are copied at once here."""
@@ -215,6 +214,42 @@ class PeerToPeer:
             finish(staged)
 
         return _Works([], (whole, staged), copy_back)
+
+
+class GlooAllReduce:
+    """Gloo's own all-reduce, which goes on in its threads whether anybody waits or not.
+
+    Alternatives considered: a reduction and a gather peer to peer. The gather could begin only when
+    somebody waits, and ranks that wait at different points of a backward would wait for each other.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        return _Summing(dist.all_reduce(whole, group=self._group, async_op=True), whole, self._size)
+
+
+class _Summing:
+    """A sum under way, which becomes a mean."""
+
+    marks: tuple[Mark, Mark] | None = None
+
+    def __init__(self, work: Any, tensor: Tensor, size: int) -> None:
+        self._work = work
+        self._tensor: Tensor | None = tensor
+        self._size = size
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        work, self._work = self._work, None  # gloo's may be waited for once only
+        if work is not None:
+            work.wait()
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:
+            tensor.mul_(1 / self._size)
 
 
 def _parts(whole: Tensor, size: int, cuts: Sequence[int] | None) -> list[Tensor]:

@@ -135,7 +135,8 @@ class Gradients:
             else:
                 view.copy_(dense)
             # A parameter that has been released meanwhile cannot show an n-D gradient.
-            data = parameter.data
+            with torch._C.DisableTorchFunctionSubclass():
+                data = parameter.data
             fits = data.shape == view.shape and data.device == view.device
             parameter.grad = view if fits else None
         self.is_local[index] = self.is_touched[index] = True

@@ -77,7 +77,10 @@ class GuardedParameter(nn.Parameter):
             placement = placement_of(args[0])
             return placement.bucket.look_at_rest(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
-            placement_of(args[0]).bucket.settle()
+            placement = placement_of(args[0])
+            placement.bucket.settle()
+            if isinstance(args[0], GuardedParameter):  # it rests as a shard
+                return placement.bucket.put(placement.index, args[1])
         elif func in (torch.equal, Tensor.equal):
             return _equal(*args, **kwargs)
         elif func not in _UNTOUCHED:

@@ -62,6 +62,7 @@ class Lockstep:
     def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
         self.is_in_loop = False
         self._schedule = schedule
+        self._gathering = schedule.gathering
         self._comm = comm
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
@@ -78,7 +79,7 @@ class Lockstep:
         try:
             schedule.open()
             yield
-            schedule.meet(schedule.done)
+            self._gathering.meet(self._gathering.done)
         except BaseException as error:
             self._tell(error)
             schedule.reset()
@@ -93,7 +94,7 @@ class Lockstep:
         if error is self._told:
             return
         self._told = error
-        if isinstance(error, Exception) and not self._schedule.is_mid_round:
+        if isinstance(error, Exception) and not self._gathering.is_mid_round:
             self._comm.fail(error)
         else:
             self._comm.abort()  # others may wait for data of this rank, which goes away
@@ -106,8 +107,8 @@ class Lockstep:
     def end_loop(self) -> None:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
-            self._schedule.meet(self._schedule.left)
-            self._schedule.release_all()
+            self._gathering.meet(self._gathering.left)
+            self._gathering.release_all()
             self.is_in_loop = False
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -125,4 +126,4 @@ class Lockstep:
 
     def meet_for_collective(self) -> None:
         """As `wait_for_collective`, outside of a loop too: ranks that do not come are found out."""
-        self._schedule.meet(self._schedule.together)
+        self._gathering.meet(self._gathering.together)

@@ -18,12 +18,13 @@ class MemoryReport:
         rank: The rank that counted.
         world_size: Number of shards.
         tiers: Bytes by tier ("device", "cpu", "nvme"), then by state. Masters that are tensors of
-            their own count as optimizer state.
+            their own count as optimizer state, and so do averages of weights.
         data_parallel: Bytes by state that the same model, precision and optimizer would need on
             every rank without sharding; gradients in the parameters' dtype.
         buffer_bytes: CPU memory of the buffers through which shards in files travel.
         nvme_read_bytes: Read from NVMe since the engine was made.
         nvme_written_bytes: Written to NVMe since then: what wears a disk.
+        average_bytes: Of averages of weights, among the optimizer state in `tiers`.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class MemoryReport:
     buffer_bytes: int = 0
     nvme_read_bytes: int = 0
     nvme_written_bytes: int = 0
+    average_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lightning_zero.guard import has_placement, placement_of
 
-__all__ = ["Gathering", "Piece", "hidden_pieces", "piece_of"]
+__all__ = ["Piece", "PieceOwner", "move_all_but_parameters", "piece_of"]
 
 
-class Gathering(Protocol):
+class PieceOwner(Protocol):
     """What makes pieces whole; see `Building`."""
 
     device: torch.device
@@ -42,7 +42,9 @@ class Piece:
         bits: Sum over the bits of the whole values that were cut last.
     """
 
-    def __init__(self, building: Gathering, name: str, index: int, parameter: nn.Parameter) -> None:
+    def __init__(
+        self, building: PieceOwner, name: str, index: int, parameter: nn.Parameter
+    ) -> None:
         self.name = name
         self.index = index
         self.shape = parameter.shape
@@ -88,8 +90,20 @@ def piece_of(parameter: Tensor) -> Piece | None:
     return holder if isinstance(holder, Piece) else None
 
 
+def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
+    """Moves what has memory: buffers, and what modules move in an `_apply` of their own."""
+
+    def move(tensor: Tensor) -> Tensor:
+        stays = tensor.is_meta or isinstance(tensor, nn.Parameter)
+        return tensor if stays else tensor.to(device)
+
+    # Metrics keep their state in plain attributes.
+    with _hidden_pieces(root):
+        root._apply(move)
+
+
 @contextmanager
-def hidden_pieces(root: nn.Module) -> Iterator[None]:
+def _hidden_pieces(root: nn.Module) -> Iterator[None]:
     """Around `Module._apply` of what is no parameter: it would set `.data` of every one."""
     taken = [
         (module, name, parameter)

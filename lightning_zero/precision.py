@@ -6,7 +6,7 @@ the loss scaler of float16 skips a step on every rank when any rank has found an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -124,12 +124,15 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
             self.scaler.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
 
-def sharded_precision(plugin: Precision, engine: EngineGetter) -> ZeroPrecision:
+def sharded_precision(
+    plugin: Precision, engine: EngineGetter, scaler_options: Mapping[str, Any]
+) -> ZeroPrecision:
     """Our plugin for the precision of `plugin`.
 
     Args:
         plugin: One of Lightning's, or already one of ours.
         engine: Gives the engine, once it exists.
+        scaler_options: Of `GradScaler`, instead of those that a loss scaler has; empty: as it is.
 
     Raises:
         TypeError: A plugin whose precision the engine does not know.
@@ -152,4 +155,6 @@ def sharded_precision(plugin: Precision, engine: EngineGetter) -> ZeroPrecision:
             "plugins for these."
         )
     ours._engine = engine
+    if isinstance(ours, ZeroMixedPrecision) and ours.scaler and scaler_options:
+        ours.scaler = torch.amp.GradScaler(ours.device, **scaler_options)
     return ours

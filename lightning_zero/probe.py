@@ -6,6 +6,8 @@ at all tensors together (a norm over all gradients), in which case it cannot be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.config import ZeroConfig
 from lightning_zero.toys import Trial, run_trial
 
-__all__ = ["CannotShardError", "Findings", "StepKind", "probe"]
+__all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
 
 
 class CannotShardError(ValueError):
@@ -91,6 +94,16 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Fin
         "it looks at all tensors together: stepping some of them by themselves gives other values "
         "than stepping all in one call, as a norm over all gradients does",
     )
+
+
+def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
+    """Which optimizers must step whole tensors; of one that cannot be tried nothing is known."""
+    found: list[int] = []
+    for index, optimizer in enumerate([] if config.assume_elementwise else optimizers):
+        with suppress(ValueError):
+            if not probe(optimizer, torch.device("cpu"), torch.float32).is_elementwise:
+                found.append(index)
+    return found
 
 
 class _Tried:

@@ -62,6 +62,9 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store("strategy", ZeroStrategySettings, _GROUP, provider="lightning_zero")
     store.store("jobs", _JOBS, _GROUP, provider="lightning_zero")
+    # The same, for a launcher: Hydra refuses one name twice. Workers that import no script import
+    # its class, and so know the names of strategies.
+    store.store("submitted", _JOBS, _GROUP, provider="lightning_zero")
     for resolver in (_accelerator, _devices, _rank_suffix, _gpus_per_node):
         name = f"zero.{resolver.__name__.removeprefix('_')}"
         OmegaConf.register_new_resolver(name, resolver, replace=True)

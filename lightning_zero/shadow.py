@@ -9,6 +9,7 @@ are without sharding. Outside it, a shadow's parameter is guarded as one that re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,10 @@ from lightning_zero.buffer import FlatBuffer
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.guard import Placement, guard, set_placement, unguard
+from lightning_zero.left_out import leave_out
+from lightning_zero.offload import Tier
 from lightning_zero.plan import BucketPlan, parameters_by_name
+from lightning_zero.written import Fingerprint, own_elements
 
 __all__ = ["Shadow", "ShadowBucket"]
 
@@ -35,9 +39,11 @@ class ShadowBucket:
         shard: 1-D, as long and laid out as the bucket's master, in the dtype of that.
         pins: Number of outside looks (`gathered`) under way.
         is_shown: The parameters point at a whole buffer, to be written to.
+        prints: As of a bucket.
     """
 
     is_gathered_before_use = True
+    prints: list[Fingerprint] | None = None
 
     def __init__(
         self,
@@ -96,6 +102,13 @@ class ShadowBucket:
         return self.shard.device
 
     @property
+    def tier(self) -> Tier:
+        """Where the shard rests; where both are the same memory, beside the master."""
+        if self._bucket.device.type != "cpu":
+            return Tier.CPU if self.device.type == "cpu" else Tier.DEVICE
+        return Tier.DEVICE if self.plan.tiers.optim is Tier.DEVICE else Tier.CPU
+
+    @property
     def steps_whole(self) -> bool:
         """Every rank holds all elements."""
         return self._bucket.steps_whole
@@ -115,6 +128,11 @@ class ShadowBucket:
 
     def settle(self) -> None:
         """Nothing is ever under way."""
+
+    def put(self, index: int, values: Tensor) -> None:
+        """`parameter.data = values` of slot `index`, at rest: takes this rank's elements. Local."""
+        own = own_elements(values, self.plan.layout.slots[index], self.owned(index))
+        self.exact_parts()[index].copy_(own)
 
     def rest(self) -> None:
         """Points the parameters at their slices, guarded."""
@@ -157,6 +175,7 @@ class ShadowBucket:
 
     def accept(self, exact: FlatBuffer) -> None:
         """Takes rank 0's values of `exact` on every rank. Collective."""
+        self.prints = None
         self._comm.broadcast_(exact.tensor)
         own = exact.tensor if self.steps_whole else exact.shard(self._comm.mesh.shard_rank)
         self.shard.copy_(own)
@@ -209,13 +228,22 @@ class ShadowBucket:
         if not self.pins:
             self.rest()
 
-    def give_back(self, device: torch.device) -> None:
-        """Makes every parameter a whole tensor of its own on `device`. Collective."""
-        views = self.exact_views()
-        for view, parameter, dtype in zip(views, self.parameters, self.own_dtypes, strict=True):
+    def give_back(self, device: torch.device | None) -> None:
+        """Makes every parameter a whole tensor of its own on `device`. Collective.
+
+        None: without values, see left_out.py.
+        """
+        views = self.exact_views() if device is not None else []
+        for index, (slot, parameter) in enumerate(
+            zip(self.plan.layout.slots, self.parameters, strict=True)
+        ):
+            dtype = self.own_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
-            parameter.data = view.to(device, dtype, copy=True)
+            if device is None:
+                leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
+            else:
+                parameter.data = views[index].to(device, dtype, copy=True)
 
 
 class Shadow:
@@ -251,6 +279,22 @@ class Shadow:
                 )
                 for bucket in engine.buckets
             ]
+        engine.shadows.append(self)
+
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """Bytes of this rank's elements, by tier."""
+        held: Counter[Tier] = Counter()
+        for bucket in self.buckets:
+            held[bucket.tier] += bucket.shard.untyped_storage().nbytes()
+        return dict(held)
+
+    def data_parallel_bytes(self) -> int:
+        """Bytes of all elements, as a copy of the module has them."""
+        return sum(
+            slot.numel * dtype.itemsize
+            for bucket in self.buckets
+            for slot, dtype in zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+        )
 
     @contextmanager
     def shown(self, *, writes: bool) -> Iterator[None]:
@@ -270,7 +314,7 @@ class Shadow:
         if writes:
             for bucket, values in zip(self._engine.buckets, exact, strict=True):
                 bucket.store(values)
-            self._engine.schedule.share_again()  # each rank has averaged its own
+            self._engine.schedule.shared.share_again()  # each rank has averaged its own
 
     @contextmanager
     def bare(self) -> Iterator[None]:
@@ -283,8 +327,9 @@ class Shadow:
             for bucket in self.buckets:
                 bucket.collect()
 
-    def give_back(self, device: torch.device) -> None:
-        """Makes the parameters whole, on `device`. Collective."""
+    def give_back(self, device: torch.device | None) -> None:
+        """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
+        self._engine.shadows.remove(self)
         for bucket in self.buckets:
             bucket.give_back(device)
 

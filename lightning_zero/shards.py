@@ -198,6 +198,24 @@ class Shards:
                 torch.where(is_changed, values.to(master.dtype), master, out=master)
                 self.master.store(0, master)
 
+    def take(self, index: int, values: Tensor) -> None:
+        """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
+
+        Elements that are the rounded master stay what the master is.
+        """
+        own = self.own_range(index)
+        if not own:
+            return
+        self.stop_reading()
+        exact = self.exact.fetch(own.start, own.stop)
+        values = values.to(exact.device)
+        with torch.no_grad():
+            is_changed = values != exact.to(values.dtype)
+            taken = torch.where(is_changed, values.to(exact.dtype), exact)
+            self.exact.store(own.start, taken)
+            if self.follower is not self.exact:
+                self.follower.store(own.start, taken)
+
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
         if not self._rests_whole_beside_master:

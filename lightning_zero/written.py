@@ -1,4 +1,4 @@
-"""Finds out whether somebody has written to a tensor, without a copy of it."""
+"""What somebody has written to a parameter, or put in the place of its data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Fingerprint"]
+from lightning_zero.layout import Slot
+from lightning_zero.stored import read_flat
+
+__all__ = ["Fingerprint", "is_same_memory", "own_elements", "whole_values"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096
@@ -28,6 +31,48 @@ class Fingerprint:
 
 
 def _sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    words = tensor.detach().view(_WORDS[tensor.element_size()])
-    rows = functional.pad(words, (0, -words.numel() % _ROW)).view(-1, _ROW)
+    words = tensor.detach().view(_WORDS.get(tensor.element_size(), torch.int64))
+    padding = -words.numel() % _ROW
+    rows = functional.pad(words, (0, padding)).unflatten(0, (-(-words.numel() // _ROW), _ROW))
     return rows.sum(dim=1, dtype=torch.int64), rows.sum(dim=0, dtype=torch.int64)
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether both show the same elements of the same memory in the same way."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
+
+
+def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
+    """This rank's elements of what was put in the place of a parameter's data: 1-D.
+
+    Raises:
+        ValueError: It has neither the shape of the whole nor that of this rank's part.
+    """
+    if tuple(values.shape) == slot.shape:
+        return read_flat(values, owned.start, owned.stop)
+    if values.dim() == 1 and values.numel() == len(owned):
+        return values
+    raise ValueError(
+        f"the data set on parameter {slot.name} has shape {tuple(values.shape)}; expected the "
+        f"whole shape {slot.shape}, or this rank's {len(owned)} elements, which `.data` is between "
+        "steps."
+    )
+
+
+def whole_values(values: Tensor, slot: Slot) -> Tensor:
+    """A copy of what was put in the place of a whole parameter's data.
+
+    Raises:
+        ValueError: It has another shape.
+    """
+    if tuple(values.shape) != slot.shape:
+        raise ValueError(
+            f"the data set on parameter {slot.name} has shape {tuple(values.shape)}; expected "
+            f"{slot.shape}: a parameter that an engine holds keeps its shape."
+        )
+    return values.clone()  # it may be another view of the same memory

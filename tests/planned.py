@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.planner.shapes import Decoder, DecoderShape
+from lightning_zero.plan import parameters_by_name
+from lightning_zero.planner import Decoder, DecoderShape, make_optimizers
+from tests.whole_tensors import ADAFACTOR, Lamb, Rows
 
-__all__ = ["MODELS", "OFFLOADS", "Model", "TrainedModel", "choices", "train"]
+__all__ = ["MODELS", "OFFLOADS", "OPTIMIZERS", "Model", "TrainedModel", "choices", "train"]
 
 WIDTH = 32
 
@@ -140,28 +143,50 @@ def choices() -> list[ZeroConfig]:
     return found
 
 
+def _over_all(build: Callable[..., Optimizer]) -> Callable[[nn.Module], list[Optimizer]]:
+    return lambda module: [build([p for p in module.parameters() if p.requires_grad])]
+
+
+def _muon_and_adamw(module: nn.Module) -> list[Optimizer]:
+    blocks = [f"blocks.{number}" for number in range(3)]
+    return make_optimizers("muon", parameters_by_name(module), blocks)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "adamw": _over_all(torch.optim.AdamW),
+    "fused adamw": _over_all(partial(torch.optim.AdamW, fused=True)),
+    "sgd": _over_all(partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "adagrad": _over_all(torch.optim.Adagrad),
+    "rmsprop": _over_all(torch.optim.RMSprop),
+    # These look at whole tensors.
+    "adafactor": _over_all(ADAFACTOR),
+    "lamb": _over_all(Lamb),
+    "rows": _over_all(Rows),
+    "muon and adamw": _muon_and_adamw,
+}
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """A module after some steps under an engine."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[Optimizer]
     engine: Engine
 
 
 def train(
     name: str,
     config: ZeroConfig,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    optimizer: str = "fused adamw",
     num_steps: int = 2,
     num_micro_batches: int = 1,
 ) -> TrainedModel:
     torch.manual_seed(0)
     model = MODELS[name]
     module = model.build()
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trained)
-    engine = Engine(module, [optimizer], config)
+    optimizers = OPTIMIZERS[optimizer](module)
+    engine = Engine(module, optimizers, config)
     is_narrow = config.param_dtype is not None
     for _ in range(num_steps):
         engine.zero_grad()
@@ -174,4 +199,4 @@ def train(
             else:
                 engine.backward(loss)
         engine.step()
-    return TrainedModel(module, optimizer, engine)
+    return TrainedModel(module, optimizers, engine)

@@ -175,7 +175,7 @@ def _fit_and_look(rank, world_size):
         is_saving=True,
     )
     hyperparameters = Path("logs/lightning_logs/version_0/hparams.yaml").read_text()
-    return outcome, strategy.config, strategy._auto.reason, hyperparameters
+    return outcome, strategy.config, strategy._settings.choice.reason, hyperparameters
 
 
 def test_training_goes_on_with_one_choice_that_is_written_down():

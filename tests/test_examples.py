@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpt import GPT, GPTConfig
 from language_model import ByteLanguageModel
 from stdlib_text import StdlibText, bigram_bits_per_byte, read_files
 
@@ -126,6 +127,46 @@ def test_the_bigram_table_gives_the_bits_counted_by_hand(small_text):
         for seen, byte in itertools.pairwise(window.tolist())
     ]
     assert bigram_bits_per_byte(small_text.train_text, windows) == pytest.approx(np.mean(bits))
+
+
+def test_a_llama_of_the_example_is_that_of_transformers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 300, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden": 40}
+    ours = GPT(GPTConfig(context=9, width=32, is_llama=True, **shape))
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=torch.finfo(torch.float32).eps,  # torch's default
+        )
+    )
+    named = {
+        "model.embed_tokens.weight": ours.tokens.weight,
+        "model.norm.weight": ours.norm.weight,
+        "lm_head.weight": ours.head.weight,
+    }
+    for number, block in enumerate(ours.blocks):
+        q, k, v = block.qkv.weight.split([32, 16, 16])
+        parts = {
+            "input_layernorm": block.norm_1.weight,
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": block.proj.weight,
+            "post_attention_layernorm": block.norm_2.weight,
+            "mlp.gate_proj": block.gate.weight,
+            "mlp.up_proj": block.up.weight,
+            "mlp.down_proj": block.down.weight,
+        }
+        named |= {f"model.layers.{number}.{name}.weight": part for name, part in parts.items()}
+    theirs.load_state_dict(named)
+    ids = torch.randint(300, (2, 9))
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

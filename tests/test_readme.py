@@ -146,6 +146,7 @@ def test_every_option_of_the_engine_is_listed():
         "checkpoint",
         "async_save",
         "check_memory",
+        "whole_after_fit",
         "timeout",
         "process_group_backend",
         "start_method",

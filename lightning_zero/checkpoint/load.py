@@ -31,6 +31,7 @@ from lightning_zero.checkpoint.place import local_path
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.left_out import expecting_values, is_left_out
 from lightning_zero.piece import piece_of
 from lightning_zero.stored import values_reader
 
@@ -70,14 +71,16 @@ def load_weights(
         _verify(module, local_path(path))
     opened = open_checkpoint(path, weights_only=weights_only)
     awaited: dict[str, Tensor] = {}
-    result = load_module(module, opened["state_dict"], strict=strict, awaited=awaited)
-    await_values(module, awaited)
+    with expecting_values(module):
+        result = load_module(module, opened["state_dict"], strict=strict, awaited=awaited)
+        await_values(module, awaited)
     return result
 
 
 def _verify(module: nn.Module, path: Path) -> None:
     # Which parameters are in parts while a module is built may differ by rank.
     held = [p for p in module.parameters() if has_placement(p) and piece_of(p) is None]
+    held = [p for p in held if not is_left_out(p)]
     if held:
         comm = placement_of(held[0]).bucket.comm
         raise_damage_of_any(path, comm.rank, comm.size, comm.gather_objects)

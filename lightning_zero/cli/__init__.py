@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 import lightning_zero
-from lightning_zero.cli import export, inspect, io_bench, plan
+from lightning_zero.cli import comm_bench, export, inspect, io_bench, plan
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = (export, inspect, io_bench, plan)
+_SUBCOMMANDS = (comm_bench, export, inspect, io_bench, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, looks at checkpoints, converts them, and measures disks.",
+        description="Plans jobs, looks at and converts checkpoints, measures disks and links.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=lightning_zero.__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest  # argparse wants all of them in one place
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_zero.cli.rates import read_rates, write_rates
 from lightning_zero.tiers.bench import DiskReport, measure_disk
 from lightning_zero.tiers.fio import Rates
 
@@ -37,6 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seconds", type=_seconds, default=1.0, help="of each measurement (default: %(default)s)"
     )
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.set_defaults(run=run)
 
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         OSError: The disk cannot be used.
         ValueError: The file would be too small, or fill the disk.
     """
+    if args.rates is not None and args.rates.exists():
+        read_rates(args.rates)  # refused now rather than when all is measured
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -58,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     with _terminated_as_exit():
         report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
     print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
+    if args.rates is not None:
+        write_rates(args.rates, {"io_gb_per_s": round(report.tier.mixed / 1e9, 3)})
     return 0
 
 
@@ -74,6 +80,7 @@ def table(report: DiskReport) -> str:
         f"offload: buffer_count={best.buffer_count}, buffer_size={best.buffer_size} "
         f"({best.buffer_count} x {best.buffer_bytes // 2**20} MiB of CPU memory)",
         f"measured with {best.describe()}",
+        f"lightning-zero plan: --io-gb-per-s {report.tier.mixed / 1e9:.3g}",
     ]
     return "\n".join(lines)
 

@@ -7,16 +7,20 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
-from lightning_zero.cli.plan_report import Row, as_dict, as_text, best_of
+from lightning_zero.cli.plan_report import Row, as_dict, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
+from lightning_zero.cli.plan_text import as_text
+from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.cli.sizes import parse_bytes
 from lightning_zero.config import ZeroConfig
-from lightning_zero.plan import make_plan
+from lightning_zero.offload import Tier
+from lightning_zero.plan import Plan, make_plan, parameters_by_name
 from lightning_zero.planner import (
     Job,
     Machine,
@@ -25,55 +29,105 @@ from lightning_zero.planner import (
     all_choices,
     estimate,
     find_repeats,
-    make_optimizer,
+    make_optimizers,
     stretched,
     trace_step,
 )
+from lightning_zero.probe import find_whole_tensors
 
 __all__ = ["add_parser"]
 
-_DESCRIPTION = (
-    "Says for every stage and offload what one rank takes on its device, its machine in CPU memory "
-    "and on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of "
-    "the engine itself, without a device. The status is 1 where nothing fits."
-)
+_DESCRIPTION = """\
+Says for every stage and offload what one rank takes on its device, its machine in CPU memory and
+on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of the engine
+itself, without a device. The status is 1 where nothing fits.
+"""
+_EPILOG = """\
+examples:
+  lightning-zero plan --model llama_70b --ranks 16 --device-memory 80GiB --host-memory 1TiB
+  lightning-zero plan --module my.code:Model --arg width=512 --input 8x3x224x224 --ranks 4
+  lightning-zero plan --config-dir conf --config-name config model=gpt_1b trainer.devices=8
+"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
-        "plan", help="say what a job would take", description=_DESCRIPTION, allow_abbrev=False
+        "plan",
+        help="say what a job would take",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="a preset, such as llama2_70b")
-    what.add_argument("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
-    what.add_argument("--config-name", help="a Hydra configuration, with overrides behind it")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration")
-    parser.add_argument("--config-dir", help="of --config-name (default: the package's conf)")
-    parser.add_argument("--arg", action="append", default=[], help="NAME=VALUE for the class")
-    parser.add_argument(
-        "--input", action="append", default=[], help="shape of an argument: 8x3x224x224, 8x64:int64"
-    )
-    parser.add_argument("--batch", type=_count, help="of a rank (default: 1)")
-    parser.add_argument("--context", type=_count, help="in tokens (default: 1024)")
-    parser.add_argument("--micro-batches", type=_count, help="in a step (default: 1)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="(default: bf16-mixed)")
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="(default: adamw)")
-    parser.add_argument("--ranks", type=_count, help="in all")
-    parser.add_argument("--ranks-per-node", type=_count, help="(default: --ranks, at most 8)")
-    parser.add_argument("--device-memory", type=_bytes, help="of a rank, such as 24GiB")
-    parser.add_argument("--host-memory", type=_bytes, help="of a machine, such as 512GiB")
-    parser.add_argument("--disk", type=_bytes, help="of a machine, such as 2TB")
-    parser.add_argument("--on-cpu", action="store_true", help="ranks compute on the CPU")
-    for name, what_for in (
-        ("link", "between ranks, of one"),
-        ("cpu-link", "between device and CPU memory, of one rank"),
-        ("io", "of a machine's disk, as io-bench measures it (mixed)"),
-    ):
-        parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="GB", help=what_for)
+    _add_model(parser)
+    _add_training(parser)
+    _add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
     parser.set_defaults(run=_run)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="a preset, such as llama_70b; a wrong name lists all")
+    what.add_argument("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
+    what.add_argument("--config-name", help="a Hydra configuration, with overrides behind it")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, of --config-name"
+    )
+    parser.add_argument("--config-dir", help="of --config-name (default: the package's conf)")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="of --module"
+    )
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="of an argument of forward: 8x3x224x224, 8x64:int64",
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=_count, metavar="N", help="of a rank (default: 1)")
+    parser.add_argument("--context", type=_count, metavar="N", help="in tokens (default: 1024)")
+    parser.add_argument("--micro-batches", type=_count, metavar="N", help="in a step (default: 1)")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, metavar="NAME", help="of a Trainer (default: bf16-mixed)"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="of torch (default: adamw)"
+    )
+    parser.add_argument(
+        "--average",
+        action="append",
+        default=[],
+        choices=("cpu", "device"),
+        help="an average of the weights, and where it rests: Lightning's are in CPU memory",
+    )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=_count, metavar="N", help="in all")
+    parser.add_argument(
+        "--ranks-per-node", type=_count, metavar="N", help="(default: --ranks, at most 8)"
+    )
+    parser.add_argument(
+        "--device-memory", type=_bytes, metavar="SIZE", help="of a rank, such as 24GiB"
+    )
+    parser.add_argument(
+        "--host-memory", type=_bytes, metavar="SIZE", help="of a machine, such as 512GiB"
+    )
+    parser.add_argument("--disk", type=_bytes, metavar="SIZE", help="of a machine, such as 2TB")
+    parser.add_argument("--on-cpu", action="store_true", help="ranks compute on the CPU")
+    for name, what_for in (
+        ("link", "between ranks, of one, as comm-bench measures it"),
+        ("cpu-link", "between device and CPU memory, of one rank"),
+        ("io", "of a machine's disk, as io-bench measures it (mixed)"),
+    ):
+        parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=what_for)
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
 
 
 def _count(text: str) -> int:
@@ -100,9 +154,9 @@ def _bytes(text: str) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        from lightning_zero.cli.plan_plot import check_matplotlib
+        from lightning_zero.cli.plan_plot import check_plot
 
-        check_matplotlib()
+        check_plot(args.plot)
     source = of_arguments(args)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
@@ -113,15 +167,26 @@ def _run(args: argparse.Namespace) -> int:
     config = source.config
     if config.param_dtype is None:
         config = config.replace(param_dtype=precision.param)
-    machine, num_micro_batches = _machine(args, source), _micro_batches(args, source)
-    traces, note = _traces(source, config, precision)
-    rows = _rows(source.module, config, args.optimizer, machine, traces, num_micro_batches)
-    numel = sum(p.numel() for p in source.module.parameters())
+    machine = _machine(args, source)
+    num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
+    whole = make_plan(source.module, ZeroConfig(param_dtype=config.param_dtype), world_size=1)
+    blocks = _blocks(source.module, whole)
+    named = parameters_by_name(source.module)
+    optimizers = make_optimizers(args.optimizer, named, blocks)
+    traces, note = _traces(source, whole, blocks, precision)
+    job = Job(
+        source.module,
+        optimizers,
+        num_micro_batches=num_micro_batches,
+        whole_tensors=find_whole_tensors(optimizers, config),
+        averages=[Tier(where) for where in args.average],
+    )
+    rows = _rows(job, config, machine, traces)
     facts = {
         "model": source.title,
-        "parameters": numel,
+        "parameters": sum(parameter.numel() for parameter in named.values()),
         "precision": name,
-        "optimizer": args.optimizer,
+        "optimizer": args.optimizer if len(optimizers) == 1 else "muon and adamw for the rest",
         "ranks": machine.num_ranks,
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
@@ -153,12 +218,6 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
     device_bytes = args.device_memory
     if args.on_cpu and device_bytes is None and args.host_memory is not None:
         device_bytes = args.host_memory // per_node
-    given = {
-        "link": args.link_gb_per_s,
-        "cpu_link": args.cpu_link_gb_per_s,
-        "nvme": args.io_gb_per_s,
-    }
-    rates = dataclasses.replace(Rates(), **{k: v for k, v in given.items() if v is not None})
     return Machine(
         num_ranks,
         per_node,
@@ -166,25 +225,27 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
         args.host_memory,
         args.disk,
         is_apart=not args.on_cpu,
-        rates=rates,
+        rates=_rates(args),
     )
 
 
-def _micro_batches(args: argparse.Namespace, source: Source) -> int:
-    return int(args.micro_batches or source.settings.get("micro_batches") or 1)
+def _rates(args: argparse.Namespace) -> Rates:
+    """As the command line says, else a file, else as assumed."""
+    measured = read_rates(args.rates) if args.rates is not None else {}
+    given = {name: rate * 1e9 for name, rate in measured.items()}
+    given |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
+    fields = dict(zip(NAMES, ("link", "cpu_link", "nvme"), strict=True))
+    return dataclasses.replace(Rates(), **{fields[name]: rate for name, rate in given.items()})
 
 
 def _traces(
-    source: Source, config: ZeroConfig, precision: Precision
+    source: Source, plan: Plan, blocks: Sequence[str], precision: Precision
 ) -> tuple[tuple[StepTrace | None, StepTrace | None], str]:
     """The step as it is, and with activation checkpointing; and what cannot be told."""
     if source.step is None:
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
-    base = ZeroConfig(stage=3, param_dtype=config.param_dtype)
-    plan = make_plan(source.module, base, world_size=1)
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
     units = [unit.name for unit in plan.units]
-    blocks = _blocks(source.module, units)
     repeats = find_repeats(source.module, units)
     step = source.step
 
@@ -214,30 +275,24 @@ def _traces(
         return (plain, None), f"activation checkpointing is not counted: {error}"
 
 
-def _blocks(module: nn.Module, units: Sequence[str]) -> list[str]:
+def _blocks(module: nn.Module, plan: Plan) -> list[str]:
     """Units of a class that there is more than once."""
-    classes = [type(module.get_submodule(name)) for name in units if name]
-    return [n for n in units if n and classes.count(type(module.get_submodule(n))) > 1]
+    kinds = {u.name: type(module.get_submodule(u.name)) for u in plan.units if u.name}
+    counts = Counter(kinds.values())
+    return [name for name, kind in kinds.items() if counts[kind] > 1]
 
 
 def _rows(
-    module: nn.Module,
+    job: Job,
     config: ZeroConfig,
-    optimizer_name: str,
     machine: Machine,
     traces: tuple[StepTrace | None, StepTrace | None],
-    num_micro_batches: int,
 ) -> list[Row]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(f"{type(module).__name__} has no parameter that is trained.")
-    optimizer = make_optimizer(optimizer_name, trained)
-    job = Job(module, [optimizer], traces[0], num_micro_batches)
-    rows = []
-    for choice in all_choices(config):
-        plain = estimate(choice, job, machine)
-        with_less = None
-        if traces[1] is not None:
-            with_less = estimate(choice, dataclasses.replace(job, trace=traces[1]), machine)
-        rows.append(Row(plain, with_less))
-    return rows
+    plain, checkpointed = (dataclasses.replace(job, trace=trace) for trace in traces)
+    return [
+        Row(
+            estimate(choice, plain, machine),
+            None if traces[1] is None else estimate(choice, checkpointed, machine),
+        )
+        for choice in all_choices(config)
+    ]

@@ -11,7 +11,7 @@ from lightning_zero.offload import Tier
 from lightning_zero.planner import Estimate, Machine
 from lightning_zero.stage import State
 
-__all__ = ["check_matplotlib", "draw"]
+__all__ = ["check_plot", "draw"]
 
 _GIB = 1024**3
 _COLOURS = {  # of Okabe and Ito, which most people can tell apart
@@ -24,23 +24,29 @@ _COLOURS = {  # of Okabe and Ito, which most people can tell apart
 }
 
 
-def check_matplotlib() -> None:
+def check_plot(path: Path) -> None:
     """Refuses before anything is computed.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or cannot write a picture there.
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
             '--plot needs matplotlib: pip install "lightning-zero[plot]", or leave --plot out.'
         )
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    endings = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in endings:
+        raise ValueError(f"--plot {path} must end in one of {', '.join(endings)}.")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}.")
 
 
 def draw(rows: Sequence[Row], machine: Machine, title: str, path: Path) -> None:
     """Writes stacked bars, one for each choice, and a line at the device's memory.
 
     Raises:
-        ValueError: The file's ending is no format of pictures.
         OSError: It cannot be written.
     """
     import matplotlib

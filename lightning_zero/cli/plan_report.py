@@ -1,4 +1,4 @@
-"""What `lightning-zero plan` prints: a table and a verdict, or values for JSON."""
+"""What `lightning-zero plan` has found, as values for JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.cli.sizes import in_words
-from lightning_zero.planner import Estimate, Machine
+from lightning_zero.auto import as_arguments
+from lightning_zero.planner import Estimate
 
-__all__ = ["Row", "as_dict", "as_text", "best_of"]
-
-_GIB = 1024**3
+__all__ = ["Row", "as_dict", "best_of"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,12 @@ def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     if not found:
         return None
     _, is_checkpointed, best = found[0]
-    return {"choice": best.choice.name, "checkpointing": is_checkpointed, **_numbers(best)}
+    return {
+        "choice": best.choice.name,
+        "strategy": as_arguments(best.choice.config),
+        "checkpointing": is_checkpointed,
+        **_numbers(best),
+    }
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:
@@ -56,7 +59,10 @@ def _numbers(estimate: Estimate) -> dict[str, Any]:
 
 
 def as_dict(row: Row) -> dict[str, Any]:
-    """All numbers of a choice, in bytes and seconds; as the module is, unless a key says more."""
+    """All numbers of a choice, in bytes and seconds; as the module is, unless a key says more.
+
+    Those of one rank are of the one that takes most.
+    """
     plain, less = row.plain, row.checkpointed
     return {
         "zero": plain.choice.zero,
@@ -69,7 +75,11 @@ def as_dict(row: Row) -> dict[str, Any]:
             tier.value: {state.value: nbytes for state, nbytes in states.items()}
             for tier, states in plain.resting.tiers.items()
         },
+        "least_and_most_of_ranks": {
+            tier.value: list(plain.ranks.span(tier)) for tier in plain.resting.tiers
+        },
         "module_buffer_bytes": plain.resting.module_buffer_bytes,
+        "average_bytes": plain.resting.average_bytes,
         "pool_bytes": plain.resting.pool_bytes,
         "staging_bytes": plain.staging_bytes,
         "peak_bytes": {
@@ -80,83 +90,3 @@ def as_dict(row: Row) -> dict[str, Any]:
         "step_bytes": dataclasses.asdict(plain.traffic),
         "missing_bytes": plain.excess,
     }
-
-
-# -------------------------------------------------------------------- for people
-
-
-def as_text(
-    facts: dict[str, Any], rows: Sequence[Row], machine: Machine, best: Any, note: str
-) -> str:
-    """The plan for people.
-
-    Args:
-        facts: About the job.
-        rows: Of the table.
-        machine: What there is.
-        best: As `best_of` gives it.
-        note: What is not counted; may be empty.
-    """
-    head = (
-        f"{facts['model']}: {facts['parameters']:,} parameters, {facts['precision']}, "
-        f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
-    )
-    header = ["GiB", "states", "peak", "checkpointed", "host", "disk", "sent", "seconds", "fits"]
-    lines = [header, *(_line(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-    legend = (
-        "states, peak, sent: of one rank, on its device, in a step; checkpointed: the peak with\n"
-        "activation checkpointing; host, disk: of a machine; seconds: transfers of a step, all at\n"
-        "once and one after another."
-    )
-    return "\n".join(
-        part
-        for part in (head, note, "", table, "", legend, _verdict(rows, best))
-        if part is not None
-    )
-
-
-def _line(row: Row) -> list[str]:
-    plain, less = row.plain, row.checkpointed
-    on_device = sum(next(iter(plain.resting.tiers.values())).values())
-    least, most = plain.transfer_seconds
-    fits = "yes" if plain.fits else "checkpointed" if less is not None and less.fits else "no"
-    return [
-        plain.choice.name,
-        _gib(on_device),
-        _gib(plain.device_bytes),
-        "" if less is None else _gib(less.device_bytes),
-        _gib(plain.host_bytes),
-        _gib(plain.disk_bytes),
-        _gib(plain.traffic.wire),
-        f"{least:.3g}..{most:.3g}",
-        fits,
-    ]
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.1f}" if nbytes < 100 * _GIB else f"{nbytes / _GIB:.0f}"
-
-
-def _verdict(rows: Sequence[Row], best: Any) -> str:
-    if best is not None:
-        how = " with activation checkpointing" if best["checkpointing"] else ""
-        return (
-            f"cheapest that fits: {best['choice']}{how}: {in_words(best['device_bytes'])} on each "
-            f"device, {in_words(best['host_bytes_per_node'])} of CPU memory and "
-            f"{in_words(best['disk_bytes_per_node'])} on disk for each machine"
-        )
-    estimates = [row.checkpointed or row.plain for row in rows]
-    nearest = sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]
-    lines = ["nothing fits; nearest, all with activation checkpointing where there is a number:"]
-    for one in nearest:
-        missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())
-        lines.append(f"  {one.choice.name}: {missing} too little")
-    return "\n".join(lines)

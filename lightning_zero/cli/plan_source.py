@@ -17,13 +17,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_zero
+import lightning_zero.conf  # makes known what the files of conf refer to
+from lightning_zero.cli.plan_settings import strategy_settings, trainer_settings
 from lightning_zero.config import ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder, DecoderShape
 
@@ -101,8 +103,7 @@ def _preset(name: str, batch: int | None, context: int | None) -> Source:
     if name in SHAPES:
         shape = SHAPES[name]
     elif name in files:
-        said: Any = OmegaConf.load(files[name])
-        shape = DecoderShape(said.width, said.num_layers, said.num_heads, context=context)
+        shape = _shape_of(files[name], context)
     else:
         known = ", ".join([*SHAPES, *files])
         raise ValueError(f"there is no model {name!r}; there are {known}.")
@@ -116,6 +117,22 @@ def _preset(name: str, batch: int | None, context: int | None) -> Source:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
     return Source(f"{name}, batch {size[0]} x {size[1]} tokens", module, step)
+
+
+def _shape_of(path: Path, context: int) -> DecoderShape:
+    """Of a model of the example."""
+    said: Any = OmegaConf.load(path)
+    is_llama = bool(said.get("is_llama"))
+    return DecoderShape(
+        said.width,
+        said.num_layers,
+        said.num_heads,
+        said.get("vocab_size", 256),
+        context=0 if is_llama else context,
+        num_kv_heads=said.get("num_kv_heads"),
+        hidden=said.get("hidden"),
+        is_gated=is_llama,
+    )
 
 
 def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source:
@@ -142,6 +159,9 @@ def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source
         raise ValueError(
             f"module {module_name} has no class {class_name}; it has {', '.join(near) or 'none'}."
         )
+    for text in arguments:
+        if "=" not in text:
+            raise ValueError(f"--arg must be NAME=VALUE, got {text!r}.")
     try:
         keywords: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
     except OmegaConfBaseException as error:
@@ -231,14 +251,9 @@ def _hydra(args: argparse.Namespace) -> Source:
             if part not in config:
                 raise ValueError(f"{args.config_name} in {folder} has no `{part}`.")
         module = _build("model", lambda: instantiate(config.model))
-        settings = _settings(config)
-        strategy = OmegaConf.select(config, "trainer.strategy")
-        own = {}
-        if isinstance(strategy, DictConfig):
-            own = {name: strategy[name] for name in _own_settings() if name in strategy}
+        settings, base = trainer_settings(config), strategy_settings(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{error}; {error.__cause__ or ''}".strip("; ")) from error
-    base = _base(own)
     batch = args.batch or OmegaConf.select(config, "data.batch_size")
     context = args.context or OmegaConf.select(config, "data.context")
     title = str(OmegaConf.select(config, "model._target_")).rpartition(".")[2]
@@ -246,35 +261,6 @@ def _hydra(args: argparse.Namespace) -> Source:
     if step is not None and not args.input:
         title += f", batch {batch} x {context} tokens"
     return Source(title, module, step, base, settings)
-
-
-def _own_settings() -> list[str]:
-    return [name for name in inspect.signature(ZeroConfig).parameters if name != "stage"]
-
-
-def _base(own: Mapping[str, Any]) -> ZeroConfig:
-    """Settings of a strategy, of whichever stage they are."""
-    given: dict[str, Any] = {
-        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        for name, value in own.items()
-    }
-    for stage in (3, 2, 0):
-        try:
-            return ZeroConfig(stage=stage, **given)
-        except ValueError as error:
-            failure = error
-    raise failure
-
-
-def _settings(config: DictConfig) -> dict[str, Any]:
-    devices = OmegaConf.select(config, "trainer.devices", throw_on_resolution_failure=False)
-    nodes = OmegaConf.select(config, "trainer.num_nodes") or 1
-    return {
-        "ranks": devices * nodes if isinstance(devices, int) else None,
-        "ranks_per_node": devices if isinstance(devices, int) else None,
-        "precision": OmegaConf.select(config, "trainer.precision"),
-        "micro_batches": OmegaConf.select(config, "trainer.accumulate_grad_batches"),
-    }
 
 
 def _on_tokens(module: nn.Module, batch: int | None, context: int | None) -> Step | None:

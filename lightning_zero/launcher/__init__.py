@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Literal
 
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_zero.launcher.children import Children
 from lightning_zero.launcher.command import current_job
 from lightning_zero.launcher.script import ScriptLauncher
+from lightning_zero.world import has_world, world_size
 
 if TYPE_CHECKING:
-    from lightning_zero.strategy import ZeroStrategy
+    from lightning_zero.process_strategy import ProcessStrategy
 
 __all__ = ["START_METHODS", "StartMethod", "check_numbering", "check_world_size", "make_launcher"]
 
@@ -23,7 +23,7 @@ START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 def make_launcher(
-    strategy: ZeroStrategy, environment: ClusterEnvironment, start_method: StartMethod
+    strategy: ProcessStrategy, environment: ClusterEnvironment, start_method: StartMethod
 ) -> ScriptLauncher | _MultiProcessingLauncher:
     """The launcher for a start method.
 
@@ -50,7 +50,7 @@ def check_world_size(environment: ClusterEnvironment, num_devices: int, num_node
         ValueError: They differ; training would go on with the wrong number of ranks.
     """
     asked = num_devices * num_nodes
-    given = dist.get_world_size() if dist.is_initialized() else environment.world_size()
+    given = world_size() if has_world() else environment.world_size()
     if given != asked:
         raise ValueError(
             f"Trainer(devices={num_devices}, num_nodes={num_nodes}) expects {asked} ranks, but "

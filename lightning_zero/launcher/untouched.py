@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from lightning_zero.world import leave_world
 
 __all__ = ["Untouched"]
 
@@ -26,20 +30,24 @@ class Untouched:
     Attributes:
         environment: All variables.
         num_threads: Of torch.
+        excepthook: What prints an exception that nobody catches; a process group puts one around
+            it that says the rank.
     """
 
     environment: dict[str, str]
     num_threads: int
+    excepthook: Callable[..., Any]
 
     @classmethod
     def now(cls) -> Untouched:
         """This process, before a launch."""
-        return cls(dict(os.environ), torch.get_num_threads())
+        return cls(dict(os.environ), torch.get_num_threads(), sys.excepthook)
 
     def restore(self) -> None:
         """Leaves no trace of the launch. The ranks must have ended, or need this one no more."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        leave_world()
+        if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
+            sys.excepthook = self.excepthook
         for name in _VARIABLES:
             if name in self.environment:
                 os.environ[name] = self.environment[name]

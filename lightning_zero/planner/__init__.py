@@ -1,25 +1,28 @@
 """Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
 
     resting     bytes at rest, by the rules by which the engine allocates
+    ranks       of one rank, and of all where they differ
     trace       one step on fake tensors: order of use, activations
     stretch     the same of a deep model, from a few of its blocks
     timeline    the schedule replayed on that: the most of a step
+    scratch     memory that a replay keeps for its next use
     traffic     bytes between ranks and tiers, and the time they take
-    choices     all of it for every choice; which fit; the cheapest
+    estimates   all of it for a choice; which fit; the cheapest
+    choices     every stage with every offload
 
 No device and no process group is touched.
 """
 
-from lightning_zero.planner.choices import (
-    Choice,
+from lightning_zero.planner.choices import Choice, all_choices
+from lightning_zero.planner.estimates import (
     Estimate,
     Job,
     Machine,
-    all_choices,
     cheapest,
     estimate,
+    take_inventory,
 )
-from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizer
+from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizers
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape
 from lightning_zero.planner.stretch import Repeats, find_repeats, stretched
 from lightning_zero.planner.trace import StepTrace, trace_step
@@ -42,7 +45,8 @@ __all__ = [
     "cheapest",
     "estimate",
     "find_repeats",
-    "make_optimizer",
+    "make_optimizers",
     "stretched",
+    "take_inventory",
     "trace_step",
 ]

@@ -1,19 +1,28 @@
-"""What an optimizer keeps for a parameter, found out by one step of a copy of it on a toy."""
+"""What an optimizer keeps for a parameter, found out by one step of a copy of it on a toy.
+
+[Note: Sizes of toys] The sizes of a toy are all different, so that a state that is not shaped like
+its parameter tells by its own sizes which of the parameter's it has: Adafactor's (7, 1) and (1, 5)
+are one number for each row and each column.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["KeptStates", "OPTIMIZER_NAMES", "States", "make_optimizer"]
+__all__ = ["KeptStates", "OPTIMIZER_NAMES", "States", "make_optimizers"]
 
-_TOY_SIZES = (7, 5, 3, 2)  # of its dimensions: no state that is one number has such a shape
+_Shape = tuple[int, ...]
+_SMALL = (7, 5, 3, 2, 4)  # sizes of a toy; 1 beyond
+_LARGE = (131, 137)  # of matrices: some optimizers factor these from 128 on
 _FACTORIES: dict[str, type[Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
@@ -28,16 +37,32 @@ class States:
 
     Attributes:
         elementwise: By key, bytes for each element.
-        scalar_bytes: Of states that are one number for the parameter, as its step counter.
+        others: Shape and bytes of an element of each other tensor, as a step counter.
+        toy: Shape of the parameter that it was tried on. See [Note: Sizes of toys].
     """
 
     elementwise: dict[str, int] = field(default_factory=dict)
-    scalar_bytes: int = 0
+    others: tuple[tuple[_Shape, int], ...] = ()
+    toy: _Shape = ()
 
     @property
     def element_bytes(self) -> int:
         """Of all elementwise states, for each element."""
         return sum(self.elementwise.values())
+
+    @property
+    def other_bytes(self) -> int:
+        """Of other states, for a slice of a parameter, whatever its length."""
+        return sum(math.prod(shape) * itemsize for shape, itemsize in self.others)
+
+    def whole_bytes(self, shape: _Shape) -> int:
+        """Of all states of a parameter that is stepped whole."""
+        size_of = {size: own for size, own in zip(self.toy, shape, strict=False) if size > 1}
+        others = sum(
+            math.prod(size_of.get(size, size) for size in other) * itemsize
+            for other, itemsize in self.others
+        )
+        return math.prod(shape) * self.element_bytes + others
 
 
 class KeptStates:
@@ -56,7 +81,7 @@ class KeptStates:
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._known: dict[tuple[int, int, int, torch.dtype], States] = {}
+        self._known: dict[tuple[int, int, _Shape, torch.dtype], States] = {}
 
     def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> States:
         """What is kept for `parameter`, stepped in `dtype`; nothing where no optimizer has it."""
@@ -65,15 +90,15 @@ class KeptStates:
             return States()
         optimizer, group = member
         # Adafactor, say, keeps another state for a matrix than for a vector.
-        num_dims = len(parameter.shape)
-        key = (id(optimizer), group, num_dims, dtype)
+        toy = _toy_like(tuple(parameter.shape))
+        key = (id(optimizer), group, toy, dtype)
         if key not in self._known:
-            self._known[key] = self._find(optimizer, group, num_dims, dtype)
+            self._known[key] = self._find(optimizer, group, toy, dtype)
         return self._known[key]
 
-    def _find(self, optimizer: Optimizer, group: int, num_dims: int, dtype: torch.dtype) -> States:
+    def _find(self, optimizer: Optimizer, group: int, toy: _Shape, dtype: torch.dtype) -> States:
         try:
-            return _try(optimizer, group, num_dims, dtype)
+            return _try(optimizer, group, toy, dtype)
         except Exception as error:
             if self._fallback is not None:
                 return self._fallback
@@ -84,24 +109,51 @@ class KeptStates:
             ) from error
 
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """One of torch's optimizers with its default settings; "sgd_momentum" is SGD that has one.
+def make_optimizers(
+    name: str, named: Mapping[str, nn.Parameter], blocks: Collection[str] = ()
+) -> list[Optimizer]:
+    """Optimizers of torch with their default settings, over all parameters that are trained.
+
+    "sgd_momentum" is SGD that has one. Muon steps matrices only, and gets those of the blocks;
+    AdamW gets the rest.
+
+    Args:
+        name: Of the optimizer's class, in whatever case.
+        named: Parameters by name.
+        blocks: Qualified names of a model's repeated blocks.
 
     Raises:
-        ValueError: There is none of this name; says which there are.
+        ValueError: There is none of this name, which says which there are; or nothing for it.
     """
     key = name.lower()
-    if key == "sgd_momentum":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    if key not in _FACTORIES:
+    trained = {n: p for n, p in named.items() if p.requires_grad}
+    if not trained:
+        raise ValueError("no parameter of the model is trained.")
+    if key not in OPTIMIZER_NAMES:
         known = ", ".join(OPTIMIZER_NAMES)
         raise ValueError(f"there is no optimizer {name!r}; torch has {known}.")
-    return _FACTORIES[key](parameters, lr=0.1)  # type: ignore[call-arg]
+    if key == "sgd_momentum":
+        return [torch.optim.SGD(trained.values(), lr=0.1, momentum=0.9)]
+    if key != "muon":
+        return [_FACTORIES[key](trained.values(), lr=0.1)]  # type: ignore[call-arg]
+    prefixes = tuple(f"{block}." for block in blocks)
+    matrices = [n for n, p in trained.items() if p.dim() == 2 and n.startswith(prefixes)]
+    if not matrices:
+        raise ValueError("Muon steps the matrices of repeated blocks, and the model has none.")
+    rest = [p for n, p in trained.items() if n not in matrices]
+    muon = torch.optim.Muon([trained[n] for n in matrices])
+    return [muon, torch.optim.AdamW(rest)] if rest else [muon]
 
 
-def _try(optimizer: Optimizer, index: int, num_dims: int, dtype: torch.dtype) -> States:
+def _toy_like(shape: _Shape) -> _Shape:
+    if len(shape) == len(_LARGE) and min(shape) >= min(_LARGE):
+        return _LARGE
+    num_dims = len(shape) or 1  # a slice has one
+    return (*_SMALL[:num_dims], *[1] * (num_dims - len(_SMALL)))
+
+
+def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> States:
     """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
-    shape = [*_TOY_SIZES[:num_dims], *[1] * (num_dims - len(_TOY_SIZES))]
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
@@ -116,10 +168,12 @@ def _try(optimizer: Optimizer, index: int, num_dims: int, dtype: torch.dtype) ->
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     with torch.random.fork_rng(devices=[]):  # it may draw
         step(copy)
-    elementwise, scalar_bytes = {}, 0
+    elementwise: dict[str, int] = {}
+    others: list[tuple[_Shape, int]] = []
     for key, value in copy.state.get(toy, {}).items():
         if isinstance(value, Tensor) and value.shape == toy.shape:
             elementwise[key] = value.element_size()
-        elif isinstance(value, Tensor):
-            scalar_bytes += value.numel() * value.element_size()
-    return States(elementwise, scalar_bytes)
+        else:
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            others += [(tuple(leaf.shape), leaf.element_size()) for leaf in tensors]
+    return States(elementwise, tuple(others), shape)

@@ -7,8 +7,7 @@ is after a step, before gradients are zeroed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,30 +16,12 @@ from torch.optim import Optimizer
 from lightning_zero.offload import OffloadConfig, Tier, padded_bytes
 from lightning_zero.plan import BucketPlan, Plan, parameters_by_name
 from lightning_zero.planner.optimizers import KeptStates, States
+from lightning_zero.planner.ranks import Ranks, Resting
 from lightning_zero.stage import State
 
-__all__ = ["BUFFER_ELEMENT_BYTES", "Inventory", "Resting", "has_own_master", "is_elsewhere"]
+__all__ = ["BUFFER_ELEMENT_BYTES", "Inventory", "has_own_master", "is_elsewhere"]
 
 BUFFER_ELEMENT_BYTES = 4  # of `OffloadConfig.buffer_size`
-
-
-@dataclass(frozen=True)
-class Resting:
-    """Bytes of one rank.
-
-    Attributes:
-        tiers: By tier and state, as `MemoryReport.tiers`.
-        pool_bytes: CPU memory of the buffers through which files travel.
-        module_buffer_bytes: Of the module's buffers, which every rank has whole on the device.
-    """
-
-    tiers: Mapping[Tier, Mapping[State, int]]
-    pool_bytes: int
-    module_buffer_bytes: int
-
-    def tier_bytes(self, tier: Tier) -> int:
-        """Of all states in `tier`."""
-        return sum(self.tiers.get(tier, {}).values())
 
 
 class Inventory:
@@ -54,7 +35,9 @@ class Inventory:
         is_apart: CPU memory is other memory than the device's.
         accumulates: Several micro-batches are summed before a step.
         steps_by_bucket: What the optimizers keep may go to files; False for those that can only
-            step everything in one call.
+            step everything in one call. That of optimizers of whole tensors never does.
+        averages: Of the weights, and where each rests: in CPU memory, or where it is stepped
+            (DEVICE).
         fallback: See `KeptStates`.
     """
 
@@ -68,6 +51,7 @@ class Inventory:
         is_apart: bool = True,
         accumulates: bool = False,
         steps_by_bucket: bool = True,
+        averages: Sequence[Tier] = (),
         fallback: States | None = None,
     ) -> None:
         self.plan = plan
@@ -78,9 +62,16 @@ class Inventory:
         self._module = module
         self._offloads = offloads
         self._steps_by_bucket = steps_by_bucket
+        self._averages = averages
+
+    def ranks(self) -> Ranks:
+        """What rests on every rank."""
+        are_alike = all(bucket.layout.cuts is None for bucket in self.plan.buckets)
+        numbers = [0] if are_alike else range(self.plan.world_size)
+        return Ranks(tuple(self.resting(rank) for rank in numbers))
 
     def resting(self, rank: int = 0) -> Resting:
-        """What rests on `rank`."""
+        """What rests on `rank`, among those that share one set of shards."""
         used = {Tier.DEVICE}
         for bucket in self.plan.buckets:
             used |= {bucket.tiers.param, bucket.tiers.optim, bucket.tiers.grad}
@@ -90,14 +81,19 @@ class Inventory:
             held.setdefault(tier, dict.fromkeys(State, 0))[state] += nbytes
 
         for bucket in self.plan.buckets:
-            add(*self._param(bucket))
-            for tier, nbytes in self._grad(bucket):
+            numel = len(bucket.layout.shard(rank))
+            add(*self._param(bucket, numel))
+            for tier, nbytes in self._grad(bucket, numel):
                 add(tier, State.GRAD, nbytes)
-            add(bucket.tiers.optim, State.OPTIM, self._master(bucket))
+            add(bucket.tiers.optim, State.OPTIM, self._master(bucket, numel))
             for tier, nbytes in self._moments(bucket, rank):
                 add(tier, State.OPTIM, nbytes)
+        average_bytes = 0
+        for tier, nbytes in self._averaged(rank):
+            add(tier, State.OPTIM, nbytes)
+            average_bytes += nbytes
         buffers = sum(b.numel() * b.element_size() for b in self._module.buffers())
-        return Resting(held, self._pool_bytes(), buffers)
+        return Resting(held, self._pool_bytes(), buffers, average_bytes)
 
     def parameter(self, bucket: BucketPlan, index: int) -> nn.Parameter:
         """The parameter of a slot."""
@@ -105,14 +101,13 @@ class Inventory:
 
     # ---------------------------------------------------------------- by state
 
-    def _param(self, bucket: BucketPlan) -> tuple[Tier, State, int]:
+    def _param(self, bucket: BucketPlan, numel: int) -> tuple[Tier, State, int]:
         if not bucket.stage.has_shard(State.PARAM):
             return Tier.DEVICE, State.PARAM, bucket.layout.numel * bucket.dtype.itemsize
         tier = bucket.tiers.param
-        nbytes = self._at_rest(bucket.layout.shard_numel, bucket.dtype, tier)
-        return tier, State.PARAM, nbytes
+        return tier, State.PARAM, self._at_rest(numel, bucket.dtype, tier)
 
-    def _grad(self, bucket: BucketPlan) -> list[tuple[Tier, int]]:
+    def _grad(self, bucket: BucketPlan, numel: int) -> list[tuple[Tier, int]]:
         if not bucket.is_trainable:
             return []
         layout, dtype = bucket.layout, self.plan.grad_dtype(bucket)
@@ -120,7 +115,7 @@ class Inventory:
             return [(Tier.DEVICE, layout.numel * dtype.itemsize)]
         is_elsewhere_ = is_elsewhere(bucket.tiers.grad, self.is_apart)
         tier = bucket.tiers.grad if is_elsewhere_ else Tier.DEVICE
-        mean = (tier, self._at_rest(layout.shard_numel, dtype, tier))
+        mean = (tier, self._at_rest(numel, dtype, tier))
         if bucket.stage.has_shard(State.GRAD):
             return [mean]
         # Micro-batches are summed in the mean's dtype; else the whole buffer has the parameters'.
@@ -129,12 +124,12 @@ class Inventory:
         is_in_place = of_whole == dtype and not is_elsewhere_
         return [whole] if is_in_place else [whole, mean]
 
-    def _master(self, bucket: BucketPlan) -> int:
+    def _master(self, bucket: BucketPlan, numel: int) -> int:
         if not has_own_master(bucket) or not self._needs_master(bucket):
             return 0
         if not bucket.stage.has_shard(State.OPTIM):
             return bucket.layout.numel * bucket.master_dtype.itemsize
-        return self._at_rest(bucket.layout.shard_numel, bucket.master_dtype, bucket.tiers.optim)
+        return self._at_rest(numel, bucket.master_dtype, bucket.tiers.optim)
 
     def _needs_master(self, bucket: BucketPlan) -> bool:
         slots = range(len(bucket.layout.slots))
@@ -142,22 +137,38 @@ class Inventory:
         return bucket.is_trainable or any(size > bucket.dtype.itemsize for size in own)
 
     def _moments(self, bucket: BucketPlan, rank: int) -> list[tuple[Tier, int]]:
-        tier = bucket.tiers.optim
-        found: list[tuple[Tier, int]] = []
-        files: dict[str, int] = {}
+        in_memory, files = 0, dict[str, int]()
         for index, slot in enumerate(bucket.layout.slots):
             states = self.states.of(self.parameter(bucket, index), bucket.master_dtype)
-            nbytes = states.scalar_bytes
-            if tier is Tier.NVME and self._steps_by_bucket:
+            if self._keeps_states_in_files(bucket):
                 files.update(states.elementwise)
-            elif bucket.stage.has_shard(State.OPTIM):
-                nbytes += len(bucket.layout.owned(slot, rank)) * states.element_bytes
-            else:
-                nbytes += slot.numel * states.element_bytes
-            found.append((Tier.CPU if tier is Tier.NVME else tier, nbytes))
-        for itemsize in files.values():
-            found.append((tier, padded_bytes(bucket.layout.shard_numel * itemsize, torch.uint8)))
+                in_memory += states.other_bytes
+            elif not bucket.stage.has_shard(State.OPTIM) or slot.owner == rank:
+                in_memory += states.whole_bytes(slot.shape)
+            elif slot.owner is None:
+                owned = len(bucket.layout.owned(slot, rank))
+                in_memory += owned * states.element_bytes + states.other_bytes
+        numel, tier = len(bucket.layout.shard(rank)), bucket.tiers.optim
+        of_files = sum(padded_bytes(numel * size, torch.uint8) for size in files.values())
+        memory = Tier.CPU if tier is Tier.NVME else tier
+        return [(t, n) for t, n in ((memory, in_memory), (Tier.NVME, of_files)) if n]
+
+    def _averaged(self, rank: int) -> list[tuple[Tier, int]]:
+        """By bucket and average: as the master, but never in files."""
+        found = []
+        for bucket in self.plan.buckets:
+            layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
+            numel = len(layout.shard(rank)) if is_sharded else layout.numel
+            dtype = bucket.master_dtype if self._needs_master(bucket) else bucket.dtype
+            for wanted in self._averages:
+                is_on_device = wanted is Tier.DEVICE or not self.is_apart
+                is_on_device &= bucket.tiers.optim is Tier.DEVICE
+                found.append((Tier.DEVICE if is_on_device else Tier.CPU, numel * dtype.itemsize))
         return found
+
+    def _keeps_states_in_files(self, bucket: BucketPlan) -> bool:
+        may = self._steps_by_bucket and not bucket.layout.holds_whole_tensors
+        return may and bucket.tiers.optim is Tier.NVME
 
     def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
         is_padded = tier is Tier.NVME or (tier is Tier.CPU and self.is_apart)
@@ -177,18 +188,23 @@ class Inventory:
 
     @property
     def steps_files(self) -> bool:
-        """A step reads or writes files through buffers."""
-        return self._steps_by_bucket and any(self.stepped_files(b) for b in self.plan.buckets)
+        """A step needs buffers for files; shards of whole tensors are read at once."""
+        return self._steps_by_bucket and any(
+            self.stepped_files(bucket)
+            for bucket in self.plan.buckets
+            if not bucket.layout.holds_whole_tensors
+        )
 
-    def stepped_files(self, bucket: BucketPlan) -> list[tuple[bool, bool, int]]:
-        """For each file that a step of `bucket` passes through: is read, is written, bytes."""
+    def stepped_files(self, bucket: BucketPlan, rank: int = 0) -> list[tuple[bool, bool, int]]:
+        """For each file of `rank` that a step of `bucket` uses: is read, is written, bytes."""
         if not bucket.is_trainable or not bucket.stage.has_shard(State.OPTIM):
             return []
         layout, files = bucket.layout, []
+        numel = len(layout.shard(rank))
         param_in_file = bucket.stage.has_shard(State.PARAM) and bucket.tiers.param is Tier.NVME
-        param = padded_bytes(layout.shard_numel, bucket.dtype)
-        master = padded_bytes(layout.shard_numel, bucket.master_dtype)
-        grad = padded_bytes(layout.shard_numel, self.plan.grad_dtype(bucket))
+        param = padded_bytes(numel, bucket.dtype)
+        master = padded_bytes(numel, bucket.master_dtype)
+        grad = padded_bytes(numel, self.plan.grad_dtype(bucket))
         if has_own_master(bucket):
             if bucket.tiers.optim is Tier.NVME:
                 files.append((True, True, master))
@@ -198,14 +214,12 @@ class Inventory:
             files.append((True, True, param))
         if bucket.tiers.grad is Tier.NVME:
             files.append((True, False, grad))
-        if bucket.tiers.optim is Tier.NVME:
+        if self._keeps_states_in_files(bucket):
             kept: dict[str, int] = {}
             for index in range(len(layout.slots)):
                 parameter = self.parameter(bucket, index)
                 kept.update(self.states.of(parameter, bucket.master_dtype).elementwise)
-            of_file = [
-                padded_bytes(layout.shard_numel * size, torch.uint8) for size in kept.values()
-            ]
+            of_file = [padded_bytes(numel * size, torch.uint8) for size in kept.values()]
             files += [(True, True, nbytes) for nbytes in of_file]
         return files
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from lightning_zero.config import ZeroConfig
 from lightning_zero.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.planner.resting import is_elsewhere
+from lightning_zero.planner.scratch import Scratch
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 from lightning_zero.stage import State
 
@@ -55,6 +56,7 @@ def replay(
     on_gloo: bool = False,
     is_apart: bool = True,
     accumulates: bool = False,
+    rank: int = 0,
 ) -> Peak:
     """What a step needs beside what rests.
 
@@ -65,8 +67,9 @@ def replay(
         on_gloo: Ranks talk over gloo on the CPU, which receives into buffers of its own.
         is_apart: CPU memory is other memory than the device's.
         accumulates: A mean of earlier micro-batches is added to.
+        rank: Whose shards, where they differ.
     """
-    run = Replay(plan, config, on_gloo=on_gloo, is_apart=is_apart, accumulates=accumulates)
+    run = Replay(plan, config, rank, on_gloo=on_gloo, is_apart=is_apart, accumulates=accumulates)
     run.follow(trace.moments)  # learns the order, as the first step does
     return run.follow(trace.moments)
 
@@ -75,10 +78,18 @@ class Replay:
     """One rank in a step. See [Note: Replayed]."""
 
     def __init__(
-        self, plan: Plan, config: ZeroConfig, *, on_gloo: bool, is_apart: bool, accumulates: bool
+        self,
+        plan: Plan,
+        config: ZeroConfig,
+        rank: int,
+        *,
+        on_gloo: bool,
+        is_apart: bool,
+        accumulates: bool,
     ) -> None:
         self._plan = plan
         self._config = config
+        self._rank = rank
         self._on_gloo = on_gloo
         self._is_apart = is_apart
         self._accumulates = accumulates
@@ -105,8 +116,8 @@ class Replay:
         self._received: list[int] = []
         self._out = 0
         self._landing: list[int] = []
-        self._scratch = _Scratch(keeps=self._on_gloo)
-        self._receive = _Scratch(keeps=self._on_gloo)
+        self._scratch = Scratch(keeps=not self._is_apart)
+        self._receive = Scratch(keeps=self._on_gloo)
         self._gathers: Counter[str] = Counter()
         self._coming: set[str] = set()  # parameters that get a gradient
         self._activation_bytes = 0
@@ -244,7 +255,7 @@ class Replay:
     def _reduce(self, bucket: BucketPlan) -> None:
         """Issues the reduction of a bucket."""
         size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
-        shard = bucket.layout.shard_numel
+        shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name
         if not bucket.stage.has_shard(State.OPTIM):
             sent = mean
@@ -274,30 +285,3 @@ class Replay:
         if self._out and self._is_apart:
             self._landing = [*self._landing, self._out][-_MAX_LANDING:]
         self._out = 0
-
-
-class _Scratch:
-    """Memory in pieces; on the CPU kept for the next use, the smallest piece that is enough."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
-        self._spare: list[int] = []  # bytes
-        self.nbytes = 0  # of all pieces
-
-    def take(self, nbytes: int) -> int:
-        fitting = [piece for piece in self._spare if piece >= nbytes]
-        if not fitting:
-            self.nbytes += nbytes
-            return nbytes
-        self._spare.remove(min(fitting))
-        return min(fitting)
-
-    def give(self, piece: int) -> None:
-        if self._keeps:
-            self._spare.append(piece)
-        else:
-            self.nbytes -= piece
-
-    def clear(self) -> None:
-        self._spare.clear()
-        self.nbytes = 0

@@ -69,6 +69,7 @@ def traffic_of(
     *,
     on_gloo: bool = False,
     num_micro_batches: int = 1,
+    rank: int = 0,
 ) -> Traffic:
     """Sums over the buckets of a plan.
 
@@ -77,6 +78,7 @@ def traffic_of(
         num_gathers: By bucket, gathers before use in one micro-batch, as a replay counts them.
         on_gloo: Gradients travel in the parameters' dtype; else in that of the sum.
         num_micro_batches: In a step.
+        rank: Whose shards, where they differ.
     """
     sums = [0] * 6
     for bucket in inventory.plan.buckets:
@@ -84,15 +86,20 @@ def traffic_of(
         gathers += bucket.stage.gathers_after_step and bucket.is_trainable
         reductions = num_micro_batches if bucket.stage.reduces_every_backward else 1
         parts = (
-            _wire(inventory, bucket, gathers, reductions, on_gloo),
-            *_tiers(inventory, bucket, gathers, reductions),
+            _wire(inventory, bucket, rank, gathers, reductions, on_gloo),
+            *_tiers(inventory, bucket, rank, gathers, reductions),
         )
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return Traffic(*sums)
 
 
 def _wire(
-    inventory: Inventory, bucket: BucketPlan, gathers: int, reductions: int, on_gloo: bool
+    inventory: Inventory,
+    bucket: BucketPlan,
+    rank: int,
+    gathers: int,
+    reductions: int,
+    on_gloo: bool,
 ) -> int:
     """Sent to the others: this rank's shard in a gather, theirs of its gradients in a reduction."""
     mean = inventory.plan.grad_dtype(bucket).itemsize
@@ -101,15 +108,17 @@ def _wire(
         gradients = 2 * mean  # an all-reduce is a reduce-scatter and a gather
     else:
         gradients = mean if is_wide else bucket.dtype.itemsize
-    each = gathers * bucket.dtype.itemsize + reductions * gradients * bucket.is_trainable
-    return (bucket.layout.world_size - 1) * bucket.layout.shard_numel * each
+    own = len(bucket.layout.shard(rank))
+    gathered = (bucket.layout.world_size - 1) * own * gathers * bucket.dtype.itemsize
+    reduced = (bucket.layout.numel - own) * reductions * gradients * bucket.is_trainable
+    return gathered + reduced
 
 
 def _tiers(
-    inventory: Inventory, bucket: BucketPlan, gathers: int, reductions: int
+    inventory: Inventory, bucket: BucketPlan, rank: int, gathers: int, reductions: int
 ) -> tuple[int, int, int, int, int]:
     """To and from CPU memory, read from and written to files, stepped on the CPU."""
-    numel, tiers, is_apart = bucket.layout.shard_numel, bucket.tiers, inventory.is_apart
+    numel, tiers, is_apart = len(bucket.layout.shard(rank)), bucket.tiers, inventory.is_apart
     param = numel * bucket.dtype.itemsize
     mean = numel * inventory.plan.grad_dtype(bucket).itemsize
     to_cpu = from_cpu = read = written = stepped = 0
@@ -119,7 +128,7 @@ def _tiers(
             read += gathers * padded_bytes(numel, bucket.dtype)
     if not bucket.is_trainable:
         return to_cpu, from_cpu, read, written, stepped
-    for is_read, is_written, nbytes in inventory.stepped_files(bucket):
+    for is_read, is_written, nbytes in inventory.stepped_files(bucket, rank):
         read += nbytes * is_read
         written += nbytes * is_written
     if tiers.grad is Tier.NVME:

@@ -311,3 +311,69 @@ def _scalar(rank, world_size, stage, optimizer):
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_parameter_of_one_number_keeps_its_state(optimizer, stage):
     run(_scalar, stage, optimizer)
+
+
+class Detour(nn.Module):
+    """Layers in pairs; the second of a pair is used only if told so, in an order told, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(3)
+        )
+
+    def forward(self, x, order, detours):
+        for index in order:
+            first, second = self.pairs[index]
+            x = first(second(x).tanh() if index in detours else x)
+        return x.square().sum()
+
+
+# By step: what ranks 0 and 1 do. A gradient that no step before has brought comes late, when the
+# bucket is on its way, and on one rank only.
+DETOURS = [
+    [((0, 1, 2), ()), ((0, 1, 2), ())],
+    [((0, 1, 2), ()), ((0, 1, 2), (0,))],
+    [((0, 1, 2), (1,)), ((2, 1, 0), (0,))],
+    [((2, 0, 1), ()), ((0, 1, 2), (0, 1, 2))],
+    [((1, 2, 0), (2,)), ((0, 2, 1), ())],
+]
+
+
+def _complete_differently(rank, world_size, stage):
+    torch.manual_seed(0)
+    module = Detour()
+    expected = copy.deepcopy(module)
+    engine, _ = start(module, stage, reduce_bucket_size=40)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    for ways in DETOURS:
+        engine.zero_grad()
+        expected.zero_grad()
+        engine.backward(module(x, *ways[rank]))
+        (torch.stack([expected(x, *way) for way in ways]).mean()).backward()
+        for ours, reference in zip(module.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(full_grad(ours), reference.grad)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_whose_gradients_complete_in_different_orders_do_not_wait_for_each_other(stage):
+    run_ranks(2, _complete_differently, stage)
+
+
+def _freeze_on_one(rank, world_size, stage):
+    module = Detour()
+    engine, _ = start(module, stage, reduce_bucket_size=40)
+    x, order = torch.ones(2, 4), (0, 1, 2)
+    for _ in range(2):
+        engine.backward(module(x, order, order))
+        engine.zero_grad()
+    for index in order:
+        module.pairs[index][0].requires_grad_(rank == 0 or index != 1)
+    expected = r"requires_grad of parameter pairs\.1\.0\.weight differs by rank: \[True, False\]"
+    with pytest.raises(RuntimeError, match=expected):
+        engine.backward(module(x, order, order))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_is_frozen_on_one_rank_only_is_an_error_on_all(stage):
+    run_ranks(2, _freeze_on_one, stage)

@@ -335,9 +335,9 @@ def _open_missing(rank, world_size, spec):
     trainer.strategy.barrier()
     if rank == 1:
         # What a node without the shared file system sees.
-        import lightning_zero.strategy as strategy
+        import lightning_zero.checkpoints as checkpoints
 
-        strategy.open_checkpoint = partial(_open_elsewhere, strategy.open_checkpoint)
+        checkpoints.open_checkpoint = partial(_open_elsewhere, checkpoints.open_checkpoint)
     make_trainer(spec).validate(MLPModule(ranks=2), ckpt_path="one.ckpt")
 
 

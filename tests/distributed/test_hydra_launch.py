@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -94,15 +95,19 @@ def test_a_sweep_over_strategies_leaves_nothing_of_one_job_to_the_next(tmp_path,
         assert {seen["config"]["strategy"] for seen in ranks} == {strategy}
 
 
-def test_variables_and_threads_of_a_launch_go_with_it(monkeypatch):
+def test_variables_threads_and_process_group_of_a_launch_go_with_it(monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("MASTER_PORT", "7")
     threads = torch.get_num_threads()
-    before = Untouched.now()
+    before, hook = Untouched.now(), sys.excepthook
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert sys.excepthook is not hook
     _set_num_threads_if_needed(2)
     torch.set_num_threads(threads + 1)
     os.environ |= {"LOCAL_RANK": "0", "MASTER_PORT": "8"}
     before.restore()
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
     assert torch.get_num_threads() == threads
     assert "OMP_NUM_THREADS" not in os.environ
     assert "LOCAL_RANK" not in os.environ

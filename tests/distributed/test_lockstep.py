@@ -153,6 +153,41 @@ def test_a_rank_without_a_batch_is_an_error_only_where_metrics_would_wait_for_it
     assert "did not return" not in str(raised.value)
 
 
+class SizedEmptyModule(RaggedModule):
+    """Rank 1 has loaders of a length that is known, and zero."""
+
+    def val_dataloader(self):
+        return DataLoader(Ids(3 - 3 * self.global_rank))
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.part_loss(batch, 0))
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_sized_loader_is_empty_serves_the_others(stage):
+    first, second = run_ranks(2, _evaluate_empty, settings(stage), has_group=False)
+    ((expected, predictions),) = run_once(1, _evaluate_empty, "auto")
+    assert first == (pytest.approx(expected, rel=1e-5), pytest.approx(predictions, rel=1e-5))
+    assert second == ({}, [])
+
+
+def _evaluate_empty(rank, world_size, spec):
+    seed_everything(7, verbose=False)
+    module = SizedEmptyModule(ranks=2, num_batches=2)
+    options = {"use_distributed_sampler": False, "limit_val_batches": 0.67}
+    trainer = make_trainer(spec, num_sanity_val_steps=2, **options)
+    trainer.fit(module)
+    metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if n != "rising"}
+    for run in (trainer.validate, trainer.test):
+        for result in run(module, verbose=False):
+            metrics |= {f"{run.__name__} {name}": value for name, value in result.items()}
+    return metrics, [float(p.sum()) for p in trainer.predict(module)]
+
+
 def _validate(rank, world_size, spec, factory):
     seed_everything(7, verbose=False)
     module = factory(ranks=world_size)

@@ -153,3 +153,20 @@ def _generate(rank, world_size):
     engine.step()
     engine.close()
     return texts
+
+
+def _train_narrow(rank, world_size, precision):
+    factory = partial(HuggingFaceModule, "llama", ranks=world_size, num_batches=2 * NUM_STEPS)
+    options = {"precision": precision}
+    specs = ["ddp", settings(2), settings(3)]
+    return [fit(rank, world_size, spec, factory, options).losses for spec in specs]
+
+
+@slow
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_a_hugging_face_model_in_bfloat16_trains_as_under_ddp(precision):
+    ranks = run_ranks(2, _train_narrow, precision, has_group=False, timeout_s=240)
+    for expected, stage_2, stage_3 in ranks:
+        assert len(expected) == 2 * NUM_STEPS
+        np.testing.assert_allclose(stage_2, expected, rtol=1e-2)
+        np.testing.assert_allclose(stage_3, stage_2, rtol=1e-3)

@@ -1,8 +1,12 @@
 """`lightning-zero plan`, as a user types it."""
 
 import json
+import os
 import subprocess
 import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ from hydra.utils import instantiate
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.cli import main
-from lightning_zero.planner import SHAPES, Decoder, DecoderShape
+from lightning_zero.cli.plan_source import of_arguments
+from lightning_zero.planner import SHAPES, Decoder
 from tests.planned import MODELS
 from tests.test_conf import composed
 
@@ -41,14 +46,9 @@ def rest(one, tier):
 def llama():
     """Llama 2 70B in float32 on 8 devices of 24 GiB, once for all tests."""
     rest = ["--precision", "32-true", "--device-memory", "24GiB", "--context", "512", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_zero.cli", "plan", *LLAMA, *rest],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["plan", *LLAMA, *rest]) == 0
+    return json.loads(printed.getvalue())
 
 
 def test_llama_2_70b_does_not_fit_eight_devices_of_24_gib_without_offload(llama):
@@ -96,16 +96,22 @@ def test_checkpointing_lowers_activations_only(capsys):
     assert saved < one["peak_bytes"]["activations"]
 
 
-def test_presets_have_the_parameters_of_the_example():
-    for name in ("tiny", "gpt_125m", "llama_70b"):
-        model = composed(f"model={name}").model
-        with torch.device("meta"):
-            theirs = instantiate(model).gpt
-            shape = DecoderShape(
-                model.width, model.num_layers, model.num_heads, context=model.context
-            )
-            ours = Decoder(shape)
-        assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+@pytest.mark.parametrize("name", ["tiny", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"])
+def test_presets_have_the_parameters_of_the_example(name):
+    model = composed(f"model={name}", "data.context=1024").model
+    with torch.device("meta"):
+        theirs = instantiate(model).gpt
+    ours = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
+    assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+
+
+@pytest.mark.parametrize("size", ["7b", "70b"])
+def test_a_llama_of_the_example_is_the_published_one(size):
+    shapes = []
+    for name in (f"llama_{size}", f"llama2_{size}"):
+        source = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
+        shapes.append([p.shape for p in source.module.parameters()])
+    assert shapes[0] == shapes[1]
 
 
 def test_shapes_have_the_published_number_of_parameters():
@@ -130,10 +136,19 @@ def test_a_class_is_built_with_its_arguments_and_traced_on_the_shapes_of_its_inp
     assert choice(narrow, "off")["peak_bytes"]["activations"] > 0
 
 
-def test_a_configuration_is_planned_with_its_overrides(capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    arguments = ["--config-name", "config", "trainer.devices=2", "data.context=16"]
-    found = plan(capsys, *arguments, "bucket=small", "precision=fp32")
+def test_a_configuration_is_planned_with_its_overrides():
+    """In a process of its own, where nothing else has told Hydra of what the files refer to."""
+    arguments = ["--config-name", "config", "trainer.devices=2", "data.context=16", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.cli", "plan", *arguments, "precision=fp32"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "examples")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["ranks"] == 2
     assert found["precision"] == "32-true"
     assert choice(found, "stage1")["peak_bytes"]["activations"] > 0
@@ -149,6 +164,29 @@ def test_people_get_a_table_and_a_verdict(capsys):
     assert "tiny, batch 1 x 32 tokens" in text
     assert len([line for line in text.splitlines() if line.endswith(" yes")]) == 13
     assert "cheapest that fits: off: " in text or "cheapest that fits: stage" in text
+    assert "ZeroStrategy(stage=" in text.splitlines()[-1]
+    assert "for want of --host-memory, --disk" in text
+    assert text.splitlines()[2].startswith("MiB")  # of which there are some in each column
+
+
+def test_what_is_too_small_stands_in_its_row(capsys):
+    limits = ["--device-memory", "4MiB", "--host-memory", "64MiB"]
+    assert main(["plan", *SMALL, "--optimizer", "adafactor", "--average", "cpu", *limits]) == 0
+    text = capsys.readouterr().out
+    assert "no: device memory" in text
+    assert "no: host memory" in text
+    assert "Ranks own whole tensors and differ: the numbers are of the one with most." in text
+
+
+def test_least_and_most_of_ranks_are_told(capsys):
+    found = plan(capsys, *SMALL, "--optimizer", "adafactor", "--average", "device")
+    one = choice(found, "stage2")
+    least, most = one["least_and_most_of_ranks"]["device"]
+    assert least < most == rest(one, "device")
+    assert one["average_bytes"] > 0
+    even = choice(plan(capsys, *SMALL, "--optimizer", "muon"), "stage2")
+    even = even["least_and_most_of_ranks"]["device"]  # the matrices of a block even out
+    assert even[0] == even[1]
 
 
 def test_the_status_is_1_where_nothing_fits_and_says_what_is_missing(capsys):
@@ -185,6 +223,7 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
     ("arguments", "text"),
     [
         (["--model", "llama9", "--ranks", "2"], "no model 'llama9'; there are llama2_7b, "),
+        ([*SMALL, "--devices", "2"], "unrecognized arguments: --devices"),
         ([*SMALL, "--device-memory", "24"], "24 has no unit; say 24GiB or 24GB"),
         ([*SMALL, "--disk", "much"], "got 'much'"),
         ([*SMALL, "--io-gb-per-s", "-1"], "expected GB per second such as 25, got '-1'"),
@@ -204,6 +243,30 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
         (["--config-name", "nothing", "--ranks", "2"], "nothing"),
         (["--config-name", "config", "zero=stage9"], "stage9"),
         (["--ranks", "2"], "one of the arguments --model --module --config-name is required"),
+        ([*SMALL, "--device-memory", "0GiB"], "expected at least one byte, got '0GiB'"),
+        ([*SMALL, "--device-memory", "24GX"], "expected a size such as 5GiB"),
+        ([*SMALL, "--batch", "0"], "expected a whole number of at least 1, got '0'"),
+        ([*SMALL, "--ranks-per-node", "3"], "are not on machines of 3 each"),
+        ([*SMALL, "--precision", "fp8"], "invalid choice: 'fp8'"),
+        ([*SMALL, "--average", "gpu"], "invalid choice: 'gpu'"),
+        ([*SMALL, "--optimizer", "lbfgs"], "LBFGS cannot step a tensor by itself"),
+        ([*SMALL, "--plot", "plan.docx"], "--plot plan.docx must end in one of"),
+        ([*SMALL, "--plot", "no/such/folder/plan.png"], "there is no folder no/such/folder"),
+        (
+            ["--module", VIT, "--optimizer", "muon", "--arg", "width=0", "--ranks", "2"],
+            "cannot be built",
+        ),
+        (["--module", "tests.planned:choices", "--ranks", "2"], "choices is a list, expected a"),
+        (["--module", "tests.planned:ROOT", "--ranks", "2"], "has no class ROOT"),
+        (["--module", "torch.nn:Identity", "--ranks", "2"], "has no parameters"),
+        (
+            ["--module", VIT, "--arg", "width", "--ranks", "2"],
+            "--arg must be NAME=VALUE, got 'width'",
+        ),
+        (["--module", VIT, "--input", "4x3:int9", "--ranks", "2"], "got '4x3:int9'"),
+        (["--config-name", "config", "--config-dir", "no/such"], "no/such is no folder"),
+        (["--config-name", "config", "model=gpt_9"], "gpt_9"),
+        (["--config-name", "config", "model.width=wide"], "model cannot be built"),
     ],
 )
 def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):

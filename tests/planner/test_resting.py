@@ -1,5 +1,6 @@
 """The bytes that the planner counts are those that an engine counts, on every rank."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -7,19 +8,23 @@ import pytest
 import torch
 
 from lightning_zero import ZeroConfig
+from lightning_zero.offload import Tier
 from lightning_zero.plan import make_plan
-from lightning_zero.planner import Choice, Job, Machine, estimate, trace_step
-from lightning_zero.planner.optimizers import KeptStates, make_optimizer
-from lightning_zero.planner.resting import Inventory
+from lightning_zero.planner import (
+    Choice,
+    Job,
+    Machine,
+    estimate,
+    make_optimizers,
+    take_inventory,
+    trace_step,
+)
+from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.probe import find_whole_tensors
+from lightning_zero.shadow import Shadow
 from tests.distributed.ranks import run_ranks
-from tests.planned import MODELS, choices, loss_of, train
+from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 
-OPTIMIZERS = {
-    "adamw": partial(torch.optim.AdamW, fused=True),
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-}
 PRECISIONS = {
     "fp32": {},
     "bf16": {"param_dtype": "bf16"},
@@ -27,47 +32,55 @@ PRECISIONS = {
 }
 
 
-def planned(name, config, world_size, rank, make_optimizer, accumulates=False):
-    """As a table: bytes by tier and state, and of the buffers."""
+def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
+    """The arguments of `estimate`."""
     with torch.device("meta"):
         module = MODELS[name].build()
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = make_optimizer(trained)
-    plan = make_plan(module, config, world_size=world_size, optimizer_of=dict.fromkeys(trained, 0))
-    inventory = Inventory(
-        plan,
+    # A fused optimizer refuses meta tensors; its states are those of the others.
+    optimizers = OPTIMIZERS[optimizer.removeprefix("fused ")](module)
+    job = Job(
         module,
-        [optimizer],
-        offloads=config.offloads,
-        is_apart=False,
-        accumulates=accumulates,
+        optimizers,
+        num_micro_batches=num_micro_batches,
+        whole_tensors=find_whole_tensors(optimizers, config),
     )
-    resting = inventory.resting(rank)
-    tiers = {tier.value: dict(states) for tier, states in resting.tiers.items()}
-    return {"tiers": tiers, "buffers": resting.pool_bytes}
+    return Choice("", "", config), job, Machine(world_size, world_size, is_apart=False)
 
 
-def _count(rank, world_size, cases, optimizer, num_micro_batches):
+def _count(rank, world_size, cases, num_micro_batches):
     """By case: what the engine counts after two steps."""
     Path("swap").mkdir(exist_ok=True)
     found = []
-    for name, config in cases:
-        trained = train(name, config, OPTIMIZERS[optimizer], num_micro_batches=num_micro_batches)
+    for name, config, optimizer in cases:
+        trained = train(name, config, optimizer, num_micro_batches=num_micro_batches)
         report = trained.engine.memory_report()
-        tiers = {tier: dict(states) for tier, states in report.tiers.items()}
-        found.append({"tiers": tiers, "buffers": report.buffer_bytes})
+        found.append(({t: dict(s) for t, s in report.tiers.items()}, report.buffer_bytes))
         trained.engine.close()
     return found
 
 
-def check(cases, world_size, optimizer="adamw", num_micro_batches=1):
-    ranks = run_ranks(world_size, _count, cases, optimizer, num_micro_batches, timeout_s=280)
-    # A fused optimizer refuses meta tensors; its states are those of the others.
-    make = partial(torch.optim.AdamW) if optimizer == "adamw" else OPTIMIZERS[optimizer]
-    for rank, counted in enumerate(ranks):
-        for (name, config), count in zip(cases, counted, strict=True):
-            expected = planned(name, config, world_size, rank, make, num_micro_batches > 1)
-            assert expected == count, (name, rank, config)
+def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
+    """Compares both on every rank.
+
+    Args:
+        cases: Model and config, and the optimizer where it is another.
+        world_size: Number of ranks.
+        optimizer: Of cases that name none.
+        num_micro_batches: In a step.
+    """
+    cases = [(*case, optimizer)[:3] for case in cases]
+    counted = run_ranks(world_size, _count, cases, num_micro_batches, timeout_s=900)
+    for case, of_ranks in zip(cases, zip(*counted, strict=True), strict=True):
+        arguments = planned(*case, world_size, num_micro_batches)
+        inventory = take_inventory(*arguments)
+        for rank, count in enumerate(of_ranks):
+            own = inventory.resting(rank)
+            tiers = {tier.value: dict(states) for tier, states in own.tiers.items()}
+            assert (tiers, own.pool_bytes) == count, (case, rank)
+        ranks = estimate(*arguments).ranks
+        for tier in Tier if len(ranks.resting) > 1 else ():
+            sums = [sum(tiers.get(tier.value, {}).values()) for tiers, _ in of_ranks]
+            assert ranks.span(tier) == (min(sums), max(sums)), case
 
 
 def test_every_model_stage_and_offload_is_counted_to_the_byte():
@@ -80,6 +93,7 @@ def test_every_model_stage_and_offload_is_counted_to_the_byte():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_model_stage_offload_and_precision_is_counted_to_the_byte(world_size, precision):
@@ -91,8 +105,50 @@ def test_precisions_optimizers_and_micro_batches_are_counted_to_the_byte():
     narrow = [config.replace(**PRECISIONS["bf16"]) for config in choices()[1::4]]
     narrower = [config.replace(**PRECISIONS["bf16, reduced so"]) for config in choices()[::4]]
     check([("gpt", c) for c in narrow] + [("lora", c) for c in narrower], 2, num_micro_batches=2)
-    for optimizer in ("sgd", "adagrad", "rmsprop"):
-        check([("conv", ZeroConfig(stage=1)), ("vit", ZeroConfig(stage=3))], 1, optimizer)
+    elementwise = ("sgd", "adagrad", "rmsprop")
+    cases = [("conv", ZeroConfig(stage=1)), ("vit", ZeroConfig(stage=3))]
+    check([(*case, optimizer) for case in cases for optimizer in elementwise], 1)
+
+
+OF_WHOLE_TENSORS = ("adafactor", "lamb", "rows", "muon and adamw")
+
+
+def cases_of_whole_tensors(configs):
+    return [
+        (name, config, optimizer)
+        for optimizer in OF_WHOLE_TENSORS
+        for name in MODELS
+        for config in configs
+        if optimizer != "muon and adamw" or name in ("gpt", "llama", "tied")
+    ]
+
+
+def test_ranks_that_own_whole_tensors_are_counted_each_to_the_byte():
+    """Every optimizer and every stage and offload here, with all models in the slow test below."""
+    check(cases_of_whole_tensors(choices())[::19], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_of_every_model_that_own_whole_tensors_are_counted(world_size, precision):
+    configs = [config.replace(**PRECISIONS[precision]) for config in choices()]
+    check(cases_of_whole_tensors(configs), world_size)
+
+
+def test_the_machine_with_most_is_counted_where_ranks_differ():
+    """Three ranks share one set of shards, on machines of two: 0 and 1, 2 and 0, 1 and 2."""
+    with torch.device("meta"):
+        module = MODELS["gpt"].build()
+    optimizers = OPTIMIZERS["lamb"](module)
+    config = ZeroConfig(stage=2, sharding_group_size=3, offload_optimizer="cpu")
+    job = Job(module, optimizers, whole_tensors=[0])
+    found = estimate(Choice("", "", config), job, Machine(6, 2))
+    sums = [resting.tier_bytes(Tier.CPU) for resting in found.ranks.resting]
+    assert len(set(sums)) == 3
+    assert found.ranks.machine_bytes(Tier.CPU, 2) == sum(sorted(sums)[1:])
+    assert found.host_bytes >= sum(sorted(sums)[1:])
 
 
 def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
@@ -103,6 +159,40 @@ def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
     assert kept.of(module.bias, torch.float32).elementwise == {}
 
 
+def _count_averaged(rank, world_size, cases):
+    """By case: the report with two averages, and the bytes that they have added to it."""
+    Path("swap").mkdir(exist_ok=True)
+    found = []
+    for name, config in cases:
+        trained = train(name, config)
+        before = trained.engine.memory_report()
+        shadows = [Shadow(trained.engine, MODELS[name].build()) for _ in range(2)]
+        report = trained.engine.memory_report()
+        tiers = {tier: dict(states) for tier, states in report.tiers.items()}
+        added = report.total_bytes - before.total_bytes
+        whole = report.data_parallel_bytes - before.data_parallel_bytes
+        found.append((tiers, report.average_bytes, added, whole))
+        for shadow in shadows:
+            shadow.give_back(torch.device("cpu"))
+        assert trained.engine.memory_report().tiers == before.tiers
+        trained.engine.close()
+    return found
+
+
+def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
+    everything = choices()
+    cases = [("gpt", config) for config in everything[::4]]
+    cases += [("lora", everything[8].replace(param_dtype="bf16")), ("conv", everything[-1])]
+    for rank, counted in enumerate(run_ranks(2, _count_averaged, cases)):
+        for (name, config), (tiers, nbytes, added, whole) in zip(cases, counted, strict=True):
+            choice, job, machine = planned(name, config)
+            job = dataclasses.replace(job, averages=[Tier.DEVICE, Tier.CPU])
+            resting = take_inventory(choice, job, machine).resting(rank)
+            assert {t.value: dict(s) for t, s in resting.tiers.items()} == tiers, (name, config)
+            assert resting.average_bytes == nbytes == added
+            assert whole == 2 * 4 * sum(parameter.numel() for parameter in job.module.parameters())
+
+
 def _count_files(rank, world_size, cases):
     """By case: bytes read from and written to files in the fourth step."""
     Path("swap").mkdir(exist_ok=True)
@@ -110,7 +200,7 @@ def _count_files(rank, world_size, cases):
     for name, config in cases:
         totals = []
         for num_steps in (3, 4):
-            trained = train(name, config, OPTIMIZERS["adamw"], num_steps=num_steps)
+            trained = train(name, config, num_steps=num_steps)
             trained.engine.storage.pipeline.drain()  # else writes are still under way
             report = trained.engine.memory_report()
             totals.append((report.nvme_read_bytes, report.nvme_written_bytes))
@@ -137,5 +227,8 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
 
 
 def test_unknown_optimizers_are_refused_with_those_there_are():
+    named = dict(torch.nn.Linear(2, 2).named_parameters())
     with pytest.raises(ValueError, match=r"no optimizer 'adamwww'; torch has .*adamw.*sgd"):
-        make_optimizer("adamwww", [])
+        make_optimizers("adamwww", named)
+    with pytest.raises(ValueError, match="Muon steps the matrices of repeated blocks"):
+        make_optimizers("muon", named)

@@ -1,0 +1,256 @@
+"""`lightning-zero comm-bench`: what the links between ranks give, and the flags for a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from lightning_zero.cli.rates import read_rates, write_rates
+from lightning_zero.cli.sizes import parse_bytes
+from lightning_zero.comm import Communicator
+from lightning_zero.comm_bench import LinkReport, Timing, measure_link
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = (
+    "Times all-gather, reduce-scatter and all-reduce as training runs them, over NCCL or gloo, and "
+    "prints the flags to give to `lightning-zero plan`. By itself it starts a rank for every GPU, "
+    "or two on the CPU; under torchrun or srun it measures the ranks that these have started."
+)
+_MIB, _GIB = 2**20, 2**30
+_SIZES = [size * _MIB for size in (1, 4, 16, 64)]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This rank among all."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "comm-bench", help="measure the links between ranks", description=_DESCRIPTION
+    )
+    parser.add_argument("--devices", type=_count, metavar="N", help="ranks to start here")
+    parser.add_argument("--on-cpu", action="store_true", help="gloo between CPU processes")
+    parser.add_argument(
+        "--sizes",
+        type=parse_bytes,
+        nargs="+",
+        default=_SIZES,
+        metavar="SIZE",
+        help="of whole tensors (default: 1MiB 4MiB 16MiB 64MiB)",
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=0.3, help="of each measurement (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="for which ranks wait for one another (default: %(default)s)",
+    )
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.set_defaults(run=_run)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"expected at least 2 ranks, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.rates is not None and args.rates.exists():
+        read_rates(args.rates)  # refused now rather than when all is measured
+    has_gpu = torch.cuda.is_available() and not args.on_cpu
+    place = _launched_place()
+    if place is None:
+        _start(args, has_gpu)
+        return 0
+    if args.devices is not None:
+        raise ValueError(
+            f"--devices starts ranks, and a launcher has started {place.num_ranks}; leave it out."
+        )
+    _measure(place, args, has_gpu)
+    return 0
+
+
+def _launched_place() -> _Place | None:
+    """The place that torchrun or srun has given this process; None: nobody has."""
+    environ = os.environ
+    if dist.is_torchelastic_launched():
+        rank, num_ranks, local_rank, port = (
+            int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        )
+        return _checked(_Place(rank, num_ranks, local_rank, environ["MASTER_ADDR"], port))
+    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks > 1:  # else it may be a batch script, outside of srun
+        slurm = SLURMEnvironment()
+        rank, local_rank = slurm.global_rank(), slurm.local_rank()
+        return _checked(_Place(rank, num_tasks, local_rank, slurm.main_address, slurm.main_port))
+    return None
+
+
+def _checked(place: _Place) -> _Place:
+    if place.num_ranks < 2:
+        raise ValueError(
+            "one rank has no link to measure; start at least two, as with torchrun "
+            "--nproc-per-node 2 or srun --ntasks 2."
+        )
+    return place
+
+
+def _start(args: argparse.Namespace, has_gpu: bool) -> None:
+    """Runs ranks of this machine, and stops all when one fails.
+
+    Raises:
+        RuntimeError: One did; says which, and how.
+    """
+    num_gpus = torch.cuda.device_count() if has_gpu else 0
+    num_ranks = args.devices or num_gpus or 2
+    if has_gpu and not 1 < num_ranks <= num_gpus:
+        raise ValueError(
+            f"{num_ranks} rank(s) on {num_gpus} GPU(s): expected a GPU for each of at least two; "
+            "--on-cpu measures gloo between CPU processes."
+        )
+    port = find_free_network_port()
+    sys.stdout.flush()
+    try:
+        start_processes(
+            _run_child,
+            (args, num_ranks, port, has_gpu),
+            nprocs=num_ranks,
+            # A fork has all of this imported already; CUDA does not outlive one.
+            start_method="spawn" if has_gpu else "fork",
+        )
+    except ProcessRaisedException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RuntimeError(f"rank {error.error_index} failed, and all with it: {reason}") from None
+    except ProcessExitedException as error:
+        how = error.signal_name or f"exit code {error.exit_code}"
+        raise RuntimeError(
+            f"rank {error.error_index} ended with {how}; the others have been stopped."
+        ) from None
+
+
+def _run_child(
+    rank: int, args: argparse.Namespace, num_ranks: int, port: int, has_gpu: bool
+) -> None:
+    _measure(_Place(rank, num_ranks, rank, "127.0.0.1", port), args, has_gpu)
+
+
+def _measure(place: _Place, args: argparse.Namespace, has_gpu: bool) -> None:
+    """One rank's part; rank 0 prints."""
+    device = torch.device("cpu")
+    if has_gpu:
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    backend, timeout = "nccl" if has_gpu else "gloo", timedelta(seconds=args.timeout)
+
+    def say(line: str) -> None:
+        if place.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{place.address}:{place.port}",
+            rank=place.rank,
+            world_size=place.num_ranks,
+            timeout=timeout,
+        )
+        comm = Communicator(device, timeout=timeout)
+        report = measure_link(comm, sizes=args.sizes, seconds=args.seconds, say=say)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RuntimeError(
+            f"rank {place.rank} of {place.num_ranks} waits for the others in vain ({reason}); one "
+            f"has died or has not come within {args.timeout:g} s (--timeout), or a network "
+            "interface is the wrong one (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+        ) from None
+    comm.close()
+    dist.destroy_process_group()
+    if place.rank == 0:
+        _tell(report, f"{backend} on {device.type}, {place.num_ranks} ranks", args)
+
+
+def _tell(report: LinkReport, title: str, args: argparse.Namespace) -> None:
+    rate = round(report.link_rate / 1e9, 3)
+    if args.rates is not None:
+        write_rates(args.rates, {"link_gb_per_s": rate})
+    if args.json:
+        print(json.dumps({"ranks": title, **_as_dict(report), "link_gb_per_s": rate}, indent=2))
+        return
+    for_plan = f"--link-gb-per-s {rate:g}"
+    if args.rates is not None:
+        for_plan += f", or --rates {args.rates}"
+    print(f"{_table(report, title)}\nlightning-zero plan: {for_plan}")
+
+
+def _as_dict(report: LinkReport) -> dict[str, Any]:
+    return {
+        "timings": [
+            {
+                **vars(timing),
+                "algorithm_gib_per_s": timing.algorithm_rate / _GIB,
+                "bus_gib_per_s": timing.bus_rate / _GIB,
+            }
+            for timing in report.timings
+        ],
+        "latency_seconds": report.latencies,
+    }
+
+
+def _table(report: LinkReport, title: str) -> str:
+    latencies = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in report.latencies.items())
+    return "\n".join(
+        [
+            title,
+            f"{'':<16}{'MiB':>8}{'us':>10}{'algorithm':>12}{'bus':>8}  GiB/s",
+            *map(_line, report.timings),
+            f"latency: {latencies}",
+            "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, bus",
+            "bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce 2 (N-1)/N.",
+        ]
+    )
+
+
+def _line(timing: Timing) -> str:
+    return (
+        f"{timing.collective:<16}{timing.nbytes / _MIB:>8.2f}{1e6 * timing.seconds:>10.0f}"
+        f"{timing.algorithm_rate / _GIB:>12.2f}{timing.bus_rate / _GIB:>8.2f}"
+    )

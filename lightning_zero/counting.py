@@ -1,0 +1,100 @@
+"""This rank's bytes by state and tier, counted from the buffers that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.bucket import Bucket
+from lightning_zero.comm import Communicator
+from lightning_zero.guard import Placement, placement_of
+from lightning_zero.memory import MemoryReport
+from lightning_zero.offload import Tier
+from lightning_zero.owned_state import missing_state_bytes
+from lightning_zero.stage import State
+from lightning_zero.stored import StoredTensor
+from lightning_zero.tiers import Storage
+
+__all__ = ["count_memory"]
+
+
+def count_memory(
+    buckets: Sequence[Bucket],
+    optimizers: Iterable[Optimizer],
+    storage: Storage,
+    comm: Communicator,
+    averages: Iterable[tuple[Mapping[Tier, int], int]] = (),
+) -> MemoryReport:
+    """What an engine holds on this rank at this moment, while nothing steps. Local.
+
+    Args:
+        buckets: Of the engine.
+        optimizers: Of the engine.
+        storage: Of the engine.
+        comm: Of the engine.
+        averages: Of the weights, which count as optimizer state: for each its bytes here, by tier,
+            and those under plain data parallel.
+    """
+    held = {tier: dict.fromkeys(State, 0) for tier in _tiers_of(buckets)}
+    alone = dict.fromkeys(State, 0)
+    for bucket in buckets:
+        for (tier, state), nbytes in bucket.allocated_bytes().items():
+            held[tier][state] += nbytes
+        for state, nbytes in bucket.data_parallel_bytes().items():
+            alone[state] += nbytes
+    for optimizer in optimizers:
+        for placement, value in _states_of(optimizer):
+            if not isinstance(value, StoredTensor):  # those are counted by their bucket
+                of_tier = held.setdefault(_tier_in_memory(placement), dict.fromkeys(State, 0))
+                of_tier[State.OPTIM] += value.untyped_storage().nbytes()
+            alone[State.OPTIM] += _whole_numel(placement, value) * value.element_size()
+        alone[State.OPTIM] += missing_state_bytes(optimizer, buckets)
+    average_bytes = 0
+    for of_tiers, whole_bytes in averages:
+        for tier, nbytes in of_tiers.items():
+            held.setdefault(tier, dict.fromkeys(State, 0))[State.OPTIM] += nbytes
+            average_bytes += nbytes
+        alone[State.OPTIM] += whole_bytes
+    return MemoryReport(
+        comm.rank,
+        comm.mesh.num_shards,
+        {tier.value: states for tier, states in held.items()},
+        alone,
+        buffer_bytes=storage.buffer_bytes,
+        nvme_read_bytes=storage.bytes_read,
+        nvme_written_bytes=storage.bytes_written,
+        average_bytes=average_bytes,
+    )
+
+
+def _tiers_of(buckets: Sequence[Bucket]) -> list[Tier]:
+    """The device, and those where states are meant to rest."""
+    used = {Tier.DEVICE}
+    for bucket in buckets:
+        tiers = bucket.plan.tiers
+        used |= {tiers.param, tiers.optim, tiers.grad}
+    return [tier for tier in Tier if tier in used]
+
+
+def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
+    for parameter, state in optimizer.state.items():
+        placement = placement_of(parameter)
+        for value in tree_leaves(state):
+            if isinstance(value, Tensor):
+                yield placement, value
+
+
+def _tier_in_memory(placement: Placement) -> Tier:
+    """Where states of a bucket rest that are not in files."""
+    tier: Tier = placement.bucket.plan.tiers.optim
+    return Tier.CPU if tier is Tier.NVME else tier
+
+
+def _whole_numel(placement: Placement, value: Tensor) -> int:
+    """Elements that the whole tensor has of which `value` is this rank's part."""
+    is_owned = placement.bucket.shards.holds_whole_tensors
+    is_slice = not is_owned and (value.dim() == 1 or value.shape == placement.shape)
+    return placement.shape.numel() if is_slice else value.numel()

@@ -1,0 +1,241 @@
+"""What a choice of stage and offload takes, which fit, and the cheapest of those."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.offload import Tier
+from lightning_zero.plan import Plan, make_plan
+from lightning_zero.planner.choices import Choice
+from lightning_zero.planner.optimizers import States
+from lightning_zero.planner.plain_trace import plain_trace
+from lightning_zero.planner.ranks import Ranks, Resting
+from lightning_zero.planner.resting import Inventory
+from lightning_zero.planner.timeline import Peak, replay
+from lightning_zero.planner.trace import StepTrace
+from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
+
+__all__ = ["Estimate", "Job", "Machine", "cheapest", "estimate", "take_inventory"]
+
+_UPLOAD_BYTES = 2 * 2**23  # through which stepped parameters go to a device
+_MAX_LANDING = 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is.
+
+    Attributes:
+        num_ranks: In all.
+        ranks_per_node: That share one machine's memory and disk.
+        device_bytes: For each rank; None: no bound.
+        host_bytes: CPU memory of one machine; None: no bound.
+        disk_bytes: Of one machine; None: no bound.
+        is_apart: The device has memory of its own; else it is the CPU.
+        rates: How fast bytes travel.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    is_apart: bool = True
+    rates: Rates = field(default_factory=Rates)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        module: Meta tensors will do.
+        optimizers: Over its parameters.
+        trace: Of one micro-batch; None: activations are not counted.
+        num_micro_batches: In one optimizer step.
+        steps_by_bucket: Whether the optimizers' states may go to files.
+        whole_tensors: Which of the optimizers must step whole tensors, as `make_plan`.
+        averages: Of the weights; see `Inventory`.
+        fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
+    """
+
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    trace: StepTrace | None = None
+    num_micro_batches: int = 1
+    steps_by_bucket: bool = True
+    whole_tensors: Collection[int] = ()
+    averages: Sequence[Tier] = ()
+    fallback: States | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one choice takes, on the rank that takes most.
+
+    Attributes:
+        choice: Which.
+        ranks: Between steps, on every rank.
+        peak: On the device beside that, at most.
+        staging_bytes: CPU memory for tensors on their way, beside the buffers of files.
+        traffic: In one step.
+        seconds: By kind of transfer, in one step.
+        machine: What there is.
+    """
+
+    choice: Choice
+    ranks: Ranks
+    peak: Peak
+    staging_bytes: int
+    traffic: Traffic
+    seconds: Mapping[str, float]
+    machine: Machine
+
+    @property
+    def resting(self) -> Resting:
+        """Between steps, on the largest rank."""
+        return self.ranks.resting[self.ranks.largest]
+
+    @property
+    def device_bytes(self) -> int:
+        """The most on the device; on the CPU, the most in memory."""
+        own = self.resting.tier_bytes(Tier.DEVICE) + self._beside_states
+        cpu = self.resting.tier_bytes(Tier.CPU) + self._buffers
+        return own if self.machine.is_apart else own + cpu
+
+    @property
+    def _beside_states(self) -> int:
+        return self.resting.module_buffer_bytes + self.peak.total_bytes
+
+    @property
+    def _buffers(self) -> int:
+        return self.resting.pool_bytes + self.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """CPU memory of one machine, for all its ranks."""
+        per_node = self.machine.ranks_per_node
+        nbytes = self.ranks.machine_bytes(Tier.CPU, per_node) + self._buffers * per_node
+        if not self.machine.is_apart:
+            nbytes += self.ranks.machine_bytes(Tier.DEVICE, per_node)
+            nbytes += self._beside_states * per_node
+        return nbytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Files of all ranks of one machine."""
+        return self.ranks.machine_bytes(Tier.NVME, self.machine.ranks_per_node)
+
+    @property
+    def excess(self) -> dict[str, int]:
+        """By what is too small, bytes that are missing; empty where all fits."""
+        limits = {
+            "device memory": (self.device_bytes, self.machine.device_bytes),
+            "host memory": (self.host_bytes, self.machine.host_bytes),
+            "disk": (self.disk_bytes, self.machine.disk_bytes),
+        }
+        return {
+            name: needed - limit
+            for name, (needed, limit) in limits.items()
+            if limit is not None and needed > limit
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Nothing is too small."""
+        return not self.excess
+
+    @property
+    def transfer_seconds(self) -> tuple[float, float]:
+        """All transfers of a step: beside one another, and one after another."""
+        return max(self.seconds.values()), sum(self.seconds.values())
+
+    @property
+    def cost(self) -> tuple[float, bool, int, int]:
+        """What is cheaper sorts first: less time, nothing to wait for in forward, fewer bytes."""
+        gathers = self.choice.config.states.gathers_before_use
+        nbytes = sum(self.resting.tier_bytes(tier) for tier in Tier)
+        return sum(self.seconds.values()), gathers, nbytes, self.choice.config.stage
+
+
+def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
+    """Counts what rests on each rank under `choice`.
+
+    Raises:
+        ValueError: The module cannot be planned; see `make_plan`.
+    """
+    config = choice.config
+    plan = make_plan(
+        job.module,
+        config,
+        world_size=config.group_size(local_world_size=machine.ranks_per_node) or machine.num_ranks,
+        optimizer_of={
+            parameter: index
+            for index, optimizer in enumerate(job.optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        },
+        whole_tensors=job.whole_tensors,
+    )
+    return Inventory(
+        plan,
+        job.module,
+        job.optimizers,
+        offloads=config.offloads,
+        is_apart=machine.is_apart,
+        accumulates=job.num_micro_batches > 1,
+        steps_by_bucket=job.steps_by_bucket,
+        averages=job.averages,
+        fallback=job.fallback,
+    )
+
+
+def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
+    """What `choice` takes.
+
+    Raises:
+        ValueError: The module cannot be planned; see `make_plan`.
+    """
+    inventory = take_inventory(choice, job, machine)
+    plan, ranks, on_gloo = inventory.plan, inventory.ranks(), not machine.is_apart
+    peak = replay(
+        plan,
+        choice.config,
+        job.trace or plain_trace(plan),
+        on_gloo=on_gloo,
+        is_apart=machine.is_apart,
+        accumulates=inventory.accumulates,
+        rank=ranks.largest,
+    )
+    traffic = traffic_of(
+        inventory,
+        peak.num_gathers,
+        on_gloo=on_gloo,
+        num_micro_batches=job.num_micro_batches,
+        rank=ranks.largest,
+    )
+    staging = _staging_bytes(plan, inventory.accumulates) if machine.is_apart else 0
+    seconds = traffic.seconds(machine.rates, machine.ranks_per_node)
+    return Estimate(choice, ranks, peak, staging, traffic, seconds, machine)
+
+
+def _staging_bytes(plan: Plan, accumulates: bool) -> int:
+    """CPU memory for means on their way to files or to be added, and for stepped parameters."""
+    means = [
+        bucket.layout.shard_numel * plan.grad_dtype(bucket).itemsize
+        for bucket in plan.buckets
+        if bucket.tiers.grad is Tier.NVME or (bucket.tiers.grad is Tier.CPU and accumulates)
+    ]
+    is_uploaded = any(
+        b.tiers.optim is not Tier.DEVICE and b.tiers.param is Tier.DEVICE for b in plan.buckets
+    )
+    return _MAX_LANDING * max(means, default=0) + _UPLOAD_BYTES * is_uploaded
+
+
+def cheapest(estimates: Sequence[Estimate], count: int = 1) -> list[Estimate]:
+    """The cheapest of those that fit, the best first."""
+    return sorted((e for e in estimates if e.fits), key=lambda e: e.cost)[:count]

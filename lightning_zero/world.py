@@ -1,0 +1,92 @@
+"""Collectives on WORLD, the process group that Lightning makes and the engine never uses.
+
+For what comes before an engine and its groups, and for what Lightning itself asks of a strategy.
+Without a process group the world is this process alone. They wait as long as it was made to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "broadcast_object",
+    "gather_objects",
+    "has_world",
+    "leave_world",
+    "raise_together",
+    "wait_for_world",
+    "world_size",
+]
+
+DEFAULT_TIMEOUT = default_pg_timeout
+
+_T = TypeVar("_T")
+
+
+def has_world() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """Ranks of the default process group."""
+    return dist.get_world_size() if has_world() else 1
+
+
+def wait_for_world(device: torch.device) -> None:
+    """Waits until every rank has come here. Collective: every rank.
+
+    Args:
+        device: Where this rank computes.
+    """
+    if has_world():
+        on_nccl = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[device.index] if on_nccl else None)
+
+
+def broadcast_object(value: _T, source: int = 0) -> _T:
+    """The picklable object of rank `source`, on every rank. Collective: every rank."""
+    if not has_world():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, source)
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's picklable object, on every rank. Collective: every rank."""
+    if not has_world():
+        return [value]
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def raise_together(failure: Exception | None, what: str) -> None:
+    """Raises on every rank where any has failed, so that none waits for another. Collective.
+
+    Args:
+        failure: This rank's.
+        what: Was to be done, as in "could not open one.ckpt".
+
+    Raises:
+        Exception: `failure`, where there is one.
+        RuntimeError: On the other ranks; says which failed and how.
+    """
+    failures = gather_objects(None if failure is None else repr(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} could not {what}: {text}")
+
+
+def leave_world() -> None:
+    """Destroys the default process group, if there is one. Local."""
+    if has_world():
+        dist.destroy_process_group()

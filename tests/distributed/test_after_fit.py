@@ -1,0 +1,112 @@
+"""Where the whole module on every rank would not fit, nobody gets it, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+from lightning_zero import ZeroStrategy, after_fit
+from tests.distributed.ranks import run_ranks
+from tests.fitting import arrays, make_trainer, run_once, settings
+from tests.models import GPTModule
+
+SAVED = "last-step=4.ckpt"
+TEXT = "left out when training ended"
+
+
+def _fit(spec, world_size, **options):
+    seed_everything(7, verbose=False)
+    module = GPTModule(ranks=world_size)
+    trainer = make_trainer(spec, limit_val_batches=1.0, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return module, trainer, [str(w.message) for w in caught if "left out" in str(w.message)]
+
+
+def _refusals(module, trainer):
+    """The texts of the errors that uses of the module are."""
+    texts = []
+    weight = module.gpt.head.weight
+    for use in (
+        weight.sum,
+        lambda: weight.data,
+        lambda: module.gpt(torch.arange(6)[None]),
+        module.state_dict,
+        partial(copy.deepcopy, module),
+        partial(trainer.save_checkpoint, "late.ckpt"),
+        partial(trainer.validate, module, verbose=False),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            use()
+        texts.append(str(raised.value))
+    return texts
+
+
+def _auto(rank, world_size):
+    after_fit.available_memory_bytes = lambda: 0 if rank else 2**40  # the least counts
+    module, trainer, told = _fit(settings(3), world_size)
+    weight = module.gpt.head.weight
+    assert weight.shape == (64, 32)
+    refusals = _refusals(module, trainer)
+    assert dict(module.named_parameters())["gpt.head.weight"] is weight
+    after_fit.available_memory_bytes = lambda: 2**40
+    (metrics,) = trainer.validate(module, ckpt_path=SAVED, verbose=False)
+    loaded = GPTModule.load_from_checkpoint(SAVED, ranks=world_size)
+    return told, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
+
+
+def _whole(rank, world_size):
+    module, trainer, told = _fit("ddp", world_size)
+    (metrics,) = trainer.validate(module, verbose=False)
+    return told, [], metrics, arrays(module.state_dict()), arrays(module.state_dict())
+
+
+def test_what_does_not_fit_is_saved_and_left_out_and_comes_back_from_a_checkpoint():
+    ours = run_ranks(2, _auto, has_group=False)
+    reference = run_once(2, _whole)
+    for (_, refusals, *found), (_, _, *expected) in zip(ours, reference, strict=True):
+        assert all(TEXT in text and "ckpt_path=" in text for text in refusals), refusals
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            for name, value in other.items():
+                np.testing.assert_allclose(one[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert [len(told) for told, *_ in ours] == [1, 0]
+    assert "load_from_checkpoint" in ours[0][0][0]
+
+
+def _false(rank, world_size, stage):
+    average = EMAWeightAveraging(decay=0.5)
+    checkpoints = ModelCheckpoint(dirpath="checkpoints", save_top_k=-1, every_n_train_steps=2)
+    options = {"callbacks": [average, checkpoints], "enable_checkpointing": True}
+    after_fit.available_memory_bytes = lambda: 0
+    module, trainer, told = _fit(settings(stage, whole_after_fit=False), world_size, **options)
+    assert not told
+    assert all(TEXT in text for text in _refusals(module, trainer))
+    with pytest.raises(RuntimeError, match=TEXT):
+        next(average._average_model.parameters()).sum()
+    assert not trainer.optimizers[0].state
+    # A callback that has the last step is enough.
+    module, *_ = _fit(
+        settings(stage), world_size, callbacks=[checkpoints], enable_checkpointing=True
+    )
+    assert not Path(SAVED).exists()
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_nothing_is_kept_on_request(stage):
+    run_ranks(2, _false, stage, has_group=False)
+
+
+@pytest.mark.parametrize("value", ["yes", None, 1])
+def test_other_choices_are_refused(value):
+    with pytest.raises(ValueError, match="whole_after_fit must be True, False or"):
+        ZeroStrategy(whole_after_fit=value)

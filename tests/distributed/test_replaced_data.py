@@ -1,0 +1,202 @@
+"""Ways to give a parameter new values after set-up: each counts at once, or is an error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Engine, ZeroConfig, gathered
+from tests.distributed.ranks import run_ranks
+
+STAGES = [0, 1, 2, 3]
+NAME = "blocks.1.weight"
+
+
+class Net(nn.Module):
+    """In stage 3 each block is a unit that is whole for its own forward only."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.write = None  # what the forward does to the net, once
+
+    def forward(self, x):
+        if self.write is not None:
+            write, self.write = self.write, None
+            write(self)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().sum()
+
+
+def written(net):
+    return net.blocks[1].weight
+
+
+VALUES = torch.linspace(-1, 1, 144).view(12, 12)
+
+
+def replace(net):
+    written(net).data = VALUES.to(written(net).dtype, copy=True)
+
+
+def replace_by_transposed(net):
+    written(net).data = VALUES.to(written(net).dtype).t()
+
+
+def scale_and_replace(net):
+    written(net).data = written(net).data * 2
+
+
+def scale(net):
+    written(net).data.mul_(2)
+
+
+def clamp_all(net):
+    for parameter in net.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def copy_values(net):
+    written(net).copy_(VALUES)
+
+
+def initialize(net):
+    nn.init.constant_(written(net), 0.25)
+
+
+def reset(net):
+    torch.manual_seed(3)
+    net.blocks[1].reset_parameters()
+
+
+def copy_gathered(net):
+    with gathered(net, writeback=True), torch.no_grad():
+        written(net).copy_(VALUES)
+
+
+def replace_gathered(net):
+    with gathered(net, writeback=True):
+        written(net).data = VALUES.clone()
+
+
+def copy_without_writeback(net):
+    with gathered(net):
+        written(net).data.copy_(VALUES)
+
+
+def replace_without_writeback(net):
+    with gathered(net):
+        written(net).data = VALUES.clone()
+
+
+def tie(net):
+    net.blocks[1].weight = net.blocks[2].weight
+
+
+def put_new_parameter(net):
+    net.blocks[1].weight = nn.Parameter(VALUES.to(written(net).dtype))
+
+
+def put_wrong_shape(net):
+    written(net).data = torch.zeros(2, 3)
+
+
+# Refused where a part of the parameter is all that this rank has.
+IN_STAGE_3 = {0: "taken", 1: "taken", 2: "taken", 3: "refused"}
+ALWAYS = dict.fromkeys(STAGES, "taken")
+NEVER = dict.fromkeys(STAGES, "refused")
+BETWEEN_STEPS = {
+    replace: ALWAYS,
+    replace_by_transposed: ALWAYS,
+    scale_and_replace: ALWAYS,
+    scale: ALWAYS,
+    clamp_all: ALWAYS,
+    copy_values: IN_STAGE_3,
+    initialize: IN_STAGE_3,
+    reset: IN_STAGE_3,
+    copy_gathered: ALWAYS,
+    replace_gathered: ALWAYS,
+    copy_without_writeback: NEVER,
+    replace_without_writeback: NEVER,
+    tie: ALWAYS,
+    put_new_parameter: NEVER,
+    put_wrong_shape: NEVER,
+}
+IN_FORWARD = {
+    replace: ALWAYS,
+    scale_and_replace: ALWAYS,
+    copy_values: ALWAYS,
+    initialize: ALWAYS,
+    reset: ALWAYS,
+    put_new_parameter: NEVER,
+}
+
+
+def _train(rank, world_size, stage, param_dtype):
+    """By moment and way: what came of it, and whether values are those of one process."""
+    torch.manual_seed(0)
+    net = Net()
+    start, weight = copy.deepcopy(net), written(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=stage, param_dtype=param_dtype))
+    found = {}
+    for is_inside, writes in ((False, BETWEEN_STEPS), (True, IN_FORWARD)):
+        for write in writes:
+            try:
+                _steps(net, optimizer, write, is_inside, param_dtype, engine)
+                found[is_inside, write.__name__] = _compared(net, start, write, is_inside)
+            except (RuntimeError, ValueError) as error:
+                found[is_inside, write.__name__] = "refused", NAME in str(error)
+            net.blocks[1].weight = weight
+            engine.reset()
+            optimizer.state.clear()
+            with gathered(net, writeback=True):
+                net.load_state_dict(start.state_dict())
+    engine.close()
+    return found
+
+
+def _steps(net, optimizer, write, is_inside, dtype=torch.float32, engine=None):
+    """Three steps; `write` before the second one, or in its forward."""
+    x = torch.linspace(-1, 1, 24, dtype=dtype).view(2, 12)
+    for step in range(3):
+        if step == 1 and is_inside:
+            net.write = write
+        elif step == 1:
+            write(net)
+        loss = net(x)
+        loss.backward() if engine is None else engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _compared(net, start, write, is_inside):
+    expected = copy.deepcopy(start)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    _steps(expected, reference, write, is_inside)
+    with gathered(net):
+        tolerance = 1e-6 if written(net).dtype == torch.float32 else 3e-2
+        pairs = zip(net.parameters(), expected.parameters(), strict=True)
+        return "taken", all(torch.allclose(a.float(), b, atol=tolerance) for a, b in pairs)
+
+
+FAST = [*((stage, torch.float32) for stage in STAGES), (3, torch.bfloat16)]
+SLOW = [pytest.param(stage, torch.bfloat16, marks=pytest.mark.slow) for stage in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("stage", "param_dtype"), [*FAST, *SLOW])
+def test_new_values_count_at_once_or_are_an_error_that_names_the_parameter(stage, param_dtype):
+    for found in run_ranks(2, _train, stage, param_dtype):
+        for (is_inside, name), (outcome, is_right) in found.items():
+            assert outcome == _expected(is_inside, name)[stage], (is_inside, name)
+            assert is_right, (is_inside, name)
+
+
+def _expected(is_inside, name):
+    table = IN_FORWARD if is_inside else BETWEEN_STEPS
+    return next(outcome for write, outcome in table.items() if write.__name__ == name)
