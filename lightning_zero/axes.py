@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.exchange import Native, Pending, backend_for
+from lightning_zero.flight import Mark
 from lightning_zero.mesh import Mesh
+from lightning_zero.recorder import Recorder
 
 __all__ = ["AllReduce", "Axes", "open_axes", "replica_exchange"]
 
@@ -63,11 +65,11 @@ def open_axes(mesh: Mesh, world: Any, *, has_gather_group: bool, timeout: timede
     )
 
 
-def replica_exchange(group: Any, mesh: Mesh, device: torch.device) -> AllReduce:
+def replica_exchange(group: Any, mesh: Mesh, device: torch.device, recorder: Recorder) -> AllReduce:
     """How a shard is averaged over `group`, on a stream of its own where there are streams."""
     if backend_for(device) == "gloo":
         return _GlooAllReduce(group, mesh.num_replicas)
-    return Native(None, group, mesh.replica_rank, mesh.num_replicas, device)
+    return Native(None, group, mesh.replica_rank, mesh.num_replicas, device, recorder)
 
 
 class _GlooAllReduce:
@@ -87,6 +89,8 @@ class _GlooAllReduce:
 
 class _Summing:
     """A sum under way, which becomes a mean."""
+
+    marks: tuple[Mark, Mark] | None = None
 
     def __init__(self, work: Any, tensor: Tensor, size: int) -> None:
         self._work = work

@@ -36,6 +36,7 @@ from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.offload import Tier
 from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan
+from lightning_zero.recording import Kind
 from lightning_zero.shards import Shards
 from lightning_zero.stage import State
 from lightning_zero.stored import StoredTensor
@@ -393,13 +394,14 @@ class Bucket:
         stepping = self._stepping
         if stepping is None:
             return
-        error = stepping.exception()  # waits; an interrupt leaves the step to the next who waits
-        self._stepping = None
+        with self._comm.recorder.span(Kind.STEP, self.plan.name, is_wait=True):
+            error = stepping.exception()  # an interrupt leaves the step to the next who waits
+            self._stepping = None
+            event = stepping.result() if error is None else None
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
-        event = stepping.result()
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
 
     def enter_step(self, *, has_grads: bool = True) -> None:
         """Points parameters at their masters and `.grad` at their reduced gradients, if wanted.

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.chunk import Chunk, chunks_of, part_of
+from lightning_zero.recording import Kind
 from lightning_zero.stand_in import Slice, Template
 from lightning_zero.state_keys import is_elementwise_state
 from lightning_zero.stored import StoredTensor
@@ -44,6 +45,7 @@ class BucketStep:
         self._template = template
         self._state = template.optimizer.state
         self._storage = bucket.shards.storage
+        self._name = bucket.plan.name
         self._device = self._storage.step_device(bucket.plan.tiers.optim)
         self._grads: dict[int, Tensor] = {}  # by slot that is stepped
         for index, parameter in enumerate(bucket.parameters):
@@ -77,7 +79,9 @@ class BucketStep:
 
     def _job(self, chunk: Chunk) -> Job:
         def run(views: list[Tensor]) -> None:
-            with record_function(f"zero::step {self.bucket.plan.name}"), torch.no_grad():
+            is_host = self._device.type == "cpu"
+            span = self._storage.recorder.span(Kind.STEP, self._name, on_host=is_host)
+            with record_function(f"zero::step {self._name}"), span, torch.no_grad():
                 self._run(chunk, views)
 
         return Job(chunk.pieces, run)
@@ -86,7 +90,10 @@ class BucketStep:
         memory = chunk.tensors(views)
         master = memory.get("master")
         if master is None:
-            master = self.bucket.shards.stepped().fetch(chunk.start, chunk.stop).to(self._device)
+            resting = self.bucket.shards.stepped().fetch(chunk.start, chunk.stop)
+            way = (resting.device, self._device)
+            with self._storage.recorder.moving(self._name, resting.nbytes, *way):
+                master = resting.to(self._device)
         slices = {
             index: self._slice(index, part, chunk, master, memory)
             for index in self._grads
@@ -99,12 +106,13 @@ class BucketStep:
             part = part_of(self.bucket, index, chunk.start, chunk.stop)
             self._keep_state(index, part, chunk, stepped, memory)
         if "master" not in memory:
-            self._storage.upload(master, self.bucket.shards.stepped(), chunk.start)
+            self._storage.upload(master, self.bucket.shards.stepped(), chunk.start, self._name)
         if self.bucket.shards.has_own_master:
             if "param" in memory:
                 memory["param"].copy_(master)
             else:
-                self._storage.upload(master, self.bucket.shards.follower, chunk.start)
+                follower = self.bucket.shards.follower
+                self._storage.upload(master, follower, chunk.start, self._name)
 
     def _slice(
         self,

@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from lightning_zero.axes import AllReduce, Axes, open_axes, replica_exchange
 from lightning_zero.buffer import Scratch
 from lightning_zero.channel import Channel
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
+from lightning_zero.flight import Flight
 from lightning_zero.mesh import Mesh
+from lightning_zero.recorder import Recorder
+from lightning_zero.recording import Kind
 
 __all__ = ["Communicator", "PeerAbortedError", "PeerFailedError", "Pending", "Round"]
 
@@ -67,6 +69,7 @@ class Communicator:
         rank: In the world, as agreements count.
         size: Of the world.
         mesh: Which ranks share shards with this one, and which hold the same.
+        recorder: Of what goes on in this process.
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
@@ -76,6 +79,7 @@ class Communicator:
     rank: int
     size: int
     mesh: Mesh
+    recorder: Recorder
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class Communicator:
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
         self.device = device
+        self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = Scratch(device)
         self._timeout = timeout
         self._group: Any = None  # small sums and broadcasts
@@ -143,10 +148,11 @@ class Communicator:
             mesh, self._group, has_gather_group=not is_gloo, timeout=self._timeout
         )
         if axes.replica is not None:
-            self._replicas = replica_exchange(axes.replica, mesh, self.device)
+            self._replicas = replica_exchange(axes.replica, mesh, self.device, self.recorder)
         if is_gloo:
             return PeerToPeer(axes.shard, mesh.shard_rank, mesh.num_shards)
-        return Native(axes.gather, axes.shard, mesh.shard_rank, mesh.num_shards, self.device)
+        groups, own = (axes.gather, axes.shard), mesh.shard_rank
+        return Native(*groups, own, mesh.num_shards, self.device, self.recorder)
 
     def all_gather(
         self,
@@ -159,12 +165,13 @@ class Communicator:
 
         Args:
             whole: The whole buffer.
-            name: Bucket, for the profiler.
+            name: Bucket, for profiler and recorder.
             source: This rank's shard, 1-D, where it is not in `whole` yet; it may be in CPU memory.
             cuts: Elements of each rank's shard; None: all alike.
         """
-        with record_function(f"zero::all_gather {name}"):
-            return self._exchange.all_gather(whole, source, cuts)
+        sent = _sent(whole.nbytes, self.mesh.num_shards)
+        issue = self._exchange.all_gather
+        return self.recorder.watch(Kind.GATHER, name, sent, issue, whole, source, cuts)
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None
@@ -174,23 +181,29 @@ class Communicator:
         Args:
             whole: 1-D, all shards. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
-            name: Bucket, for the profiler.
+            name: Bucket, for profiler and recorder.
             cuts: Elements of each rank's shard; None: all alike.
         """
-        with record_function(f"zero::reduce_scatter {name}"):
-            return self._exchange.reduce_scatter(whole, out, cuts)
+        # Elsewhere than peer to peer they travel in the dtype of the sum.
+        dtype = whole.dtype if isinstance(self._exchange, PeerToPeer) else out.dtype
+        sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
+        issue = self._exchange.reduce_scatter
+        return self.recorder.watch(Kind.REDUCE, name, sent, issue, whole, out, cuts)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks that hold the same one."""
         assert self._replicas is not None, "there is one replica"
-        with record_function(f"zero::average_replicas {name}"):
-            return self._replicas.all_reduce(shard)
+        sent = 2 * _sent(shard.nbytes, self.mesh.num_replicas)
+        return self.recorder.watch(Kind.AVERAGE, name, sent, self._replicas.all_reduce, shard)
 
     def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
         """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
         assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
-        with record_function(f"zero::all_reduce {name}"):
-            return self._exchange.all_reduce(whole)
+        sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
+        return self.recorder.watch(Kind.AVERAGE, name, sent, self._exchange.all_reduce, whole)
+
+    def _agreeing(self, name: str) -> Flight:
+        return self.recorder.span(Kind.AGREE, name, is_wait=True)
 
     def sum_over_shards_(self, tensor: Tensor) -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
@@ -202,13 +215,22 @@ class Communicator:
         return self._all_reduce_small(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Takes the elementwise maximum of a small tensor over ranks in place and waits."""
-        return self._all_reduce_small(tensor, dist.ReduceOp.MAX)
+        """Takes the elementwise maximum of a small tensor over ranks in place and waits.
+
+        A NaN of any rank stays one, which backends do not promise.
+        """
+        if not tensor.is_floating_point():
+            return self._all_reduce_small(tensor, dist.ReduceOp.MAX)
+        is_nan = tensor.isnan()
+        both = torch.stack([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
+        highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX).unbind()
+        return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Copies rank 0's tensor to every rank, in place, and waits."""
         if self._group is not None and self.size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            with self._agreeing("broadcast"):
+                dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
     def min_ints(self, values: Sequence[int]) -> list[int]:
@@ -216,7 +238,8 @@ class Communicator:
         if self.size == 1:
             return list(values)
         lowest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._control)
+        with self._agreeing("minimum"):
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._control)
         return [int(value) for value in lowest.tolist()]
 
     def broadcast_object(self, value: Any) -> Any:
@@ -224,7 +247,8 @@ class Communicator:
         if self._control is None or self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self._control, group_src=0)
+        with self._agreeing("broadcast"):
+            dist.broadcast_object_list(box, group=self._control, group_src=0)
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -232,7 +256,8 @@ class Communicator:
         if self._control is None or self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self._control)
+        with self._agreeing("objects"):
+            dist.all_gather_object(box, value, group=self._control)
         return box
 
     def open_channel(self) -> Channel:
@@ -260,7 +285,8 @@ class Communicator:
             return Round(request, num_issued, request)
         agreed = torch.tensor([request, num_issued, -request], dtype=torch.int64)
         try:
-            dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control)
+            with self._agreeing("round"):
+                dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._control)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
@@ -306,7 +332,8 @@ class Communicator:
         if self.size == 1:
             return list(mask)
         bits = torch.tensor(mask, dtype=torch.uint8)
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._control)
+        with self._agreeing("mask"):
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._control)
         return [bool(bit) for bit in bits.tolist()]
 
     @contextmanager
@@ -431,7 +458,13 @@ class Communicator:
         if self._group is not None and self.size > 1:
             # Offloaded gradients are summed on the CPU.
             travelling = tensor.to(self.device)
-            dist.all_reduce(travelling, op=op, group=self._group)
+            with self._agreeing("reduction"):
+                dist.all_reduce(travelling, op=op, group=self._group)
             if travelling is not tensor:
                 tensor.copy_(travelling)
         return tensor
+
+
+def _sent(nbytes: int, size: int) -> int:
+    """Bytes that leave a rank when each of `size` ranks gets, or gives away, all other parts."""
+    return nbytes * (size - 1) // size

@@ -32,7 +32,7 @@ from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.materialize import check_can_materialize, materialize
 from lightning_zero.memory import MemoryReport
-from lightning_zero.norm import clip_by_norm, clip_by_value, total_norm
+from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.offload import Budgets, Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.owned_state import missing_state_bytes
@@ -73,6 +73,7 @@ class Engine:
         buckets: The buckets at run time, in layout order.
         schedule: Decides on gathers and reductions.
         lockstep: For loops in which ranks use the module a different number of times.
+        recorder: Tells what goes on, one window at a time; off at first.
 
     Raises:
         ValueError: A module without parameters or on several devices; modules on the meta device
@@ -99,6 +100,7 @@ class Engine:
             timeout=timeout,
             group_size=self.config.group_size(local_world_size=local_world_size()),
         )
+        self.recorder = self.comm.recorder
         optimizer_of = {
             parameter: index
             for index, optimizer in enumerate(optimizers)
@@ -135,7 +137,11 @@ class Engine:
         param, optimizer = self.config.offloads
         with self.comm.failing_together():
             storage = Storage(
-                self.device, rank=self.comm.rank, offload_param=param, offload_optimizer=optimizer
+                self.device,
+                rank=self.comm.rank,
+                offload_param=param,
+                offload_optimizer=optimizer,
+                recorder=self.recorder,
             )
             try:
                 storage.check_room(*nvme_bytes(self.plan), num_ranks=local_world_size())
@@ -360,6 +366,14 @@ class Engine:
         """Total norm of the mean gradients, 0-dim. Collective."""
         self.finish_reductions()
         return total_norm(self.buckets, self.comm, order=float(norm_type))
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Norm of the mean gradients of each bucket, 0-dim, by its name. Collective.
+
+        Buckets without a gradient are left out.
+        """
+        self.finish_reductions()
+        return grad_norms(self.buckets, self.comm, order=float(norm_type))
 
     # ---------------------------------------------------------------- looks from outside
 

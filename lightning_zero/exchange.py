@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.buffer import Scratch
+from lightning_zero.flight import Mark
+from lightning_zero.recorder import Recorder
 
 __all__ = ["Closed", "Exchange", "Native", "PeerToPeer", "Pending", "backend_for"]
 
@@ -25,7 +27,13 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
 
 
 class Pending(Protocol):
-    """A collective under way. It keeps its tensors alive until `wait`."""
+    """A collective under way. It keeps its tensors alive until `wait`.
+
+    Attributes:
+        marks: Its begin and end for a recorder; None: whoever waits learns of the end.
+    """
+
+    marks: tuple[Mark, Mark] | None
 
     def wait(self) -> None:
         """Makes the result safe to use on the current stream. Waiting twice is harmless."""
@@ -89,6 +97,7 @@ class _Works:
     works: list[Any]
     tensors: tuple[Tensor, ...] = ()
     finish: Callable[[], None] | None = None
+    marks: tuple[Mark, Mark] | None = None
 
     def wait(self) -> None:
         """See `Pending`."""
@@ -239,7 +248,8 @@ class _Event:
     """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
 
     event: torch.cuda.Event | None
-    tensors: tuple[Tensor, ...] = field(default=())
+    tensors: tuple[Tensor, ...] = ()
+    marks: tuple[Mark, Mark] | None = None
 
     def wait(self) -> None:
         """See `Pending`."""
@@ -260,12 +270,19 @@ class Native:
     """
 
     def __init__(
-        self, gather_group: Any, group: Any, rank: int, size: int, device: torch.device
+        self,
+        gather_group: Any,
+        group: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        recorder: Recorder,
     ) -> None:
         self._gather_group = gather_group
         self._group = group
         self._rank = rank
         self._size = size
+        self._recorder = recorder
         has_streams = device.type == "cuda"
         self._gather_stream = torch.cuda.Stream(device) if has_streams else None
         self._reduce_stream = torch.cuda.Stream(device) if has_streams else None
@@ -280,19 +297,22 @@ class Native:
         own = parts[self._rank]
         with self._on(self._gather_stream):
             if source is not None:
-                own.copy_(source, non_blocking=True)
+                with self._recorder.moving("", own.nbytes, source.device, own.device):
+                    own.copy_(source, non_blocking=True)
+            began = self._recorder.mark()
             if cuts is None:
                 _all_gather_single(whole, own, group=self._gather_group)
             else:
                 dist.all_gather(parts, own, group=self._gather_group)
             tensors = (whole,) if source is None else (whole, source)
-            return self._event(self._gather_stream, *tensors)
+            return self._event(self._gather_stream, began, *tensors)
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
     ) -> Pending:
         """See `Exchange`."""
         with self._on(self._reduce_stream):
+            began = self._recorder.mark()
             source = whole.to(out.dtype)
             op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
             if cuts is None:
@@ -302,16 +322,17 @@ class Native:
                 dist.reduce_scatter(out, parts, op=op, group=self._group)
             if not self._has_mean:
                 out.mul_(1 / self._size)
-            return self._event(self._reduce_stream, whole, out)
+            return self._event(self._reduce_stream, began, whole, out)
 
     def all_reduce(self, whole: Tensor) -> Pending:
         """See `Exchange`."""
         with self._on(self._reduce_stream):
+            began = self._recorder.mark()
             op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
             dist.all_reduce(whole, op=op, group=self._group)
             if not self._has_mean:
                 whole.mul_(1 / self._size)
-            return self._event(self._reduce_stream, whole)
+            return self._event(self._reduce_stream, began, whole)
 
     def wait_for_sent(self) -> None:
         """See `Exchange`."""
@@ -324,6 +345,9 @@ class Native:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         return torch.cuda.stream(stream)
 
-    @staticmethod
-    def _event(stream: torch.cuda.Stream | None, *tensors: Tensor) -> _Event:
-        return _Event(stream.record_event() if stream is not None else None, tensors)
+    def _event(
+        self, stream: torch.cuda.Stream | None, began: Mark | None, *tensors: Tensor
+    ) -> _Event:
+        ended = self._recorder.mark()
+        event = stream.record_event() if stream is not None else None
+        return _Event(event, tensors, (began, ended) if began and ended else None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload import Tier
+from lightning_zero.recording import Kind
 from lightning_zero.tiers import Home, InFile, InMemory, Storage, Transfer
 
 __all__ = ["GradHome", "Landing"]
@@ -59,14 +60,16 @@ class Landing:
             storage = memory.untyped_storage()
             self._spare.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
 
-    def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Copies from the device to CPU memory beside the computation."""
+    def copy(self, source: Tensor, target: Tensor, name: str) -> torch.cuda.Event | None:
+        """Copies the mean of bucket `name` from the device to CPU memory beside the computation."""
         if self._stream is None:
             target.copy_(source)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            recorder = self.storage.recorder
+            with recorder.moving(name, target.nbytes, source.device, target.device):
+                target.copy_(source, non_blocking=True)
             event: torch.cuda.Event = self._stream.record_event()
             return event
 
@@ -140,11 +143,11 @@ class GradHome:
         self._landing.admit(self)
         storage = self._landing.storage
         if isinstance(self.home, InMemory) and not is_added:
-            event = self._landing.copy(mean, self.home.tensor)
+            event = self._landing.copy(mean, self.home.tensor, self._name)
             self._flight = _Flight(self.home.tensor, mean, event, is_added)
         elif storage.is_apart:
             staging = self._landing.take(self._numel, self._dtype)
-            event = self._landing.copy(mean, staging)
+            event = self._landing.copy(mean, staging, self._name)
             self._flight = _Flight(staging, mean, event, is_added, is_staged=True)
         else:
             self._flight = _Flight(mean, mean, None, is_added)
@@ -158,7 +161,9 @@ class GradHome:
         self._flight = None
         self._landing.leave(self)
         if flight.event is not None:
-            flight.event.synchronize()
+            recorder = self._landing.storage.recorder
+            with recorder.span(Kind.TO_CPU, self._name, is_wait=True):
+                flight.event.synchronize()
         if flight.transfer is None:
             self._land(flight)
         if flight.transfer is not None:

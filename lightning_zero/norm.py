@@ -8,7 +8,7 @@ replicas one counts, and each rank scales its own part: what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.stage import State
 
-__all__ = ["clip_by_norm", "clip_by_value", "total_norm"]
+__all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
 
 def total_norm(
@@ -35,18 +35,31 @@ def total_norm(
         parameters: Only gradients of these; None: all.
         order: p of the p-norm; `math.inf` for the largest magnitude.
     """
-    parts = [part for bucket in buckets for part in _owned_parts(bucket, comm, parameters)]
-    parts = [part for part in parts if part.numel()]
-    if not parts:
-        total = torch.zeros((), device=comm.device)
-    else:
-        # One part at a time: some are read from a file.
-        norms = [torch.linalg.vector_norm(p, order, dtype=_at_least_fp32(p)) for p in parts]
-        each = torch.stack([norm.to(comm.device) for norm in norms])
-        total = each.max() if math.isinf(order) else (each**order).sum()
-    if math.isinf(order):
-        return comm.max_(total)
-    return comm.sum_over_shards_(total) ** (1.0 / order)
+    norms = [norm for bucket in buckets for norm in _own_norms(bucket, comm, parameters, order)]
+    return _over_ranks(_joined(norms, comm, order), comm, order)
+
+
+def grad_norms(
+    buckets: Iterable[Bucket], comm: Communicator, *, order: float = 2.0
+) -> dict[str, Tensor]:
+    """Norm of the mean gradient of each bucket: 0-dim, by name. Collective: every rank.
+
+    One small all-reduce for all of them; nothing is gathered. Buckets without a gradient are left
+    out. In order 2, the root of the sum of squares is `total_norm`.
+
+    Args:
+        buckets: Whose gradients have been reduced.
+        comm: Adds up over ranks.
+        order: p of the p-norm; `math.inf` for the largest magnitude.
+    """
+    buckets = list(buckets)
+    own = [_joined(list(_own_norms(bucket, comm, None, order)), comm, order) for bucket in buckets]
+    norms = _over_ranks(torch.stack(own), comm, order).unbind()
+    return {
+        bucket.plan.name: norm
+        for bucket, norm in zip(buckets, norms, strict=True)
+        if any(parameter.grad is not None for parameter in bucket.parameters)
+    }
 
 
 def clip_by_norm(
@@ -86,6 +99,30 @@ def clip_by_value(
 
 def _at_least_fp32(part: Tensor) -> torch.dtype:
     return torch.promote_types(part.dtype, torch.float32)
+
+
+def _own_norms(
+    bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None, order: float
+) -> Iterator[Tensor]:
+    """Norms of the parts that this rank owns, one at a time: some are read from a file."""
+    for part in _owned_parts(bucket, comm, parameters):
+        if part.numel():
+            norm = torch.linalg.vector_norm(part, order, dtype=_at_least_fp32(part))
+            yield norm.to(comm.device)
+
+
+def _joined(norms: Sequence[Tensor], comm: Communicator, order: float) -> Tensor:
+    """What ranks add (order p: the p-th power of the norm) or compare (the infinite one): 0-dim."""
+    if not norms:
+        return torch.zeros((), device=comm.device)
+    each = torch.stack(list(norms))
+    return each.max() if math.isinf(order) else (each**order).sum()
+
+
+def _over_ranks(joined: Tensor, comm: Communicator, order: float) -> Tensor:
+    if math.isinf(order):
+        return comm.max_(joined)
+    return comm.sum_over_shards_(joined) ** (1.0 / order)
 
 
 def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:

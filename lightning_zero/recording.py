@@ -5,6 +5,10 @@ Where the computation stands still for it, that time is *exposed*; the rest is *
 computation. On CUDA both are read from events on the streams. On a CPU gloo does not tell when data
 has arrived, but only whoever waits for it: what nobody waited for yet counts as in flight, so that
 hidden time is an upper bound there, and exposed time is exact.
+
+[Note: Across windows] What is under way when a window ends is in it up to its end, and in the next
+window too, from before its begin. Its bytes count where it began. The gathers after a step, for
+which the next forward waits, are so.
 """
 
 from __future__ import annotations
@@ -45,9 +49,13 @@ class Kind(Enum):
 class Span:
     """Something that took time.
 
+    Computation has one span without a name for each whole forward and backward, waits included.
+    Where units are gathered before use, spans with their names lie in it. Activation checkpointing
+    runs forwards inside backward.
+
     Attributes:
         kind: What.
-        name: Of the bucket, or of the module.
+        name: Of the bucket; of the module that computes; of the file; or what ranks agree on.
         start_s: Seconds since the window began; negative: before it.
         stop_s: Likewise.
         nbytes: Sent by this rank over the wire, or moved between tiers; 0 for computation.

@@ -56,6 +56,7 @@ from lightning_zero.comm import Communicator, Round
 from lightning_zero.compiled import compiled_modules, is_compiled
 from lightning_zero.config import ZeroConfig
 from lightning_zero.guard import BetweenStepsError
+from lightning_zero.recording import Kind
 from lightning_zero.unit import Trace, Unit
 
 __all__ = ["Moment", "Schedule"]
@@ -98,6 +99,7 @@ class Schedule:
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
+        self._recorder = comm.recorder
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._awaits_backward = False  # a forward came after the last backward
@@ -163,6 +165,7 @@ class Schedule:
             if module is not unit.module:
                 return  # a copy of the module took our hooks along
             self._unshard(unit)
+            self._recorder.enter(Kind.FORWARD, unit.name)
             self._awaits_backward = True
             if torch.is_grad_enabled() and not unit.is_held:
                 # A leaf has its gradient before the unit's last nodes have run: it tells nothing.
@@ -193,6 +196,7 @@ class Schedule:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return
+            self._recorder.leave(Kind.FORWARD, unit.name)
             leaves = tree_leaves(output)
             if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
                 self._hold(unit, f"module {unit.name} returns a view of its parameters")
@@ -249,6 +253,7 @@ class Schedule:
         if self.moment is Moment.FORWARD and torch.is_grad_enabled():
             self._buffers_are_fresh = True  # a backward that follows has saved them
         self.moment = Moment.FORWARD
+        self._recorder.phase(Kind.FORWARD)
         self._forward_trace.begin()
         self.prepare()
         # A forward in training may change them (BatchNorm), whether a backward follows or not.
@@ -279,6 +284,7 @@ class Schedule:
         self._depth = max(self._depth - 1, 0)
         if self._depth or self.moment is not Moment.FORWARD:
             return
+        self._recorder.phase(None)
         if not torch.is_grad_enabled():
             self._release_all()
             self.moment = Moment.IDLE
@@ -357,6 +363,8 @@ class Schedule:
             return
         self._trace.record(unit, may_repeat=not torch.is_grad_enabled())
         self._drop_unclaimed(unit)
+        if unit in self._unclaimed or not unit.is_whole:
+            self._recorder.count(is_hit=unit.is_whole)
         while not unit.is_whole:
             self._gather_next(unit)
         self._unclaimed.discard(unit)
@@ -492,6 +500,7 @@ class Schedule:
 
     def _begin_backward(self, reduces: bool) -> None:
         self.moment = Moment.BACKWARD
+        self._recorder.phase(Kind.BACKWARD)
         self._ends_step = reduces
         self._reduces = reduces or self._config.states.reduces_every_backward
         self._arrived = []
@@ -512,6 +521,7 @@ class Schedule:
         if self.moment is Moment.BACKWARD:
             with record_function(f"zero::before_backward {unit.name}"):
                 self._unshard(unit)
+                self._recorder.enter(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be walked again.
             unit.is_held = True
@@ -521,6 +531,7 @@ class Schedule:
         """The gradients of all inputs of `unit` are there: its parameters have done their work."""
         unit.num_awaited -= 1
         if self.moment is Moment.BACKWARD and not unit.is_held and unit.num_awaited <= 0:
+            self._recorder.leave(Kind.BACKWARD, unit.name)
             unit.release()
             self._prefetch()
 
@@ -529,6 +540,7 @@ class Schedule:
         self._arrived.append(bucket)
         unit = self._unit_of.get(bucket)
         if unit is not None and not unit.num_awaited and not unit.is_held and unit.has_all_grads:
+            self._recorder.leave(Kind.BACKWARD, unit.name)
             unit.release()
         self._reduce_eagerly()
 
@@ -587,6 +599,7 @@ class Schedule:
         self._num_issued = 0
         self._awaits_backward = False
         self.moment = Moment.FORWARD if self._depth else Moment.IDLE
+        self._recorder.phase(Kind.FORWARD if self._depth else None)
 
     def _reduce_the_rest(self, *, completes: bool) -> None:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order.
@@ -680,6 +693,7 @@ class Schedule:
             unit.release()
         self._depth = 0
         self.moment = Moment.IDLE
+        self._recorder.forget()
 
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""

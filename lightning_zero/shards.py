@@ -116,7 +116,8 @@ class Shards:
             if not self.has_own_master:
                 self.master = self.param
             if isinstance(self.param, InFile):
-                self.reader = ParamReader(self.param, self.storage.param_pool)
+                storage = self.storage
+                self.reader = ParamReader(self.param, storage.param_pool, storage.recorder)
 
     def stepped(self) -> Home:
         """The master; made from the parameters where there is none yet."""
@@ -159,6 +160,7 @@ class Shards:
     def send_params(self) -> Tensor | None:
         """Readies the parameters for a gather: what it has to send, if not in the whole buffer."""
         if self.reader is not None:
+            self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             self.reader.copy_to(self.own_whole)
             return None
         return self.param.tensor if isinstance(self.param, InMemory) else None

@@ -33,6 +33,7 @@ from lightning_zero.chunk import chunks_of
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.offload import Tier
 from lightning_zero.probe import Findings, StepKind
+from lightning_zero.recording import Kind
 from lightning_zero.stand_in import Template
 from lightning_zero.tiers import Job, Storage
 from lightning_zero.worker import Stepping, StepWorker, fail, mark
@@ -123,12 +124,14 @@ class OptimizerStep:
         else:
             for bucket in self._stepping:
                 bucket.enter_step()
+            self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:
             return
         self._is_inside = False
+        self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
         for bucket in self._stepping:
             if self.kind is StepKind.AT_ONCE:
                 bucket.leave_step(is_changed=True)

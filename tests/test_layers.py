@@ -26,6 +26,8 @@ LAYERS = {
         "channel",
         "comm",
         "exchange",
+        "flight",
+        "recorder",
         "state_keys",
         "stored",
         "tiers",

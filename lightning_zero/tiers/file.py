@@ -37,10 +37,14 @@ class NvmeFile:
     """A file of fixed size in a store. See [Note: Order of transfers]."""
 
     path: Path
+    name: str  # of what is in it
     nbytes: int  # a multiple of 4096
 
-    def __init__(self, store: NvmeStore, path: Path, nbytes: int, descriptor: int) -> None:
+    def __init__(
+        self, store: NvmeStore, path: Path, nbytes: int, descriptor: int, name: str
+    ) -> None:
         self.path = path
+        self.name = name
         self.nbytes = nbytes
         self._store = store
         self._descriptor = descriptor
@@ -80,7 +84,7 @@ class NvmeFile:
         assert offset % ALIGNMENT == 0, offset
         assert len(view) % ALIGNMENT == 0, len(view)
         assert 0 <= offset <= self.nbytes - len(view), (offset, len(view), self.nbytes)
-        new = Transfer(is_write=is_write, start=offset, stop=offset + len(view), view=view)
+        new = Transfer(self.name, self._store.recorder, is_write=is_write, start=offset, view=view)
         with self._lock:
             reads = [read for read in self._reads if read() is not None]
             if is_write:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
+from lightning_zero.recorder import Recorder
 from lightning_zero.tiers.actor import Actor
 from lightning_zero.tiers.buffers import ALIGNMENT
 from lightning_zero.tiers.directory import locked_directory, remove_abandoned
@@ -35,6 +36,7 @@ class NvmeStore:
     bytes_read: int  # since construction
     bytes_written: int
     bytes_allocated: int
+    recorder: Recorder
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class NvmeStore:
         num_read_threads: int = 4,
         num_write_threads: int = 4,
         block_bytes: int = 4 * 2**20,
+        recorder: Recorder | None = None,
     ) -> None:
         """Make the directory and look whether the disk takes O_DIRECT.
 
@@ -53,6 +56,7 @@ class NvmeStore:
             num_read_threads: Blocks that are read at once.
             num_write_threads: Blocks that are written at once.
             block_bytes: Bytes that a thread moves at once, a multiple of 4096.
+            recorder: Of reads and writes, and the waits for them.
 
         Raises:
             OSError: `path` is missing, no directory, not writable, or full.
@@ -66,6 +70,7 @@ class NvmeStore:
         if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT:
             raise ValueError(f"block_bytes must be a multiple of {ALIGNMENT}, got {block_bytes}")
         self.block_bytes = block_bytes
+        self.recorder = recorder or Recorder()
         self.bytes_read = self.bytes_written = self.bytes_allocated = 0
         self._pid = os.getpid()
         self._actor = Actor("nvme")
@@ -108,7 +113,7 @@ class NvmeStore:
             flags = os.O_RDWR | (os.O_DIRECT if self.is_direct else 0)
             descriptor = os.open(path, flags)
             self._descriptors.append(descriptor)
-            file = NvmeFile(self, path, nbytes, descriptor)
+            file = NvmeFile(self, path, nbytes, descriptor, name)
             self._files.append(file)
             self.bytes_allocated += nbytes + GUARD_BYTES
         return file

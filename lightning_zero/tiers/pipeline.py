@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from torch import Tensor
 
+from lightning_zero.recorder import Recorder
+from lightning_zero.recording import Kind
 from lightning_zero.tiers.actor import Actor
 from lightning_zero.tiers.buffers import ALIGNMENT, BufferPool
 from lightning_zero.tiers.file import NvmeFile
@@ -68,7 +71,8 @@ class Pipeline:
     wait_write_s: float  # the caller waited for buffers that were being written, or in `drain`
     compute_s: float  # in `Job.run`
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder or Recorder()
         self.wait_read_s = self.wait_write_s = self.compute_s = 0.0
         self._buffer_bytes = pool.nbytes
         self._actor = Actor("pipeline")
@@ -114,7 +118,7 @@ class Pipeline:
             OSError: One of them failed.
         """
         idle: SimpleQueue[BaseException | None] = SimpleQueue()
-        with _Clock(self, "wait_write_s"):
+        with self._waiting_for_writes():
             self._actor.tell(lambda: self._traffic.when_written(idle))
             error = idle.get()
         if error is not None:
@@ -131,6 +135,14 @@ class Pipeline:
         self._actor.tell(lambda: self._traffic.when_written(idle))
         idle.get()
 
+    @contextmanager
+    def _waiting_for_writes(self) -> Iterator[None]:
+        with (
+            _Clock(self, "wait_write_s"),
+            self._recorder.span(Kind.WRITE, is_wait=True, on_host=True),
+        ):
+            yield
+
     def _check(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if job.nbytes > self._buffer_bytes:
@@ -143,7 +155,7 @@ class Pipeline:
                 assert piece.nbytes % ALIGNMENT == 0, piece
 
     def _run_one(self, loads: _Loads) -> None:
-        with _Clock(self, "wait_write_s"):
+        with self._waiting_for_writes():
             load = loads.get()
         if isinstance(load, BaseException):
             raise load

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload import OffloadConfig, Tier
+from lightning_zero.recorder import Recorder
 from lightning_zero.tiers.buffers import BufferPool, aligned_empty
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.files import NvmeStore
@@ -31,6 +32,7 @@ class Storage:
     Attributes:
         device: Where the module computes.
         is_apart: The CPU tier is other memory than the device's. See [Note: Apart or together].
+        recorder: Of what moves between tiers.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Storage:
         rank: int,
         offload_param: OffloadConfig | None = None,
         offload_optimizer: OffloadConfig | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.device = device
         self.is_apart = device.type != "cpu"
+        self.recorder = recorder or Recorder(device)
         self._rank = rank
         self._param = offload_param or OffloadConfig()
         self._optimizer = offload_optimizer or OffloadConfig()
@@ -114,15 +118,20 @@ class Storage:
         pin = config.pin_memory and self.device.type == "cuda"
         return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
 
-    def upload(self, values: Tensor, home: Home, start: int) -> None:
-        """Casts stepped values (1-D, on the CPU or where `home` is) into `home` from `start` on."""
-        is_far = isinstance(home, InMemory) and home.tensor.device.type == "cuda"
-        if not is_far or values.device.type == "cuda":
-            home.store(start, values)
+    def upload(self, values: Tensor, home: Home, start: int, name: str) -> None:
+        """Casts stepped values (1-D, on the CPU or where `home` is) into `home` from `start` on.
+
+        `name` is the bucket's.
+        """
+        target = home.tensor.device if isinstance(home, InMemory) else torch.device("cpu")
+        if target.type != "cuda" or values.device.type == "cuda":
+            with self.recorder.moving(name, values.nbytes, values.device, target):
+                home.store(start, values)
             return
         if self._uploader is None:
-            self._uploader = Uploader(self.device, pin=self._optimizer.pin_memory)
-        self._uploader.send(values, home.fetch(start, start + values.numel()))
+            pin = self._optimizer.pin_memory
+            self._uploader = Uploader(self.device, pin=pin, recorder=self.recorder)
+        self._uploader.send(values, home.fetch(start, start + values.numel()), name)
 
     def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> Home:
         if tier is Tier.NVME:
@@ -138,7 +147,7 @@ class Storage:
     def _store(self, config: OffloadConfig) -> NvmeStore:
         folder = config.folder
         if folder not in self._stores:
-            self._stores[folder] = NvmeStore(folder, rank=self._rank)
+            self._stores[folder] = NvmeStore(folder, rank=self._rank, recorder=self.recorder)
         return self._stores[folder]
 
     # ---------------------------------------------------------------- buffers
@@ -147,7 +156,7 @@ class Storage:
     def pipeline(self) -> Pipeline:
         """Moves optimizer states between files and memory."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._pool(self._step))
+            self._pipeline = Pipeline(self._pool(self._step), self.recorder)
         return self._pipeline
 
     @property

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from lightning_zero.recorder import Recorder
+from lightning_zero.recording import Kind
+
 __all__ = ["Transfer"]
 
 
@@ -24,10 +27,15 @@ class Transfer:
     is_done: bool  # the memory is free again, be it after success, failure or `cancel`
     error: BaseException | None  # what went wrong so far
 
-    def __init__(self, *, is_write: bool, start: int, stop: int, view: memoryview) -> None:
+    def __init__(
+        self, name: str, recorder: Recorder, *, is_write: bool, start: int, view: memoryview
+    ) -> None:
         self.is_write = is_write
         self.start = start
-        self.stop = stop
+        self.stop = start + len(view)
+        self._what = (Kind.WRITE if is_write else Kind.READ, name)
+        self._recorder = recorder
+        self._span = recorder.span(*self._what, len(view), on_host=True)
         self.is_stale = self.is_cancelled = self.is_done = False
         self.error = None
         self._view: memoryview | None = view  # None when done
@@ -43,7 +51,8 @@ class Transfer:
         Raises:
             OSError: The transfer failed; says the path, the offset and the bytes.
         """
-        self.settle()
+        with self._recorder.span(*self._what, is_wait=True, on_host=True):
+            self.settle()
         if self.error is not None:
             raise self.error
 
@@ -84,6 +93,7 @@ class Transfer:
         """The last block is moved or given up: the memory is free."""
         with self._lock:
             self._view = None
+            self._span.end()
             self.is_done = True
             self._under_way.release()
             callbacks, self._callbacks = self._callbacks, []
