@@ -1,10 +1,11 @@
 """What happened in one window of training, on one rank: spans of work, and waits for it.
 
 [Note: Hidden and exposed] A collective or a transfer is *in flight* from its issue to its end.
-Where the computation stands still for it, that time is *exposed*; the rest is *hidden* behind
-computation. On CUDA both are read from events on the streams. On a CPU gloo does not tell when data
-has arrived, but only whoever waits for it: what nobody waited for yet counts as in flight, so that
-hidden time is an upper bound there, and exposed time is exact.
+Where the computation stands still for it, that time is *exposed*; where it goes on, *hidden*. What
+is in flight while the computation stands still for something else is neither. On CUDA all are read
+from events on the streams. On a CPU gloo does not tell when data has arrived, but only whoever
+waits for it: what nobody waited for yet counts as in flight, so that hidden time is an upper bound
+there, and exposed time is exact.
 
 [Note: Across windows] What is under way when a window ends is in it up to its end, and in the next
 window too, from before its begin. Its bytes count where it began. The gathers after a step, for
@@ -117,8 +118,9 @@ class Recording:
         return _covered(self.of(kind, is_wait=True))
 
     def hidden_s(self, kind: Kind) -> float:
-        """Seconds in flight that nothing waited for."""
-        return max(self.in_flight_s(kind) - self.exposed_s(kind), 0.0)
+        """Seconds in flight in which the computation waited for nothing, of whatever kind."""
+        waits = [span for other in Kind for span in self.of(other, is_wait=True)]
+        return _covered([*self.of(kind), *waits]) - _covered(waits)
 
     def nbytes(self, kind: Kind) -> int:
         """Bytes of the spans of `kind` that began in the window."""
@@ -131,7 +133,7 @@ class Recording:
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this rank waited for anything; the slowest rank waits least."""
+        """Seconds for which this rank waited for others or for data; the slowest waits least."""
         kinds = [kind for kind in Kind if not kind.is_compute]
         return _covered(span for kind in kinds for span in self.of(kind, is_wait=True))
 

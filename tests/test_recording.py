@@ -35,6 +35,15 @@ def test_what_is_waited_for_is_exposed_and_the_rest_hidden():
     assert window.in_flight_s(Kind.BACKWARD) == pytest.approx(4.0)
 
 
+def test_nothing_is_hidden_while_the_computation_waits_for_something_else():
+    window = recording(
+        Span(Kind.REDUCE, "a", 1.0, 5.0),
+        Span(Kind.AGREE, "round", 2.0, 5.0, is_wait=True),
+    )
+    assert window.exposed_s(Kind.REDUCE) == 0
+    assert window.hidden_s(Kind.REDUCE) == pytest.approx(1.0)
+
+
 def test_a_kind_that_did_not_happen_is_zero():
     assert recording().gib_per_s(Kind.READ) == 0.0
     assert recording().waited_s == 0.0
