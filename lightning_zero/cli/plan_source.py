@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_zero
-import lightning_zero.conf  # makes known what the files of conf refer to
 from lightning_zero.cli.plan_settings import strategy_settings, trainer_settings
 from lightning_zero.config import ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder, DecoderShape
+from lightning_zero.schema import register
 
 __all__ = ["PRECISIONS", "Precision", "Source", "of_arguments"]
 
@@ -243,6 +243,7 @@ def _hydra(args: argparse.Namespace) -> Source:
         raise ValueError(f"--config-dir {folder} is no folder.")
     if "" not in sys.path:
         sys.path.insert(0, "")
+    register()  # what the files of conf refer to
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
