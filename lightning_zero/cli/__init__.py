@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, shows what a step did, looks at and converts checkpoints, measures "
-        "disks and links.",
+        description="Plans jobs, shows what a step did, looks at and converts checkpoints, and "
+        "measures disks and links.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=lightning_zero.__version__)
