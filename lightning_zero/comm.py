@@ -259,6 +259,16 @@ class Communicator:
             dist.all_gather_object(box, value, group=self._control)
         return box
 
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, by rank, on every rank: equally many on each."""
+        if self._control is None or self.size == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64)
+        everyone = [own.clone() for _ in range(self.size)]
+        with self._agreeing("numbers"):
+            dist.all_gather(everyone, own, group=self._control)
+        return [numbers.tolist() for numbers in everyone]
+
     def open_channel(self) -> Channel:
         """A new channel for messages beside the collectives, closed by `abort` and `close`."""
         group = None
