@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.exchange import Native, Pending, backend_for
+from lightning_zero.flight import Mark
 from lightning_zero.mesh import Mesh
-from lightning_zero.recorder import Mark, Recorder
+from lightning_zero.recorder import Recorder
 
 __all__ = ["AllReduce", "Axes", "open_axes", "replica_exchange"]
 

@@ -90,7 +90,10 @@ class BucketStep:
         memory = chunk.tensors(views)
         master = memory.get("master")
         if master is None:
-            master = self.bucket.shards.stepped().fetch(chunk.start, chunk.stop).to(self._device)
+            resting = self.bucket.shards.stepped().fetch(chunk.start, chunk.stop)
+            way = (resting.device, self._device)
+            with self._storage.recorder.moving(self._name, resting.nbytes, *way):
+                master = resting.to(self._device)
         slices = {
             index: self._slice(index, part, chunk, master, memory)
             for index in self._grads

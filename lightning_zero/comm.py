@@ -28,8 +28,9 @@ from lightning_zero.axes import AllReduce, Axes, open_axes, replica_exchange
 from lightning_zero.buffer import Scratch
 from lightning_zero.channel import Channel
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
+from lightning_zero.flight import Flight
 from lightning_zero.mesh import Mesh
-from lightning_zero.recorder import Flight, Recorder
+from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Kind
 
 __all__ = ["Communicator", "PeerAbortedError", "PeerFailedError", "Pending", "Round"]

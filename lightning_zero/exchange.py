@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.buffer import Scratch
-from lightning_zero.recorder import Mark, Recorder
-from lightning_zero.recording import Kind
+from lightning_zero.flight import Mark
+from lightning_zero.recorder import Recorder
 
 __all__ = ["Closed", "Exchange", "Native", "PeerToPeer", "Pending", "backend_for"]
 
@@ -297,7 +297,8 @@ class Native:
         own = parts[self._rank]
         with self._on(self._gather_stream):
             if source is not None:
-                self._bring(source, own)
+                with self._recorder.moving("", own.nbytes, source.device, own.device):
+                    own.copy_(source, non_blocking=True)
             began = self._recorder.mark()
             if cuts is None:
                 _all_gather_single(whole, own, group=self._gather_group)
@@ -337,13 +338,6 @@ class Native:
         """See `Exchange`."""
         if self._gather_stream is not None:
             self._gather_stream.synchronize()
-
-    def _bring(self, source: Tensor, own: Tensor) -> None:
-        if source.device == own.device:
-            own.copy_(source)
-            return
-        with self._recorder.span(Kind.TO_DEVICE, nbytes=own.nbytes):
-            own.copy_(source, non_blocking=True)
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
         if stream is None:

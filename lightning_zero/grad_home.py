@@ -67,7 +67,8 @@ class Landing:
             return None
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._stream):
-            with self.storage.recorder.span(Kind.TO_CPU, name, target.nbytes):
+            recorder = self.storage.recorder
+            with recorder.moving(name, target.nbytes, source.device, target.device):
                 target.copy_(source, non_blocking=True)
             event: torch.cuda.Event = self._stream.record_event()
             return event

@@ -1,10 +1,5 @@
 """Watches what an engine does: spans and waits, as one `Recording` for each window.
 
-[Note: Marks] A moment is `time.perf_counter()` on the host, or an event on a CUDA stream, in which
-the work queued before it is over. What a device does is marked on the stream that does it; a wait
-on the stream that stands still, which tells also when the host has come too late with more work.
-Reads and writes of files, and steps on the CPU, are marked on the host. `begin` aligns both clocks.
-
 [Note: Waits of other threads] Nobody stands still while a thread beside the training waits, such as
 the one that steps: whoever needs its result records that wait.
 """
@@ -20,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from lightning_zero.flight import OFF, Flight, Mark, now_on_device, seconds_between
 from lightning_zero.recording import Kind, Recording, Span
 
 if TYPE_CHECKING:
     from lightning_zero.exchange import Pending
 
-__all__ = ["Flight", "Mark", "Recorder"]
-
-Mark = float | torch.cuda.Event  # see [Note: Marks]
+__all__ = ["Recorder"]
 
 _OWN_THREADS = "zero-"  # names of threads beside the training begin so
 
@@ -55,15 +49,17 @@ class Recorder:
             world_size: Number of ranks.
         """
         self.is_on = False
-        self._is_cuda = device is not None and device.type == "cuda"
+        is_cuda = device is not None and device.type == "cuda"
+        self._now: Callable[[], Mark] = now_on_device if is_cuda else time.perf_counter
         self._rank = rank
         self._world_size = world_size
         self._under_way: set[Flight] = set()
         self._over: deque[Flight] = deque()
-        self._phase = _OFF
+        self._phase = OFF
         self._layers: dict[tuple[Kind, str], Flight] = {}
+        # When the window began, by both clocks; None between windows.
         self._zero: torch.cuda.Event | None = None
-        self._zero_s: float | None = None  # on the host; None between windows
+        self._zero_s: float | None = None
         self._step = 0
         self._counts = [0, 0, 0, 0]  # hits, misses, read hits, read misses
 
@@ -129,7 +125,7 @@ class Recorder:
         """Drops what is under way: after an exception some of it will never end."""
         self._under_way.clear()
         self._layers.clear()
-        self._phase = _OFF
+        self._phase = OFF
 
     def _seconds(self, mark: Mark | None) -> float:
         """Since the window began; infinite for what has not happened yet."""
@@ -139,7 +135,7 @@ class Recorder:
             assert self._zero_s is not None
             return mark - self._zero_s
         assert self._zero is not None
-        return _between(self._zero, mark) if mark.query() else float("inf")
+        return seconds_between(self._zero, mark) if mark.query() else float("inf")
 
     # ---------------------------------------------------------------- spans
 
@@ -159,15 +155,22 @@ class Recorder:
             name: Of the bucket, module or file.
             nbytes: That it moves.
             is_wait: The computation stands still for it.
-            on_host: The device has no part in it. See [Note: Marks].
+            on_host: The device has no part in it.
         """
         if not self.is_on:
-            return _OFF
+            return OFF
         if is_wait and threading.current_thread().name.startswith(_OWN_THREADS):
-            return _OFF  # see [Note: Waits of other threads]
-        flight = Flight(self, kind, name, nbytes, is_wait, on_host)
+            return OFF  # see [Note: Waits of other threads]
+        now = time.perf_counter if on_host else self._now
+        flight = Flight(kind, name, nbytes, is_wait, now, self._keep)
         self._under_way.add(flight)
         return flight
+
+    def moving(self, name: str, nbytes: int, source: torch.device, target: torch.device) -> Flight:
+        """Begins the span of a copy on the current stream; none where both are one memory."""
+        if not self.is_on or source.type == target.type:
+            return OFF
+        return self.span(Kind.TO_CPU if target.type == "cpu" else Kind.TO_DEVICE, name, nbytes)
 
     def watch(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
@@ -184,20 +187,13 @@ class Recorder:
         with record_function(f"zero::{kind.value} {name}"):
             flight = self.span(kind, name, nbytes)
             pending = issue(*args)
-        return pending if flight is _OFF else _Watched(pending, flight, self)
+        return pending if flight is OFF else _Watched(pending, flight, self)
 
     def mark(self) -> Mark | None:
         """This moment, on the current stream where there is one; None while off."""
         return self._now() if self.is_on else None
 
-    def _now(self) -> Mark:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _end(self, flight: Flight) -> None:
+    def _keep(self, flight: Flight) -> None:
         self._under_way.discard(flight)
         if self.is_on:
             self._over.append(flight)
@@ -208,10 +204,10 @@ class Recorder:
         """The computation goes over to `kind`; None: to what is not the engine's."""
         if not self.is_on:
             return
-        for flight in (self._phase, *self._layers.values()):
+        for flight in (*self._layers.values(), self._phase):
             flight.end()
         self._layers.clear()
-        self._phase = _OFF if kind is None else self.span(kind)
+        self._phase = OFF if kind is None else self.span(kind)
 
     def enter(self, kind: Kind, name: str) -> None:
         """The layer `name` computes. In backward the layer before it has ended with that."""
@@ -225,7 +221,7 @@ class Recorder:
     def leave(self, kind: Kind, name: str) -> None:
         """The layer `name` has computed."""
         if self.is_on:
-            self._layers.pop((kind, name), _OFF).end()
+            self._layers.pop((kind, name), OFF).end()
 
     # ---------------------------------------------------------------- prefetch
 
@@ -238,63 +234,6 @@ class Recorder:
         """A shard in a file is needed: its read has begun ahead, or begins only now."""
         if self.is_on:
             self._counts[2 if is_hit else 3] += 1
-
-
-class Flight:
-    """A span under way; as a context it ends with the block.
-
-    Attributes:
-        kind: What is done, or waited for.
-        name: Of the bucket, module or file.
-        nbytes: That it moves.
-        is_wait: The computation stands still for it.
-        start: When it began.
-        stop: When it ended; None: it is under way.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder | None,
-        kind: Kind,
-        name: str,
-        nbytes: int,
-        is_wait: bool,
-        on_host: bool,
-    ) -> None:
-        self.kind = kind
-        self.name = name
-        self.nbytes = nbytes
-        self.is_wait = is_wait
-        self._on_host = on_host
-        self._recorder = recorder  # None: of no one
-        self.start: Mark | None = self._now()
-        self.stop: Mark | None = None
-
-    def end(self, stop: Mark | None = None) -> None:
-        """It is over, now or since `stop`. Ending twice is harmless."""
-        if self._recorder is not None and self.stop is None:
-            self.stop = self._now() if stop is None else stop
-            self._recorder._end(self)
-
-    def __enter__(self) -> Flight:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def _now(self) -> Mark | None:
-        if self._recorder is None:
-            return None
-        return time.perf_counter() if self._on_host else self._recorder._now()
-
-
-def _between(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
-    """Seconds; negative if `other` came first, for which CUDA promises no negative answer."""
-    after = float(one.elapsed_time(other))
-    return (after if after > 0 else -float(other.elapsed_time(one))) / 1e3
-
-
-_OFF = Flight(None, Kind.AGREE, "", 0, is_wait=False, on_host=True)  # what is begun while off
 
 
 class _Watched:

@@ -116,7 +116,8 @@ class Shards:
             if not self.has_own_master:
                 self.master = self.param
             if isinstance(self.param, InFile):
-                self.reader = ParamReader(self.param, self.storage.param_pool)
+                storage = self.storage
+                self.reader = ParamReader(self.param, storage.param_pool, storage.recorder)
 
     def stepped(self) -> Home:
         """The master; made from the parameters where there is none yet."""

@@ -25,6 +25,7 @@ LAYERS = {
         "channel",
         "comm",
         "exchange",
+        "flight",
         "recorder",
         "state_keys",
         "stored",

@@ -100,6 +100,7 @@ class InFile:
     tier = Tier.NVME
 
     def __init__(self, store: NvmeStore, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.name = name
         self.numel = numel
         self.dtype = dtype
         self._file: NvmeFile = store.create(name, padded_bytes(numel, dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_zero.recorder import Recorder
 from lightning_zero.tiers.buffers import BufferPool, aligned_empty
 from lightning_zero.tiers.home import PAGE_BYTES, InFile
 from lightning_zero.tiers.transfer import Transfer
@@ -14,8 +15,9 @@ __all__ = ["ParamReader"]
 class ParamReader:
     """Reads one shard in chunks of at most one buffer, as far ahead as buffers are free."""
 
-    def __init__(self, home: InFile, pool: BufferPool) -> None:
+    def __init__(self, home: InFile, pool: BufferPool, recorder: Recorder) -> None:
         self._home = home
+        self._recorder = recorder
         self._pool = pool
         step = pool.nbytes // home.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
         self._chunks = [
@@ -46,7 +48,9 @@ class ParamReader:
                 try:
                     transfer.wait()
                     nbytes = (stop - start) * self._home.dtype.itemsize
-                    target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
+                    way = (buffer.device, target.device)
+                    with self._recorder.moving(self._home.name, nbytes, *way):
+                        target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
                 finally:
                     if is_pooled:
                         self._pool.give(buffer)

@@ -123,9 +123,10 @@ class Storage:
 
         `name` is the bucket's.
         """
-        is_far = isinstance(home, InMemory) and home.tensor.device.type == "cuda"
-        if not is_far or values.device.type == "cuda":
-            home.store(start, values)
+        target = home.tensor.device if isinstance(home, InMemory) else torch.device("cpu")
+        if target.type != "cuda" or values.device.type == "cuda":
+            with self.recorder.moving(name, values.nbytes, values.device, target):
+                home.store(start, values)
             return
         if self._uploader is None:
             pin = self._optimizer.pin_memory

