@@ -18,6 +18,7 @@ LAYERS = {
         "deepspeed",
         "planner",
         "recording",
+        "tracing",
     },
     1: {
         "axes",

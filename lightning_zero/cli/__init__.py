@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 import lightning_zero
-from lightning_zero.cli import export, inspect, io_bench, plan
+from lightning_zero.cli import export, inspect, io_bench, plan, trace
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = (export, inspect, io_bench, plan)
+_SUBCOMMANDS = (export, inspect, io_bench, plan, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, looks at checkpoints, converts them, and measures disks.",
+        description="Plans jobs, shows what a step did, looks at checkpoints, converts them, "
+        "and measures disks.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=lightning_zero.__version__)

@@ -1,0 +1,104 @@
+"""`lightning-zero trace`: what computed, travelled and waited in a recorded step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from lightning_zero.recording import Kind, Recording
+from lightning_zero.tracing import (
+    HOW_TO_DRAW,
+    chrome_trace,
+    find_recordings,
+    has_matplotlib,
+    plot_timeline,
+    read_step,
+    steps_in,
+)
+
+__all__ = ["add_parser"]
+
+_GIB = 1024**3
+_COLUMNS = ("GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="show what computed, travelled and waited in a step",
+        description="Merges what the ranks of a run recorded of a step, by the callback "
+        "ZeroMonitor(trace_steps=[10]), into a trace for Perfetto (ui.perfetto.dev) or "
+        "chrome://tracing, and a picture; prints what was hidden behind computation.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_directory", metavar="RUN", type=Path, help="directory of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="(default: all that are recorded)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="(default: beside the recordings)")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    folder = find_recordings(args.run_directory)
+    out: Path = args.out or folder.parent
+    for step in steps_in(folder) if args.step is None else [args.step]:
+        recorded = read_step(folder, step)
+        out.mkdir(parents=True, exist_ok=True)
+        paths = [out / f"trace_step_{step}.json"]
+        trace = chrome_trace(recorded.recordings, recorded.offsets_s)
+        paths[0].write_text(json.dumps(trace))
+        if has_matplotlib():
+            paths.append(out / f"trace_step_{step}.png")
+            plot_timeline(recorded.recordings, paths[1], recorded.offsets_s)
+        print("\n".join([*_text(recorded.recordings), *map(str, paths), ""]))
+    if not has_matplotlib():
+        print(f"no picture: {HOW_TO_DRAW}")
+    return 0
+
+
+def _text(recordings: Sequence[Recording]) -> Iterator[str]:
+    """The table, and who waited for whom."""
+    seconds = max(recording.seconds for recording in recordings)
+    ranks = f"{len(recordings)} ranks, means over them" if len(recordings) > 1 else "1 rank"
+    yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
+    yield f"{'':<16}" + "".join(f"{name:>13}" for name in _COLUMNS)
+    for kind in Kind:
+        rows = [_values(recording, kind) for recording in recordings]
+        values = [fmean(column) for column in zip(*rows, strict=True)]
+        if any(values):
+            yield f"{kind.value:<16}" + "".join(f"{value:>13.4f}" for value in values)
+    yield _who_waited(recordings)
+    hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
+    if hits or misses:
+        yield f"gathered ahead of use: {hits} of {hits + misses} units"
+    hits, misses = sum(r.read_hits for r in recordings), sum(r.read_misses for r in recordings)
+    if hits or misses:
+        yield f"read ahead of use: {hits} of {hits + misses} shards"
+
+
+def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
+    """In the order of the columns; computation is neither hidden nor exposed."""
+    in_flight = recording.in_flight_s(kind)
+    if kind.is_compute:
+        return (0.0, in_flight, 0.0, 0.0, 0.0)
+    return (
+        recording.nbytes(kind) / _GIB,
+        in_flight,
+        recording.hidden_s(kind),
+        recording.exposed_s(kind),
+        recording.gib_per_s(kind),
+    )
+
+
+def _who_waited(recordings: Sequence[Recording]) -> str:
+    by_wait = sorted(recordings, key=lambda recording: recording.waited_s)
+    least, most = by_wait[0], by_wait[-1]
+    if least is most:
+        return f"the computation waited {least.waited_s:.4f} s"
+    return (
+        f"rank {least.rank} waited least, {least.waited_s:.4f} s: the others wait for it, "
+        f"rank {most.rank} longest, {most.waited_s:.4f} s"
+    )

@@ -1,0 +1,176 @@
+"""Where in a picture the spans of a rank stand; inches downwards, seconds to the right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_zero.recording import Kind, Recording, Span
+from lightning_zero.tracing.lanes import Lane, lanes_of
+
+__all__ = ["GAP", "Bar", "Block", "Scale", "Strip", "place"]
+
+GAP = 0.09  # between lanes
+_HEAD = 0.36  # for a line of text above the lanes of a rank
+_LANE, _MAX_LANE, _ROW = 0.3, 0.75, 0.19
+_LEAST_WIDTH = 0.01  # of a bar: a pixel
+_MIN_TEXT_HEIGHT, _CHARACTER, _MARGIN = 0.14, 0.07, 0.06
+_WAITS = {
+    Kind.GATHER: "gather",
+    Kind.REDUCE: "reduce",
+    Kind.AVERAGE: "reduce",
+    Kind.AGREE: "agree",
+    Kind.TO_DEVICE: "copy",
+    Kind.TO_CPU: "copy",
+    Kind.READ: "read",
+    Kind.WRITE: "write",
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What of time is in the picture."""
+
+    begin_s: float
+    end_s: float
+    inches_per_s: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One span to draw.
+
+    Attributes:
+        kind: Of the span.
+        start_s: Where it begins in the picture.
+        stop_s: Where it ends there.
+        top: Inches from above.
+        height: Inches.
+        text: What there is room for to write on it; may be empty.
+        is_wait: The computation stands still.
+        is_outer: Bars of its units stand upon it.
+    """
+
+    kind: Kind
+    start_s: float
+    stop_s: float
+    top: float
+    height: float
+    text: str
+    is_wait: bool = False
+    is_outer: bool = False
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Where a lane is."""
+
+    name: str
+    top: float
+    bottom: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """All of one rank.
+
+    Attributes:
+        recording: Of the rank.
+        offset_s: When its window begins.
+        top: Where its line of text begins.
+        lanes_top: Where its lanes begin.
+        bottom: Where they end.
+        lanes: From above.
+        bars: In the order of drawing.
+        stood_still: Times in which the computation waited.
+    """
+
+    recording: Recording
+    offset_s: float
+    top: float
+    lanes_top: float
+    bottom: float
+    lanes: tuple[Strip, ...]
+    bars: tuple[Bar, ...]
+    stood_still: tuple[tuple[float, float], ...]
+
+
+def place(recording: Recording, offset_s: float, top: float, scale: Scale) -> Block:
+    """The lanes of one rank, one below the other."""
+    visible = dataclasses.replace(recording, spans=tuple(_visible(recording, offset_s, scale)))
+    strips: list[Strip] = []
+    bars: list[Bar] = []
+    y = top + _HEAD
+    waits = tuple(span for span in visible.spans if span.is_wait)
+    for lane in lanes_of(visible):
+        if lane.name == "waits":  # they stand upon what waits
+            continue
+        bottom = y + min(max(_LANE, len(lane.rows) * _ROW), _MAX_LANE)
+        strips.append(Strip(lane.name, y, bottom))
+        bars += _bars(lane, strips[-1], scale)
+        y = bottom + GAP
+    bars += _waits(waits, visible, strips, scale)
+    return Block(
+        recording,
+        offset_s,
+        top,
+        top + _HEAD - GAP / 2,
+        y - GAP / 2,
+        tuple(strips),
+        tuple(bars),
+        tuple((span.start_s, span.stop_s) for span in waits),
+    )
+
+
+def _visible(recording: Recording, offset_s: float, scale: Scale) -> Iterator[Span]:
+    """Spans on the clock of the picture, cut to it."""
+    for span in recording.spans:
+        start = max(span.start_s + offset_s, scale.begin_s)
+        stop = min(span.stop_s + offset_s, scale.end_s)
+        if stop >= start:
+            yield dataclasses.replace(span, start_s=start, stop_s=stop)
+
+
+def _bars(lane: Lane, strip: Strip, scale: Scale) -> Iterator[Bar]:
+    height = (strip.bottom - strip.top) / len(lane.rows)
+    for number, row in enumerate(lane.rows):
+        for index, span in enumerate(row):
+            # In the order of a row, what a span contains comes right after it.
+            contains = index + 1 < len(row) and row[index + 1].start_s < span.stop_s
+            text = "" if contains else _fitting(span.name or span.kind.value, span, height, scale)
+            is_outer = contains and not span.name
+            yield _bar(
+                span, strip.top + number * height, height, scale, text=text, is_outer=is_outer
+            )
+
+
+def _waits(
+    waits: Sequence[Span], visible: Recording, strips: Sequence[Strip], scale: Scale
+) -> Iterator[Bar]:
+    """Upon the lane of the step where that waits, else upon that of forward and backward."""
+    of = {strip.name: strip for strip in strips}
+    steps = [span for span in visible.spans if span.kind is Kind.STEP]
+    for span in waits:
+        middle = (span.start_s + span.stop_s) / 2
+        is_of_step = any(step.start_s <= middle <= step.stop_s for step in steps)
+        strip = of.get("step" if is_of_step else "compute") or (strips[0] if strips else None)
+        if strip is not None:
+            height = strip.bottom - strip.top
+            text = _fitting(_WAITS.get(span.kind, span.kind.value), span, height, scale)
+            yield _bar(span, strip.top, height, scale, text=text)
+
+
+def _bar(
+    span: Span, top: float, height: float, scale: Scale, *, text: str, is_outer: bool = False
+) -> Bar:
+    stop = max(span.stop_s, span.start_s + _LEAST_WIDTH / scale.inches_per_s)
+    return Bar(span.kind, span.start_s, stop, top, height, text, span.is_wait, is_outer)
+
+
+def _fitting(name: str, span: Span, height: float, scale: Scale) -> str:
+    """As much of the end of a dotted name as there is room for."""
+    room = (span.stop_s - span.start_s) * scale.inches_per_s - _MARGIN
+    parts = name.split(".") if height >= _MIN_TEXT_HEIGHT else []
+    ends = (".".join(parts[first:]) for first in range(len(parts)))
+    return next((end for end in ends if len(end) * _CHARACTER <= room), "")

@@ -1,0 +1,66 @@
+"""Spans of one lane stand beside each other, in as many rows as they need."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_zero.recording import Kind, Recording, Span
+from lightning_zero.tracing.lanes import lanes_of, pack
+
+TIMES = st.integers(0, 30)
+SPANS = st.lists(
+    st.builds(
+        lambda kind, start, length, is_wait: Span(
+            kind, "x", start / 10, (start + length) / 10, is_wait=is_wait
+        ),
+        st.sampled_from(Kind),
+        TIMES,
+        TIMES,
+        st.booleans(),
+    ),
+    max_size=20,
+)
+
+
+def overlap(a, b):
+    return a.start_s < b.stop_s and b.start_s < a.stop_s
+
+
+def contains(a, b):
+    return a.start_s <= b.start_s and b.stop_s <= a.stop_s
+
+
+def pairs(row):
+    return [(a, b) for place, a in enumerate(row) for b in row[place + 1 :]]
+
+
+@given(SPANS)
+def test_every_span_has_one_place_and_a_row_has_no_overlap_but_what_nests(spans):
+    lanes = lanes_of(Recording(0, 1, 0, 3.0, tuple(spans)))
+    placed = [span for lane in lanes for row in lane.rows for span in row]
+    assert sorted(map(str, placed)) == sorted(map(str, spans))
+    for lane in lanes:
+        for a, b in (pair for row in lane.rows for pair in pairs(row)):
+            nests = lane.name in ("compute", "step") and (contains(a, b) or contains(b, a))
+            assert nests or not overlap(a, b), lane.name
+
+
+@given(SPANS)
+def test_there_are_no_more_rows_than_spans_at_one_time(spans):
+    rows = pack(spans)
+    times = {span.start_s for span in spans}
+    at_once = [sum(s.start_s <= t < s.stop_s or s.start_s == t for s in spans) for t in times]
+    assert len(rows) <= max(at_once, default=0)
+
+
+def test_lanes_come_in_one_order_with_the_waits_last():
+    spans = (
+        Span(Kind.WRITE, "a", 0, 1, 8),
+        Span(Kind.GATHER, "a", 0, 1, is_wait=True),
+        Span(Kind.AVERAGE, "a", 0, 1, 8),
+        Span(Kind.REDUCE, "b", 1, 2, 8),
+        Span(Kind.TO_CPU, "a", 0, 1, 8),
+        Span(Kind.FORWARD, "", 0, 1),
+    )
+    lanes = lanes_of(Recording(0, 1, 0, 3.0, spans))
+    assert [lane.name for lane in lanes] == ["compute", "reduce", "copies", "files", "waits"]
+    assert [len(lane.rows) for lane in lanes] == [1, 1, 1, 1, 1]

@@ -1,0 +1,99 @@
+"""Pictures are written, of every size of job, and leave matplotlib as it was."""
+
+import dataclasses
+
+import matplotlib
+import pytest
+
+from lightning_zero.memory import MemoryReport
+from lightning_zero.recording import Kind, Recording, Span
+from lightning_zero.stage import STAGES, State
+from lightning_zero.tracing import plot_memory, plot_timeline
+from lightning_zero.tracing.strips import Scale, place
+from tests.tracing.steps import made_ranks, made_step
+
+MIB = 2**20
+DATA_PARALLEL = {State.PARAM: 4 * MIB, State.GRAD: 4 * MIB, State.OPTIM: 8 * MIB}
+
+
+def size_of(path):
+    """Width and height in pixels."""
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+
+
+@pytest.mark.parametrize(
+    ("recordings", "num_lanes"),
+    [
+        (made_ranks(2, num_units=40), 12),
+        (made_ranks(8), 18),  # of three ranks
+        ([Recording(0, 1, 0, 0.0)], 1),
+    ],
+)
+def test_a_timeline_is_as_high_as_what_is_shown(recordings, num_lanes, tmp_path):
+    before = dict(matplotlib.rcParams)
+    plot_timeline(recordings, tmp_path / "a.png")
+    width, height = size_of(tmp_path / "a.png")
+    assert width == 1500
+    assert 30 * num_lanes <= height <= 60 * num_lanes + 250
+    assert dict(matplotlib.rcParams) == before
+
+
+def block(recording, inches=14.0):
+    return place(recording, 0.0, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
+
+
+def test_names_are_written_where_there_is_room():
+    texts = {bar.text for bar in block(made_step(num_units=4)).bars}
+    assert "model.layers.0" in texts
+    texts = {bar.text for bar in block(made_step(num_units=20)).bars if bar.kind is Kind.FORWARD}
+    assert "7" in texts
+    assert not any("model" in text for text in texts)
+    assert {bar.text for bar in block(made_step(num_units=400)).bars} == {""}
+
+
+def test_waits_stand_upon_what_waits():
+    spans = (
+        Span(Kind.FORWARD, "", 0.0, 1.0),
+        Span(Kind.STEP, "a", 1.0, 2.0),
+        Span(Kind.GATHER, "a", 0.2, 0.4, is_wait=True),
+        Span(Kind.READ, "a", 1.2, 1.4, is_wait=True),
+    )
+    drawn = block(Recording(0, 1, 0, 2.0, spans))
+    top = {lane.name: lane.top for lane in drawn.lanes}
+    waits = {bar.kind: bar.top for bar in drawn.bars if bar.is_wait}
+    assert waits == {Kind.GATHER: top["compute"], Kind.READ: top["step"]}
+    assert drawn.stood_still == ((0.2, 0.4), (1.2, 1.4))
+
+
+def test_a_module_stands_behind_its_units():
+    drawn = block(made_step())
+    outer = [bar for bar in drawn.bars if bar.is_outer]
+    assert [bar.kind for bar in outer] == [Kind.FORWARD, Kind.BACKWARD]
+
+
+def reports(world_size, tiers=("device",)):
+    share = {state: n // world_size for state, n in DATA_PARALLEL.items()}
+    by_tier = {tier: {s: n // len(tiers) for s, n in share.items()} for tier in tiers}
+    return [MemoryReport(rank, world_size, by_tier, DATA_PARALLEL) for rank in range(world_size)]
+
+
+def test_a_bar_for_each_rank_one_of_data_parallel_and_one_of_the_formula(tmp_path):
+    heights = []
+    for world_size, stage in ((2, None), (2, STAGES[3]), (4, STAGES[3]), (64, STAGES[3])):
+        plot_memory(reports(world_size, ("device", "cpu")), tmp_path / "a.png", stage=stage)
+        heights.append(size_of(tmp_path / "a.png")[1])
+    more = [height - heights[0] for height in heights]
+    assert more == [0, 30, 90, 30]  # of 64 ranks the least and the most
+
+
+def test_mistakes_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="report of one rank at least"):
+        plot_memory([], tmp_path / "a.png")
+    with pytest.raises(ValueError, match="recording of one rank at least"):
+        plot_timeline([], tmp_path / "a.png")
+    with pytest.raises(ValueError, match="Format 'docx' is not supported"):
+        plot_timeline([made_step()], tmp_path / "a.docx")
+    with pytest.raises(FileNotFoundError):
+        plot_timeline([dataclasses.replace(made_step())], tmp_path / "no" / "a.png")

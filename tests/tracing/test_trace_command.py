@@ -1,0 +1,122 @@
+"""`lightning-zero trace RUN`, as a user types it."""
+
+import json
+
+import pytest
+
+from lightning_zero.cli import main
+from lightning_zero.tracing import style, write_recording
+from tests.tracing.steps import made_ranks
+
+
+def run(*arguments):
+    return main(["trace", *map(str, arguments)])
+
+
+@pytest.fixture
+def zero(tmp_path):
+    """Of a run on 2 ranks, which a logger's folder stands around."""
+    folder = tmp_path / "run" / "csv" / "version_0" / "zero"
+    for rank, recording in enumerate(made_ranks(2)):
+        write_recording(folder, recording, clock_offset_s=7.0 + rank)
+    return folder
+
+
+def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_path, capsys):
+    assert run(tmp_path / "run") == 0
+    trace = json.loads((zero / "trace_step_10.json").read_text())
+    windows = [e["ts"] for e in trace["traceEvents"] if e.get("cat") == "window"]
+    assert windows == [0.0, 1e6]
+    assert (zero / "trace_step_10.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("step 10: 0.")
+    assert printed[0].endswith(" s, 2 ranks, means over them")
+    table = {line.split()[0]: line.split()[1:] for line in printed[2:7]}
+    assert list(table) == ["forward", "backward", "step", "all_gather", "reduce_scatter"]
+    gib, in_flight, hidden, exposed, rate = map(float, table["all_gather"])
+    assert gib == pytest.approx(8 * 4 / 1024, abs=1e-4)
+    assert in_flight == pytest.approx(hidden + exposed, abs=2e-4)
+    assert rate == pytest.approx(gib / in_flight, rel=0.01)
+    assert "rank 1 waited least" in printed[8]
+    assert "the others wait for it, rank 0 longest" in printed[8]
+    assert printed[9] == "gathered ahead of use: 14 of 16 units"
+    assert printed[10:12] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
+
+
+@pytest.mark.parametrize("inside", [".", "recordings"])
+def test_the_folder_itself_may_be_given_and_another_place_for_the_files(zero, tmp_path, inside):
+    out = tmp_path / "new" / "out"
+    assert run(zero / inside, "--step", 10, "--out", out) == 0
+    names = sorted(path.name for path in out.iterdir())
+    assert names == ["trace_step_10.json", "trace_step_10.png"]
+    assert not list(zero.glob("trace*"))
+
+
+def test_without_matplotlib_there_is_a_trace_and_a_line_how_to_draw(
+    zero, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(style, "find_spec", lambda name: None)
+    assert run(tmp_path / "run") == 0
+    assert [path.name for path in zero.glob("trace*")] == ["trace_step_10.json"]
+    line = 'no picture: pictures need matplotlib: pip install "lightning-zero[plot]"'
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+def cut(zero):
+    path = zero / "recordings" / "step_10_rank_1.json"
+    path.write_text(path.read_text()[:100])
+
+
+def rename(zero):
+    path = zero / "recordings" / "step_10_rank_1.json"
+    path.write_text(path.read_text().replace('"spans"', '"events"'))
+
+
+def mix(zero):
+    write_recording(zero, made_ranks(3)[2])
+
+
+def repeat(zero):
+    write_recording(zero.parents[1] / "version_1" / "zero", made_ranks(2)[0])
+
+
+def lose(zero):
+    (zero / "recordings" / "step_10_rank_0.json").unlink()
+
+
+def empty(zero):
+    lose(zero)
+    (zero / "recordings" / "step_10_rank_1.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "arguments", "text"),
+    [
+        (None, ["nothing"], "nothing is no directory; give the directory of a run."),
+        (empty, ["run"], "run holds no zero/recordings; record some steps with the callback Zero"),
+        (None, ["run", "--step", "9"], "recordings holds no step 9; there are 10."),
+        (None, ["run", "--step", "x"], "invalid int value: 'x'"),
+        (lose, ["run"], "step_10_rank_0.json does not exist (missing ranks: 0)"),
+        (cut, ["run"], "step_10_rank_1.json is no JSON ("),
+        (rename, ["run"], "step_10_rank_1.json is no recording of this version: expected the"),
+        (mix, ["run"], "holds step 10 of runs on 2 and 3 ranks; delete the files of the older"),
+        (repeat, ["run"], "run holds recordings of 2 runs; give one: run/csv/version_0/zero, "),
+        (None, ["run", "--out", "file"], "File exists"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    harm, arguments, text, zero, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    if harm is not None:
+        harm(zero)
+    try:
+        status = run(*arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert not printed.out
+    assert not list(tmp_path.rglob("trace_step*"))
