@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,13 @@ from typing_extensions import override
 from lightning_zero.callbacks.job_report import JobReport
 from lightning_zero.callbacks.memory_table import zero_strategy
 from lightning_zero.callbacks.watch import Watch
-from lightning_zero.tracing import HOW_TO_DRAW, has_matplotlib, plot_memory, plot_timeline
+from lightning_zero.tracing import (
+    HOW_TO_DRAW,
+    chrome_trace,
+    has_matplotlib,
+    plot_memory,
+    plot_timeline,
+)
 
 __all__ = ["ZeroMonitor"]
 
@@ -186,7 +193,7 @@ class ZeroMonitor(pl.Callback):
         if watch.windows.missed:
             print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.missed))}")
         print("written:", *paths, sep="\n  ")
-        timelines = [path for path in paths if path.name.startswith("trace")]
+        timelines = [path for path in paths if path.match("trace_*.png")]
         for panels in _panels(trainer):
             panels.log_end(report, timelines, _progress(trainer)[0])
 
@@ -204,16 +211,17 @@ def _progress(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def _draw(report: JobReport, watch: Watch) -> Iterator[Path]:
-    """Pictures, where they can be drawn."""
-    if not has_matplotlib():
-        return
-    path = watch.folder / "memory.png"
-    plot_memory(report.memory, path)
-    yield path
+    """Writes traces, and pictures where they can be drawn."""
+    if has_matplotlib():
+        yield (picture := watch.folder / "memory.png")
+        plot_memory(report.memory, picture)
     for recordings in watch.traced:
-        path = watch.folder / f"trace_step_{recordings[0].step}.png"
-        plot_timeline(recordings, path)
+        path = watch.folder / f"trace_step_{recordings[0].step}.json"
+        path.write_text(json.dumps(chrome_trace(recordings)))
         yield path
+        if has_matplotlib():
+            yield (picture := path.with_suffix(".png"))
+            plot_timeline(recordings, picture)
 
 
 def _panels(trainer: pl.Trainer) -> Iterator[Any]:
