@@ -83,7 +83,9 @@ class ZeroMonitor(pl.Callback):
         self.has_report = report
         self.has_grad_norms = grad_norms
         self.dirpath = None if dirpath is None else Path(dirpath)
-        self._watch: Watch | None = None  # while training
+        # While training:
+        self._watch: Watch | None = None
+        self._panels: list[Any] = []  # of the Weights & Biases runs of rank 0
 
     # ---------------------------------------------------------------- the loop
 
@@ -109,11 +111,13 @@ class ZeroMonitor(pl.Callback):
             folder=Path(run, "zero"),
             progress=_progress(trainer),
         )
+        self._panels = _make_panels(trainer) if trainer.is_global_zero else []
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drops a window that the end of the last epoch has cut off."""
-        self._pause()
+        if self._watch is not None and self._watch.windows.is_open:
+            self._watch.windows.abandon()
 
     @override
     def on_train_batch_start(
@@ -149,9 +153,8 @@ class ZeroMonitor(pl.Callback):
             return
         for logger in trainer.loggers:
             logger.log_metrics(watched.metrics, step=num_batches)
-        if watched.memory:
-            for panels in _panels(trainer):
-                panels.log_step(watched.memory, watched.flows, num_batches)
+        for panels in self._panels if watched.memory else ():
+            panels.log_step(watched.memory, watched.flows, num_batches)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -194,7 +197,7 @@ class ZeroMonitor(pl.Callback):
             print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.missed))}")
         print("written:", *paths, sep="\n  ")
         timelines = [path for path in paths if path.match("trace_*.png")]
-        for panels in _panels(trainer):
+        for panels in self._panels:
             panels.log_end(report, timelines, _progress(trainer)[0])
 
 
@@ -224,10 +227,11 @@ def _draw(report: JobReport, watch: Watch) -> Iterator[Path]:
             plot_timeline(recordings, picture)
 
 
-def _panels(trainer: pl.Trainer) -> Iterator[Any]:
-    """Panels of each Weights & Biases run, whose package is imported only where there is one."""
+def _make_panels(trainer: pl.Trainer) -> list[Any]:
+    """For each Weights & Biases run; its package is imported only where there is one."""
     runs = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-    if runs:
-        from lightning_zero.callbacks.wandb_panels import Panels
+    if not runs:
+        return []
+    from lightning_zero.callbacks.wandb_panels import Panels
 
-        yield from map(Panels, runs)
+    return [Panels(run) for run in runs]

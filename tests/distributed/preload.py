@@ -1,6 +1,7 @@
 """Imported once by the fork server of `ranks.py`; every rank is a fork of that process.
 
-Imports only: a process which ran autograd or made threads must not be forked.
+Imports only: a process which ran autograd or made threads must not be forked. Our own package is
+among them: its import takes a rank longer than most of the tests do.
 """
 
 import faulthandler  # noqa: F401
@@ -14,5 +15,9 @@ for name in (
     "torch.distributed.optim",
     "torch.utils.checkpoint",
     "lightning.pytorch",
+    "lightning_zero",
+    "lightning_zero.callbacks",
+    "tests.fitting",
+    "tests.models",
 ):
     importlib.import_module(name)
