@@ -175,14 +175,13 @@ class Watch:
             memory, self._has_seen = comm.collect_objects(report), True
         if self.windows.is_traced:
             self._keep(comm.collect_objects(recording))
-        logged |= self._of_gradients()
+        if self._has_grad_norms and self._memory is not None:
+            logged |= self._of_gradients()
         self._forget()
         return Watched(logged, memory, [Flow.of(kind, means) for kind in self._kinds]), means
 
     def _of_gradients(self) -> dict[str, float]:
         """Norms that are the same on every rank; 0 where what is trained has got no gradient."""
-        if not self._has_grad_norms:
-            return {}
         norms = {plan.name: 0.0 for plan in self._engine.plan.buckets if plan.is_trainable}
         norms |= {name: float(norm) for name, norm in self._norms.items()}
         # "root[0]" and "blocks.3/frozen" are no names that every logger takes.
