@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_zero.tracing import write_recording
+from tests.tracing.steps import made_ranks
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
@@ -99,13 +102,15 @@ def test_the_hand_written_loop_trains_under_torchrun():
     assert max(shares) < 0.6
 
 
-def test_the_commands_for_checkpoints_run(tmp_path, monkeypatch):
+def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
     from lightning_zero.cli import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     state = {"state_dict": {"weight": torch.rand(4, 4)}, "epoch": 0, "global_step": 1}
     torch.save(state, "checkpoints/last.ckpt")
+    for recording in made_ranks(2):
+        write_recording(tmp_path / "outputs" / "my-run" / "zero", recording)
     assert main(shlex.split("export checkpoints/last.ckpt sharded-checkpoint --format dcp")) == 0
     for command in CLI:
         assert main(shlex.split(command)[1:]) == 0, command
@@ -151,3 +156,11 @@ def test_every_option_of_the_engine_is_listed():
         "start_method",
     ]
     assert sorted(listed) == sorted([field.name for field in fields(ZeroConfig)] + of_the_strategy)
+
+
+def test_pictures_are_there_and_small():
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+        assert (ROOT / picture).stat().st_size < 60_000

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.recorder import Recorder
@@ -159,4 +161,41 @@ def test_an_optimizer_that_steps_all_in_one_call_has_one_span():
     engine.step()
     steps = list(engine.recorder.end().of(Kind.STEP))
     assert [span.name for span in steps] == ["SGD"]
+    engine.close()
+
+
+def test_a_backward_inside_a_forward_interrupts_it():
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], ZeroConfig(stage=3))
+    engine.recorder.begin(0)
+    with engine.forward_context():  # as in manual optimization
+        for _ in range(2):
+            engine.backward(module(torch.ones(2, 8)).sum())
+            engine.step()
+            engine.zero_grad()
+    recording = engine.recorder.end()
+    whole = [s for s in recording.spans if s.name == "" and s.kind.is_compute]
+    assert [s.kind for s in whole] == [*[Kind.FORWARD, Kind.BACKWARD] * 2, Kind.FORWARD]
+    assert all(a.stop_s <= b.start_s for a, b in pairwise(whole))
+    engine.close()
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_a_forward_that_backward_repeats_is_one_inside_backward():
+    module = Checkpointed(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], ZeroConfig(stage=3))
+    engine.recorder.begin(0)
+    engine.backward(module(torch.ones(2, 8, requires_grad=True)).sum())
+    recording = engine.recorder.end()
+    backward = next(s for s in recording.of(Kind.BACKWARD) if s.name == "")
+    repeated = [s.name for s in recording.of(Kind.FORWARD) if s.start_s > backward.start_s]
+    assert repeated == ["2", "1", "0"]
     engine.close()
