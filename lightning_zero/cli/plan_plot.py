@@ -123,7 +123,9 @@ def _lines(axes: Axes, rows: Sequence[Row], size: int, limit: int | None) -> Non
         label = "with activation checkpointing"
         axes.vlines(list(marks.values()), tops, bottoms, INK, linewidth=2, label=label, zorder=3)
     if limit is not None:
-        label = f"there are {limit / _GIB:.4g} GiB; red: more than there is"
+        is_beyond = limit >= _MOST_OF_LIMIT * max(row.plain.device_bytes for row in rows)
+        where = "far to the right" if is_beyond else "red: more than there is"
+        label = f"there are {limit / _GIB:.4g} GiB; {where}"
         axes.axvline(limit / size, color=ALARM, linestyle="--", label=label, zorder=3)
 
 

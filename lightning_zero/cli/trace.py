@@ -69,7 +69,7 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
         rows = [_values(recording, kind) for recording in recordings]
         values = [fmean(column) for column in zip(*rows, strict=True)]
         if any(values):
-            yield f"{kind.value:<16}" + "".join(f"{value:>13.4f}" for value in values)
+            yield f"{kind.value:<16}" + "".join(map(_cell, values))
     yield _who_waited(recordings)
     hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
     if hits or misses:
@@ -79,15 +79,16 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
         yield f"read ahead of use: {hits} of {hits + misses} shards"
 
 
+def _cell(value: float) -> str:
+    return f"{value:>13.4f}" if value else f"{'-':>13}"
+
+
 def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
-    """In the order of the columns; computation is neither hidden nor exposed."""
-    in_flight = recording.in_flight_s(kind)
-    if kind.is_compute:
-        return (0.0, in_flight, 0.0, 0.0, 0.0)
+    """In the order of the columns; computation is not hidden, but a step may be waited for."""
     return (
         recording.nbytes(kind) / _GIB,
-        in_flight,
-        recording.hidden_s(kind),
+        recording.in_flight_s(kind),
+        0.0 if kind.is_compute else recording.hidden_s(kind),
         recording.exposed_s(kind),
         recording.gib_per_s(kind),
     )

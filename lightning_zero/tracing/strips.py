@@ -48,6 +48,7 @@ class Bar:
         top: Inches from above.
         height: Inches.
         text: What there is room for to write on it; may be empty.
+        text_s: Where, in the middle of what nothing stands upon.
         is_wait: The computation stands still.
         is_outer: Bars of its units stand upon it.
     """
@@ -58,6 +59,7 @@ class Bar:
     top: float
     height: float
     text: str
+    text_s: float
     is_wait: bool = False
     is_outer: bool = False
 
@@ -99,18 +101,21 @@ class Block:
 def place(recording: Recording, offset_s: float, top: float, scale: Scale) -> Block:
     """The lanes of one rank, one below the other."""
     visible = dataclasses.replace(recording, spans=tuple(_visible(recording, offset_s, scale)))
+    waits = tuple(span for span in visible.spans if span.is_wait)
+    steps_wait = {span for span in waits if _is_of_step(span, visible)}
     strips: list[Strip] = []
     bars: list[Bar] = []
     y = top + _HEAD
-    waits = tuple(span for span in visible.spans if span.is_wait)
     for lane in lanes_of(visible):
         if lane.name == "waits":  # they stand upon what waits
             continue
         bottom = y + min(max(_LANE, len(lane.rows) * _ROW), _MAX_LANE)
         strips.append(Strip(lane.name, y, bottom))
-        bars += _bars(lane, strips[-1], scale)
+        upon = {"compute": [w for w in waits if w not in steps_wait], "step": list(steps_wait)}
+        above = upon.get(lane.name, [])
+        bars += _bars(lane, strips[-1], above, scale)
+        bars += [_bar(wait, y, bottom - y, (), scale) for wait in above]
         y = bottom + GAP
-    bars += _waits(waits, visible, strips, scale)
     return Block(
         recording,
         offset_s,
@@ -132,45 +137,48 @@ def _visible(recording: Recording, offset_s: float, scale: Scale) -> Iterator[Sp
             yield dataclasses.replace(span, start_s=start, stop_s=stop)
 
 
-def _bars(lane: Lane, strip: Strip, scale: Scale) -> Iterator[Bar]:
+def _is_of_step(wait: Span, visible: Recording) -> bool:
+    """The optimizer waits, not forward or backward, beside which it may run."""
+    middle = (wait.start_s + wait.stop_s) / 2
+    around = {s.kind for s in visible.spans if not s.is_wait and s.start_s <= middle <= s.stop_s}
+    return Kind.STEP in around and not around & {Kind.FORWARD, Kind.BACKWARD}
+
+
+def _bars(lane: Lane, strip: Strip, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
     height = (strip.bottom - strip.top) / len(lane.rows)
     for number, row in enumerate(lane.rows):
         for index, span in enumerate(row):
             # In the order of a row, what a span contains comes right after it.
             contains = index + 1 < len(row) and row[index + 1].start_s < span.stop_s
-            text = "" if contains else _fitting(span.name or span.kind.value, span, height, scale)
-            is_outer = contains and not span.name
-            yield _bar(
-                span, strip.top + number * height, height, scale, text=text, is_outer=is_outer
-            )
+            bar = _bar(span, strip.top + number * height, height, waits, scale)
+            if contains:
+                bar = dataclasses.replace(bar, text="", is_outer=not span.name)
+            yield bar
 
 
-def _waits(
-    waits: Sequence[Span], visible: Recording, strips: Sequence[Strip], scale: Scale
-) -> Iterator[Bar]:
-    """Upon the lane of the step where that waits, else upon that of forward and backward."""
-    of = {strip.name: strip for strip in strips}
-    steps = [span for span in visible.spans if span.kind is Kind.STEP]
-    for span in waits:
-        middle = (span.start_s + span.stop_s) / 2
-        is_of_step = any(step.start_s <= middle <= step.stop_s for step in steps)
-        strip = of.get("step" if is_of_step else "compute") or (strips[0] if strips else None)
-        if strip is not None:
-            height = strip.bottom - strip.top
-            text = _fitting(_WAITS.get(span.kind, span.kind.value), span, height, scale)
-            yield _bar(span, strip.top, height, scale, text=text)
+def _bar(span: Span, top: float, height: float, waits: Sequence[Span], scale: Scale) -> Bar:
+    start, stop = _widest_gap(span, waits)
+    name = _WAITS.get(span.kind, span.kind.value) if span.is_wait else span.name or span.kind.value
+    text = _fitting(name, (stop - start) * scale.inches_per_s, height)
+    end = max(span.stop_s, span.start_s + _LEAST_WIDTH / scale.inches_per_s)
+    return Bar(
+        span.kind, span.start_s, end, top, height, text, (start + stop) / 2, is_wait=span.is_wait
+    )
 
 
-def _bar(
-    span: Span, top: float, height: float, scale: Scale, *, text: str, is_outer: bool = False
-) -> Bar:
-    stop = max(span.stop_s, span.start_s + _LEAST_WIDTH / scale.inches_per_s)
-    return Bar(span.kind, span.start_s, stop, top, height, text, span.is_wait, is_outer)
+def _widest_gap(span: Span, waits: Sequence[Span]) -> tuple[float, float]:
+    """Of what nothing waits upon."""
+    gaps, reached = [], span.start_s
+    for wait in sorted(waits, key=lambda wait: wait.start_s):
+        if reached < wait.stop_s and wait.start_s < span.stop_s:
+            gaps.append((reached, wait.start_s))
+            reached = wait.stop_s
+    gaps.append((reached, span.stop_s))
+    return max(gaps, key=lambda gap: gap[1] - gap[0])
 
 
-def _fitting(name: str, span: Span, height: float, scale: Scale) -> str:
+def _fitting(name: str, inches: float, height: float) -> str:
     """As much of the end of a dotted name as there is room for."""
-    room = (span.stop_s - span.start_s) * scale.inches_per_s - _MARGIN
     parts = name.split(".") if height >= _MIN_TEXT_HEIGHT else []
     ends = (".".join(parts[first:]) for first in range(len(parts)))
-    return next((end for end in ends if len(end) * _CHARACTER <= room), "")
+    return next((end for end in ends if len(end) * _CHARACTER + _MARGIN <= inches), "")

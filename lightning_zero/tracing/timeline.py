@@ -101,7 +101,8 @@ def _totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]
         in_flight = fmean(recording.in_flight_s(kind) for recording in recordings)
         exposed = fmean(recording.exposed_s(kind) for recording in recordings)
         if kind.is_compute and in_flight:
-            yield kind, f"{kind.value}: {share(in_flight)}"
+            awaited = f", {share(exposed)} of it waited for" if exposed else ""
+            yield kind, f"{kind.value}: {share(in_flight)}{awaited}"
         elif in_flight or exposed:
             hidden = fmean(recording.hidden_s(kind) for recording in recordings)
             yield kind, f"{kind.value}: {share(hidden)} hidden, {share(exposed)} exposed"
@@ -153,7 +154,7 @@ def _draw(axes: Axes, block: Block, scale: Scale) -> None:
         if bar.text:
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
             axes.text(
-                x + width / 2,
+                bar.text_s * 1e3,
                 bar.top + bar.height / 2,
                 bar.text,
                 ha="center",

@@ -67,6 +67,27 @@ def test_waits_stand_upon_what_waits():
     assert drawn.stood_still == ((0.2, 0.4), (1.2, 1.4))
 
 
+def test_names_are_written_where_nothing_waits():
+    spans = (
+        Span(Kind.FORWARD, "", 0.0, 1.0),
+        Span(Kind.GATHER, "a", 0.3, 0.6, is_wait=True),
+        Span(Kind.STEP, "a", 0.3, 0.6, is_wait=True),
+    )
+    forward, *waits = block(Recording(0, 1, 0, 1.0, spans)).bars
+    assert (forward.text, forward.text_s) == ("forward", 0.8)
+    assert [wait.text for wait in waits] == ["gather", "step"]
+
+
+def test_what_forward_waits_for_beside_a_step_is_not_the_steps():
+    spans = (
+        Span(Kind.FORWARD, "", 0.0, 1.0),
+        Span(Kind.STEP, "a", 0.0, 0.8),
+        Span(Kind.STEP, "a", 0.3, 0.6, is_wait=True),
+    )
+    drawn = block(Recording(0, 1, 0, 1.0, spans))
+    assert [bar.top for bar in drawn.bars if bar.is_wait] == [drawn.lanes[0].top]
+
+
 def test_a_module_stands_behind_its_units():
     drawn = block(made_step())
     outer = [bar for bar in drawn.bars if bar.is_outer]
