@@ -262,6 +262,25 @@ class Communicator:
             dist.all_gather_object(box, value, group=self._control)
         return box
 
+    def collect_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, by rank, on rank 0; nothing elsewhere."""
+        if self._control is None or self.size == 1:
+            return [value]
+        box: list[Any] | None = None if self.rank else [None] * self.size
+        with self._agreeing("objects"):
+            dist.gather_object(value, box, group=self._control, group_dst=0)
+        return box or []
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, by rank, on every rank: equally many on each."""
+        if self._control is None or self.size == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64)
+        everyone = [own.clone() for _ in range(self.size)]
+        with self._agreeing("numbers"):
+            dist.all_gather(everyone, own, group=self._control)
+        return [numbers.tolist() for numbers in everyone]
+
     def open_channel(self) -> Channel:
         """A new channel for messages beside the collectives, closed by `abort` and `close`."""
         group = None

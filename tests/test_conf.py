@@ -171,6 +171,14 @@ def test_a_composed_config_can_be_kept_in_a_checkpoint():
     assert pickle.loads(pickle.dumps(strategy)) == strategy
 
 
+def test_the_monitor_takes_its_steps_from_the_command_line():
+    overrides = ("callbacks.monitor.trace_steps=[10,20]", "callbacks.monitor.dirpath=run")
+    monitor = instantiate(composed(*overrides).callbacks.monitor)
+    assert monitor.trace_steps == (10, 20)
+    with pytest.raises(HydraException, match="trace_stepz"):
+        composed("callbacks.monitor.trace_stepz=[10]")
+
+
 def test_all_settings_of_the_strategy_are_shown_at_their_defaults():
     shown = composed().trainer.strategy
     assert {"stage", "reshard_after_forward", "param_dtype", "start_method"} <= set(shown)

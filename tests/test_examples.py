@@ -61,8 +61,13 @@ def check_result(run_dir, printed):
 
 @pytest.mark.parametrize("zero", ["off", "stage1", "stage2", "stage3"])
 def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
-    printed = run_main_job(tmp_path, *SMALL, f"zero={zero}")
+    traced = "callbacks.monitor.trace_steps=[2]"
+    printed = run_main_job(tmp_path, *SMALL, f"zero={zero}", traced)
     check_result(tmp_path, printed)
+    for name in ("recordings/step_2_rank_1.json", "trace_step_2.png", "memory.png", "report.json"):
+        assert (tmp_path / "zero" / name).is_file()
+    assert f"{tmp_path}/zero/trace_step_2.png" in printed
+    assert "exposed is time for which the computation waited" in printed
     assert [line.split()[:2] for line in printed.splitlines() if line.startswith("rank ")] == [
         ["rank", "0"],
         ["rank", "1"],
@@ -70,7 +75,7 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
 
 
 def test_the_main_job_trains_with_another_strategy(tmp_path):
-    overrides = ["trainer.strategy=ddp", "~callbacks.memory_table", "model.is_fused=false"]
+    overrides = ["trainer.strategy=ddp", "~callbacks.monitor", "model.is_fused=false"]
     check_result(tmp_path, run_main_job(tmp_path, *SMALL, *overrides))
 
 

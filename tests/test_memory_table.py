@@ -9,7 +9,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_zero.callbacks import MemoryTable
-from lightning_zero.callbacks.memory_table import _table
+from lightning_zero.callbacks.memory_table import memory_table
+from lightning_zero.memory import MemoryReport
+from lightning_zero.stage import State
 from tests.distributed.ranks import run_ranks
 
 MIB = 1024**2
@@ -17,6 +19,23 @@ MIB = 1024**2
 
 def cells(line):
     return " ".join(line.split())
+
+
+def table(tiers, ranks, data_parallel):
+    """From bytes by rank, tier and state."""
+    reports = [
+        MemoryReport(
+            rank,
+            len(ranks),
+            {
+                t: dict(zip(State, states, strict=True))
+                for t, states in zip(tiers, own, strict=True)
+            },
+            dict(zip(State, data_parallel, strict=True)),
+        )
+        for rank, own in enumerate(ranks)
+    ]
+    return memory_table(reports, num_steps=1)
 
 
 def fit(strategy):
@@ -51,10 +70,10 @@ def _fit_and_read(rank, world_size):
 
 def test_every_tier_has_columns_of_its_own():
     quarter = [[MIB, MIB, 0], [0, 0, 2 * MIB]]
-    table = _table(["device", "cpu"], [quarter], [4 * MIB, 4 * MIB, 8 * MIB]).splitlines()
-    assert "optimizer (cpu)" in table[0]
-    assert cells(table[1]) == "rank 0 1.00 1.00 0.00 0.00 0.00 2.00 4.00 0.250"
-    assert cells(table[2]) == "plain data parallel 4.00 4.00 8.00 0.00 0.00 0.00 16.00 1.000"
+    lines = table(["device", "cpu"], [quarter], [4 * MIB, 4 * MIB, 8 * MIB]).splitlines()
+    assert "optimizer (cpu)" in lines[0]
+    assert cells(lines[1]) == "rank 0 1.00 1.00 0.00 0.00 0.00 2.00 4.00 0.250"
+    assert cells(lines[2]) == "plain data parallel 4.00 4.00 8.00 0.00 0.00 0.00 16.00 1.000"
 
 
 def test_another_strategy_is_refused_before_training():
@@ -63,21 +82,21 @@ def test_another_strategy_is_refused_before_training():
 
 
 def test_one_tier_needs_no_name_and_each_of_eight_ranks_has_a_row():
-    table = _table(["device"], [[[MIB, MIB, 2 * MIB]]] * 8, [8 * MIB, 8 * MIB, 16 * MIB])
-    header, *ranks, whole = table.splitlines()
+    text = table(["device"], [[[MIB, MIB, 2 * MIB]]] * 8, [8 * MIB, 8 * MIB, 16 * MIB])
+    header, *ranks, whole = text.splitlines()
     assert cells(header) == "MiB at rest parameters gradients optimizer total ratio"
     assert [line.split()[:2] for line in ranks] == [["rank", str(rank)] for rank in range(8)]
     assert {line.split()[-1] for line in ranks} == {"0.125"}
     assert whole.split()[-1] == "1.000"
-    assert len({len(line) for line in table.splitlines()}) == 1
+    assert len({len(line) for line in text.splitlines()}) == 1
 
 
 def test_beyond_eight_ranks_the_least_and_the_most_are_shown():
     ranks = [[[MIB, MIB, rank * MIB]] for rank in range(100)]
-    header, least, most, _whole = _table(["device"], ranks, [MIB, MIB, 100 * MIB]).splitlines()
+    header, least, most, _whole = table(["device"], ranks, [MIB, MIB, 100 * MIB]).splitlines()
     assert cells(least) == "least of 100 ranks 1.00 1.00 0.00 2.00 0.020"
     assert cells(most) == "most of 100 ranks 1.00 1.00 99.00 101.00 0.990"
 
 
 def test_a_model_without_state_does_not_divide_by_zero():
-    assert _table(["device"], [[[0, 0, 0]]], [0, 0, 0]).splitlines()[1].split()[-1] == "0.000"
+    assert table(["device"], [[[0, 0, 0]]], [0, 0, 0]).splitlines()[1].split()[-1] == "0.000"

@@ -1,5 +1,6 @@
 """One Weights & Biases run per job: ranks, sweeps, and jobs that start again. Offline."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,11 @@ from pathlib import Path
 import pytest
 import wandb
 
+from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.wandb_run import wandb_logger
+from tests.distributed.ranks import run_ranks
+from tests.fitting import make_trainer
+from tests.models import MLPModule
 from tests.test_examples import SMALL
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +46,38 @@ def test_a_job_keeps_its_run_and_another_job_of_the_process_has_its_own(tmp_path
     wandb_logger(tmp_path / "c", name="a rank without a run")
     assert wandb.run is None
     assert not (tmp_path / "c").exists()
+
+
+def _fit_monitored(rank, world_size, folder):
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    monitor = ZeroMonitor(every_n_steps=2, trace_steps=[2])
+    logger = wandb_logger(folder)
+    trainer = make_trainer("zero2", logger=logger, callbacks=[monitor])
+    trainer.fit(MLPModule(ranks=world_size))
+    if rank:
+        return None
+    summary = dict(logger.experiment.summary)
+    wandb.finish()
+    return logger.version, {k: v for k, v in summary.items() if isinstance(v, (int, float))}
+
+
+def test_the_run_of_all_ranks_has_bars_tables_and_the_timeline_beside_its_curves(tmp_path):
+    (run, summary), none = run_ranks(2, _fit_monitored, tmp_path, has_group=False)
+    assert none is None
+    assert runs(tmp_path) == [run]
+    (files,) = tmp_path.glob("wandb/offline-run-*/files")
+    assert summary["trainer/global_step"] == 4
+    assert summary["zero/time/step_s/mean"] > 0
+    assert summary["zero/straggler/rank"] in (0, 1)
+    (image,) = files.glob("media/images/zero/trace_step_2_*.png")
+    assert image.read_bytes().startswith(b"\x89PNG")
+    tables = [json.loads(path.read_text()) for path in files.rglob("*.table.json")]
+    by_columns = {tuple(table["columns"]): table["data"] for table in tables}
+    bars = dict(by_columns["state", "GiB"])
+    assert bars["rank 1 optimizer (device)"] > 0
+    assert bars["data parallel optimizer"] > 1.5 * bars["rank 0 optimizer (device)"]
+    flows = by_columns["kind", "in flight s", "hidden s", "exposed s", "GiB", "GiB/s"]
+    assert [flow[0] for flow in flows] == ["all_gather", "reduce_scatter", "agree"]
 
 
 @pytest.mark.slow

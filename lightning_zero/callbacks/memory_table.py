@@ -11,7 +11,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.stage import State
 from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["MemoryTable"]
+__all__ = ["MemoryTable", "aligned", "memory_reports", "memory_table", "zero_strategy"]
 
 _MIB = 1024**2
 _GIB = 1024**3
@@ -24,7 +24,7 @@ class MemoryTable(pl.Callback):
     The last row is what plain data parallel keeps on every rank; the last column is the ratio to
     it. Beyond 8 ranks the rows are the least and the most of each column over the ranks. States
     that rest on more than one tier have a column for each. Where shards rest on NVMe, a line says
-    what rank 0 has read and written there.
+    what rank 0 has read and written there. `ZeroMonitor` prints the same.
 
     Collective: every rank, in `on_train_end`.
 
@@ -35,30 +35,69 @@ class MemoryTable(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuses a strategy that counts no bytes."""
-        _zero_strategy(trainer)
+        zero_strategy(trainer, self)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gathers the counts of all ranks and prints the table."""
-        strategy = _zero_strategy(trainer)
-        report = strategy.memory_report()
-        own = [[states.get(state, 0) for state in State] for states in report.tiers.values()]
-        ranks = strategy.engine.comm.gather_objects(own)
+        reports = memory_reports(zero_strategy(trainer, self))
         if trainer.is_global_zero:
-            whole = [report.data_parallel.get(state, 0) for state in State]
-            print("\n" + _table(list(report.tiers), ranks, whole))
-            if report.nvme_written_bytes:
-                print(_traffic(report, trainer.global_step))
+            print("\n" + memory_table(reports, trainer.global_step))
 
 
-def _zero_strategy(trainer: pl.Trainer) -> ZeroStrategy:
-    strategy = trainer.strategy
+def zero_strategy(trainer: pl.Trainer, callback: pl.Callback) -> ZeroStrategy:
+    """The Trainer's strategy, for a callback that needs one of ours.
+
+    Raises:
+        TypeError: It is another one.
+    """
+    strategy, name = trainer.strategy, type(callback).__name__
     if not isinstance(strategy, ZeroStrategy):
         raise TypeError(
-            f"MemoryTable needs a ZeroStrategy, got {type(strategy).__name__}; use "
-            "strategy='zero3' or another of lightning_zero, or leave MemoryTable out."
+            f"{name} needs a ZeroStrategy, got {type(strategy).__name__}; use strategy='zero3' or "
+            f"another of lightning_zero, or leave {name} out."
         )
     return strategy
+
+
+def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
+    """What each rank keeps at this moment, by rank, on rank 0. Collective: every rank."""
+    engine = strategy.engine
+    engine.lockstep.meet_for_collective()  # else ranks would wait for one that has failed
+    return engine.comm.collect_objects(strategy.memory_report())
+
+
+def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
+    """The text to print.
+
+    Args:
+        reports: By rank.
+        num_steps: Optimizer steps that have been taken.
+    """
+    tiers = list(dict.fromkeys(tier for report in reports for tier in report.tiers))
+    names = [state.value for state in State]
+    if len(tiers) > 1:
+        names = [f"{name} ({tier})" for tier in tiers for name in names]
+    rows = [
+        [report.tiers.get(tier, {}).get(state, 0) for tier in tiers for state in State]
+        for report in reports
+    ]
+    rows = [[*row, sum(row)] for row in rows]
+    labels = [f"rank {rank}" for rank in range(len(rows))]
+    if len(rows) > _MAX_NUM_RANKS:
+        labels = [f"least of {len(rows)} ranks", f"most of {len(rows)} ranks"]
+        rows = [list(map(min, *rows)), list(map(max, *rows))]
+    # Plain data parallel keeps everything on the first tier, the device.
+    alone = [reports[0].data_parallel.get(state, 0) for state in State]
+    rows.append([*alone, *[0] * (len(names) - len(alone)), sum(alone)])
+    labels.append("plain data parallel")
+    header = ["MiB at rest", *names, "total", "ratio"]
+    lines = [
+        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    table = aligned([header, *lines])
+    return f"{table}\n{_traffic(reports[0], num_steps)}" if reports[0].nvme_written_bytes else table
 
 
 def _traffic(report: MemoryReport, num_steps: int) -> str:
@@ -70,38 +109,7 @@ def _traffic(report: MemoryReport, num_steps: int) -> str:
     )
 
 
-def _table(
-    tiers: Sequence[str], ranks: Sequence[Sequence[Sequence[int]]], data_parallel: Sequence[int]
-) -> str:
-    """The text to print.
-
-    Args:
-        tiers: Names.
-        ranks: Bytes by rank, tier and state, the states in the order of `State`.
-        data_parallel: Bytes by state.
-    """
-    names = [state.value for state in State]
-    if len(tiers) > 1:
-        names = [f"{name} ({tier})" for tier in tiers for name in names]
-    rows = [[numel for states in rank for numel in states] for rank in ranks]
-    rows = [[*row, sum(row)] for row in rows]
-    labels = [f"rank {rank}" for rank in range(len(rows))]
-    if len(rows) > _MAX_NUM_RANKS:
-        labels = [f"least of {len(rows)} ranks", f"most of {len(rows)} ranks"]
-        rows = [list(map(min, *rows)), list(map(max, *rows))]
-    # Plain data parallel keeps everything on the first tier, the device.
-    away = [0] * (len(names) - len(data_parallel))
-    rows.append([*data_parallel, *away, sum(data_parallel)])
-    labels.append("plain data parallel")
-    header = ["MiB at rest", *names, "total", "ratio"]
-    lines = [
-        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    return _align([header, *lines])
-
-
-def _align(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]]) -> str:
     """Columns two spaces apart, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -1,0 +1,64 @@
+"""What a job says when it ends."""
+
+import json
+import math
+import re
+
+import pytest
+
+from lightning_zero.callbacks.job_report import Flow, JobReport, Speed
+from lightning_zero.memory import MemoryReport
+from lightning_zero.stage import State
+
+GIB = 1024**3
+STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}
+
+
+def report(**changes):
+    flows = [Flow("all_gather", 0.02, 0.015, 0.005, 0.25), Flow("agree", 0.0, 0.0, 0.001, 0.0)]
+    fields = {
+        "world_size": 2,
+        "num_steps": 11,
+        "memory": [MemoryReport(rank, 2, {"device": STATES}, STATES) for rank in range(2)],
+        "speed": Speed.of([[10, 20, 40, 5.0], [10, 20, 60, 4.0]]),
+        "num_recorded": 3,
+        "step_s": 0.1,
+        "waited_s": 0.005,
+        "flows": flows,
+    }
+    return JobReport(**fields | changes)
+
+
+def test_the_report_tells_speed_and_what_was_hidden():
+    text = report().text()
+    assert "2 rank(s): 2.00 steps/s, 4.00 batches/s, 20.0 samples/s (over 10 steps" in text
+    assert "mean of 3 recorded steps of 100.0 ms" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 12.5" in rows
+    assert "agree 0.00 0.0% 1.00 1.0%" in rows
+    assert "all together 5.00 5.0%" in rows
+    assert len([row for row in rows if re.match(r"rank \d ", row)]) == 2
+
+
+def test_what_is_not_known_is_left_out_of_the_report():
+    unknown = report(speed=Speed.of([[10, 20, math.nan, 5.0]]), num_recorded=0)
+    assert "samples/s" not in unknown.text()
+    assert "no step after the first one was recorded" in unknown.text()
+    assert "throughput" not in report(speed=Speed.of([[0, 0, 0, 0.0]])).text()
+
+
+def test_the_report_is_written_as_json(tmp_path):
+    paths = report(speed=Speed.of([[0, 0, 0, 0.0]])).write(tmp_path / "zero")
+    written, memory = (json.loads(path.read_text()) for path in paths)
+    assert written["flows"]["all_gather"]["gib_per_s"] == pytest.approx(12.5)
+    assert written["speed"] == {
+        "num_steps": 0,
+        "steps_per_s": None,
+        "batches_per_s": None,
+        "samples_per_s": None,
+    }
+    assert memory[1]["tiers"]["device"] == {
+        "parameters": GIB,
+        "gradients": 2 * GIB,
+        "optimizer": 3 * GIB,
+    }

@@ -1,0 +1,257 @@
+"""What ZeroMonitor counts, and when it records: without a training."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import ZeroConfig
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.callbacks.metrics import Sample, metrics_of, over_ranks
+from lightning_zero.callbacks.resident import allocated_and_peak_bytes
+from lightning_zero.callbacks.throughput import Throughput
+from lightning_zero.callbacks.windows import Windows
+from lightning_zero.memory import MemoryReport
+from lightning_zero.mesh import Mesh
+from lightning_zero.plan import make_plan
+from lightning_zero.recorder import Recorder
+from lightning_zero.recording import Kind, Recording, Span
+from lightning_zero.stage import State
+
+GIB = 1024**3
+STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}
+
+
+def plan(stage, world_size, **settings):
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return make_plan(module, ZeroConfig(stage, **settings), world_size=world_size)
+
+
+def metrics(stage, world_size=2, *, group_size=None, is_apart=False, **settings):
+    mesh = Mesh.of(0, world_size, group_size)
+    return metrics_of(plan(stage, mesh.num_shards, **settings), mesh, is_apart=is_apart)
+
+
+def traffic(stage, *args, **kwargs):
+    keys = metrics(stage, *args, **kwargs)
+    return {key.split("/")[2].removesuffix("_exposed_s") for key in keys if "exposed" in key}
+
+
+def test_the_keys_follow_from_the_plan():
+    assert traffic(0) == {"all_reduce", "agree"}
+    assert traffic(1) == traffic(2) == traffic(3) == {"all_gather", "reduce_scatter", "agree"}
+    assert traffic(3, 4, group_size=2) == traffic(3) | {"all_reduce"}
+    assert traffic(3, 1) == set()
+    assert traffic(3, offload_optimizer="cpu", offload_param="cpu") == traffic(3)
+    on_device = traffic(3, offload_optimizer="cpu", offload_param="cpu", is_apart=True)
+    assert on_device == traffic(3) | {"to_device", "to_cpu"}
+    assert "zero/prefetch/hits" in metrics(3)
+    assert "zero/prefetch/hits" not in metrics(2)
+    assert "zero/memory/cpu_optim_gib" not in metrics(2)
+    assert "zero/memory/cpu_optim_gib" in metrics(2, offload_optimizer="cpu")
+
+
+def test_files_have_keys_of_their_own(tmp_path):
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    keys = metrics(3, offload_optimizer=nvme)
+    assert {"zero/tier/nvme_read_gib_per_s", "zero/tier/nvme_write_hidden_s"} <= set(keys)
+    assert {"zero/nvme/written_total_gib", "zero/nvme/read_total_gib"} <= set(keys)
+    assert {"zero/prefetch/read_hits", "zero/memory/buffers_gib"} <= set(keys)
+    assert {"zero/memory/cpu_optim_gib", "zero/memory/nvme_optim_gib"} <= set(keys)
+
+
+def test_each_key_has_its_number_in_its_unit():
+    recording = Recording(
+        rank=0,
+        world_size=2,
+        step=3,
+        seconds=2.0,
+        spans=(
+            Span(Kind.FORWARD, "", 0.0, 0.5),
+            Span(Kind.BACKWARD, "", 0.5, 1.5),
+            Span(Kind.GATHER, "a", 0.0, 1.0, nbytes=GIB // 2),
+            Span(Kind.GATHER, "a", 0.75, 1.0, is_wait=True),
+            Span(Kind.STEP, "", 1.5, 1.75),
+        ),
+        hits=5,
+        misses=1,
+    )
+    sample = Sample(recording, MemoryReport(0, 2, {"device": STATES}, {}), 4 * GIB, 5 * GIB)
+    values = {key: metric(sample) for key, metric in metrics(3).items()}
+    assert {key: value for key, value in values.items() if value} == pytest.approx(
+        {
+            "zero/memory/device_param_gib": 1,
+            "zero/memory/device_grad_gib": 2,
+            "zero/memory/device_optim_gib": 3,
+            "zero/memory/allocated_gib": 4,
+            "zero/memory/peak_gib": 5,
+            "zero/time/step_s": 2.0,
+            "zero/time/forward_s": 0.5,
+            "zero/time/backward_s": 1.0,
+            "zero/time/optimizer_s": 0.25,
+            "zero/comm/all_gather_s": 1.0,
+            "zero/comm/all_gather_hidden_s": 0.75,
+            "zero/comm/all_gather_exposed_s": 0.25,
+            "zero/comm/all_gather_gib": 0.5,
+            "zero/comm/all_gather_gib_per_s": 0.5,
+            "zero/prefetch/hits": 5,
+            "zero/prefetch/misses": 1,
+            "zero/wait/waited_s": 0.25,
+        }
+    )
+
+
+def test_several_ranks_have_least_mean_most_and_the_rank_of_the_most():
+    keys = ["zero/time/step_s", "zero/wait/waited_s"]
+    logged, means = over_ranks(keys, [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]])
+    assert logged == pytest.approx(
+        {
+            "zero/time/step_s/min": 1.0,
+            "zero/time/step_s/mean": 2.0,
+            "zero/time/step_s/max": 4.0,
+            "zero/time/step_s/max_rank": 1,
+            "zero/wait/waited_s/min": 0.1,
+            "zero/wait/waited_s/mean": 0.5,
+            "zero/wait/waited_s/max": 0.9,
+            "zero/wait/waited_s/max_rank": 2,
+            "zero/straggler/rank": 1,
+            "zero/straggler/wait_s": 0.6,
+        }
+    )
+    assert means == pytest.approx({"zero/time/step_s": 2.0, "zero/wait/waited_s": 0.5})
+
+
+def test_one_rank_has_plain_keys():
+    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]])
+    assert logged == means == {"zero/wait/waited_s": 0.5}
+
+
+# ---------------------------------------------------------------- when
+
+
+class Loop:
+    """Trains nothing: tells a `Windows` what it would hear, and keeps what it answers."""
+
+    def __init__(self, *, every=0, traces=(), start=0, stride=1, micro_batches=1):
+        self.recorder = Recorder()
+        self.batches = self.steps = start
+        self.stride, self.micro_batches = stride, micro_batches
+        self.recorded, self.traced, self.on, self.aligned = [], [], [], []
+        self.windows = Windows(
+            self.recorder,
+            every_n_steps=every,
+            trace_steps=traces,
+            num_batches=start,
+            num_steps=start,
+            align=lambda: self.aligned.append(self.steps),
+        )
+
+    def step(self, *, evaluates=False):
+        for index in range(self.micro_batches):
+            self.windows.before_batch(self.batches, self.steps)
+            if self.recorder.is_on and (not self.on or self.on[-1] != self.steps):
+                self.on.append(self.steps)
+            is_last = index == self.micro_batches - 1
+            recording = self.windows.after_batch(self.batches, self.steps + self.stride * is_last)
+            if recording is not None:
+                self.recorded.append(recording.step)
+                self.traced += [recording.step] * self.windows.is_traced
+            if evaluates:
+                self.windows.abandon()
+        self.steps += self.stride
+        self.batches += 1
+
+    def run(self, num_steps):
+        for _ in range(num_steps):
+            self.step()
+        return self
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_is_recorded_where_lightning_logs_and_the_recorder_is_on_one_step_before(
+    micro_batches,
+):
+    loop = Loop(every=4, micro_batches=micro_batches).run(9)
+    assert loop.recorded == [3, 7]
+    assert loop.on == [2, 3, 6, 7]
+    assert not loop.traced
+
+
+def test_every_step_can_be_recorded_and_none():
+    assert Loop(every=1).run(3).recorded == [0, 1, 2]
+    silent = Loop().run(3)
+    assert silent.recorded == silent.on == []
+
+
+def test_traced_steps_are_recorded_once_and_aligned():
+    loop = Loop(every=4, traces=[5, 0, 5]).run(9)
+    assert loop.recorded == [0, 3, 5, 7]
+    assert loop.traced == loop.aligned == [0, 5]
+
+
+def test_a_resumed_fit_goes_on_counting_and_traces_nothing_that_is_past():
+    loop = Loop(every=4, traces=[2, 12], start=10).run(6)
+    assert loop.recorded == [11, 12, 15]
+    assert loop.traced == [12]
+    assert Loop(traces=[20], start=10).run(3).windows.missed == [20]
+
+
+def test_several_optimizer_steps_in_a_batch_are_one_window():
+    loop = Loop(every=2, traces=[5], stride=2).run(4)
+    assert loop.recorded == [2, 4, 6]  # of optimizer steps; batches 1, 2 and 3
+    assert loop.traced == [4]
+
+
+def test_an_evaluation_within_a_step_drops_it_and_the_next_one_is_recorded():
+    loop = Loop(every=4, micro_batches=2).run(3)
+    loop.step(evaluates=True)
+    assert not loop.recorder.is_on
+    assert loop.run(6).recorded == [4, 7]
+
+
+def test_the_clock_counts_neither_the_first_step_nor_evaluation(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Throughput()
+    for batch in range(6):
+        clock.before_batch()
+        now[0] += 10.0 if batch < 2 else 1.0
+        clock.after_batch([torch.zeros(3, 2), torch.zeros(3)], has_stepped=batch % 2 == 1)
+        now[0] += 0.5  # the next batch is loaded
+        if batch == 3:
+            clock.pause()
+            now[0] += 100.0
+    assert (clock.num_steps, clock.num_batches, clock.num_samples) == (2, 4, 12)
+    assert clock.seconds == pytest.approx(4 * 1.0 + 2 * 0.5)
+    clock.after_batch(object(), has_stepped=True)
+    assert math.isnan(clock.num_samples)
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def test_resident_memory_is_that_of_the_process():
+    now, peak = allocated_and_peak_bytes(torch.device("cpu"))
+    kept = torch.ones(2**24)  # 64 MiB
+    later, peak_later = allocated_and_peak_bytes(torch.device("cpu"))
+    assert later - now > 0.9 * kept.nbytes
+    assert peak_later >= max(later, peak)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"every_n_steps": -1}, ValueError, "every_n_steps must not be negative, got -1"),
+        ({"every_n_steps": 2.5}, TypeError, "every_n_steps must be an integer, got 2.5"),
+        ({"every_n_steps": True}, TypeError, "every_n_steps must be an integer, got True"),
+        ({"trace_steps": 3}, TypeError, "trace_steps must be a list of integers, got 3"),
+        ({"trace_steps": "3"}, TypeError, "each of trace_steps must be an integer, got '3'"),
+        ({"trace_steps": [-3]}, ValueError, "each of trace_steps must not be negative"),
+        ({"report": 1}, TypeError, "report must be True or False, got 1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ZeroMonitor(**arguments)
