@@ -22,7 +22,7 @@ PYTHON = [block for kind, block in BLOCKS if kind == "python"]
 
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
-    f"{SETUP} . && python examples/train.py": "examples/train.py",
+    f'{SETUP} ".[plot]" && python examples/train.py': "examples/train.py",
     f'{SETUP} ".[test,dev]" && pytest -m "not slow"': "pytest",
 }
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
