@@ -37,6 +37,8 @@ def start(*command):
         [sys.executable, *map(str, command)],
         env=env,
         start_new_session=True,
+        # A shell that runs the tests in the background has them, and what they start, ignore it.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -33,7 +33,7 @@ class UnitWitness(Callback):
         self.after_backward = 0
 
     def on_train_start(self, trainer, pl_module):
-        schedule = getattr(getattr(trainer.strategy, "_engine", None), "schedule", None)
+        schedule = getattr(getattr(trainer.strategy, "engine", None), "schedule", None)
         if schedule is None:
             return
         self.units = [unit for unit in schedule.units[1:] if unit.buckets]
