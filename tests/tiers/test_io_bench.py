@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,12 @@ def test_the_file_goes_when_it_is_stopped(tmp_path):
         path = tmp_path / number.name
         path.mkdir()
         command = [sys.executable, "-c", SCRIPT, "io-bench", str(path), "--size", "256MiB"]
-        benches[number] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        benches[number] = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+        )
     try:
         for number, bench in benches.items():
             while not list((tmp_path / number.name).glob("*/*io-bench")):
