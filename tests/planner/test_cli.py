@@ -267,6 +267,10 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
         (["--config-name", "config", "--config-dir", "no/such"], "no/such is no folder"),
         (["--config-name", "config", "model=gpt_9"], "gpt_9"),
         (["--config-name", "config", "model.width=wide"], "model cannot be built"),
+        (
+            ["--config-name", "config", "model._target_=nowhere.Model"],
+            "is installed?); put the folder of its code on PYTHONPATH.",
+        ),
     ],
 )
 def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):
