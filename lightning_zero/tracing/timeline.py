@@ -15,7 +15,7 @@ from lightning_zero.tracing.style import ALARM, INK, KIND_COLOURS, blank_figure,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_timeline"]
+__all__ = ["plot_timeline", "totals"]
 
 _MAX_NUM_RANKS = 4
 # Inches: of the picture, and around its axes.
@@ -52,7 +52,7 @@ def plot_timeline(
     blocks: list[Block] = []
     for recording, offset_s in windows:
         blocks.append(place(recording, offset_s, blocks[-1].bottom if blocks else 0.0, scale))
-    labels = list(_totals(recordings))
+    labels = list(totals(recordings))
     height = blocks[-1].bottom + GAP
     below = _AXIS + _LEGEND_LINE * ((len(labels) + 1) // 2) + 0.15
     whole = _TITLE + height + below
@@ -90,8 +90,8 @@ def _scale(windows: Sequence[tuple[Recording, float]]) -> Scale:
     return Scale(begin - beyond, end + beyond, inches / (end - begin + 2 * beyond))
 
 
-def _totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
-    """Lines of the legend: of each kind, and of all waiting (None); means over the ranks."""
+def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
+    """Lines of the legend: of each kind, or of mere waits (None); means over the ranks."""
     whole = fmean(recording.seconds for recording in recordings) or 1.0
 
     def share(seconds: float) -> str:
@@ -103,9 +103,11 @@ def _totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]
         if kind.is_compute and in_flight:
             awaited = f", {share(exposed)} of it waited for" if exposed else ""
             yield kind, f"{kind.value}: {share(in_flight)}{awaited}"
-        elif in_flight or exposed:
+        elif in_flight:
             hidden = fmean(recording.hidden_s(kind) for recording in recordings)
             yield kind, f"{kind.value}: {share(hidden)} hidden, {share(exposed)} exposed"
+        elif exposed:
+            yield None, f"{kind.value}: {share(exposed)} exposed"
     waited = fmean(recording.waited_s for recording in recordings)
     yield None, f"the computation waits: {share(waited)} in all"
 

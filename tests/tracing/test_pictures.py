@@ -8,7 +8,7 @@ import pytest
 from lightning_zero.memory import MemoryReport
 from lightning_zero.recording import Kind, Recording, Span
 from lightning_zero.stage import STAGES, State
-from lightning_zero.tracing import plot_memory, plot_timeline
+from lightning_zero.tracing import plot_memory, plot_timeline, timeline
 from lightning_zero.tracing.strips import Scale, place
 from tests.tracing.steps import made_ranks, made_step
 
@@ -94,6 +94,20 @@ def test_a_module_stands_behind_its_units():
     drawn = block(made_step())
     outer = [bar for bar in drawn.bars if bar.is_outer]
     assert [bar.kind for bar in outer] == [Kind.FORWARD, Kind.BACKWARD]
+
+
+def test_what_is_only_waited_for_has_no_colour_in_the_legend():
+    spans = (
+        Span(Kind.FORWARD, "", 0.0, 1.0),
+        Span(Kind.GATHER, "a", 0.1, 0.4, 8),
+        Span(Kind.AGREE, "norm", 0.5, 0.6, is_wait=True),
+    )
+    assert list(timeline.totals([Recording(0, 1, 0, 1.0, spans)])) == [
+        (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
+        (Kind.GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
+        (None, "agree: 100.0 ms (10%) exposed"),
+        (None, "the computation waits: 100.0 ms (10%) in all"),
+    ]
 
 
 def reports(world_size, tiers=("device",)):
