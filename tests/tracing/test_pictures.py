@@ -125,6 +125,12 @@ def test_a_bar_for_each_rank_one_of_data_parallel_and_one_of_the_formula(tmp_pat
     assert more == [0, 30, 90, 30]  # of 64 ranks the least and the most
 
 
+def test_replicas_are_ranks_too(tmp_path):
+    hybrid = [*reports(2), *reports(2)]  # the same shards twice
+    plot_memory(hybrid, tmp_path / "a.svg")
+    assert "each of 4 ranks" in (tmp_path / "a.svg").read_text()
+
+
 def test_mistakes_are_errors(tmp_path):
     with pytest.raises(ValueError, match="report of one rank at least"):
         plot_memory([], tmp_path / "a.png")
