@@ -99,7 +99,8 @@ def _who_waited(recordings: Sequence[Recording]) -> str:
     least, most = by_wait[0], by_wait[-1]
     if least is most:
         return f"the computation waited {least.waited_s:.4f} s"
+    more = most.waited_s - least.waited_s
     return (
-        f"rank {least.rank} waited least, {least.waited_s:.4f} s: the others wait for it, "
-        f"rank {most.rank} longest, {most.waited_s:.4f} s"
+        f"rank {least.rank} waited least, {least.waited_s:.4f} s; rank {most.rank} longest, "
+        f"{more:.4f} s more ({more / (most.seconds or 1):.1%} of the step)"
     )

@@ -37,8 +37,8 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
     assert gib == pytest.approx(8 * 4 / 1024, abs=1e-4)
     assert in_flight == pytest.approx(hidden + exposed, abs=2e-4)
     assert rate == pytest.approx(gib / in_flight, rel=0.01)
-    assert "rank 1 waited least" in printed[8]
-    assert "the others wait for it, rank 0 longest" in printed[8]
+    waited = "rank 1 waited least, 0.0250 s; rank 0 longest, 0.0120 s more (7.3% of the step)"
+    assert printed[8] == waited
     assert printed[9] == "gathered ahead of use: 14 of 16 units"
     assert printed[10:12] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
 
