@@ -89,6 +89,16 @@ def test_micro_batches_multiply_what_the_stage_sends_in_each(capsys):
         assert sent[1] / sent[0] == pytest.approx(ratio, rel=0.001), zero
 
 
+def test_stepping_on_the_cpu_takes_the_time_that_its_memory_needs(capsys):
+    slow = ["--memory-gb-per-s", "0.001"]
+    one = choice(plan(capsys, *SMALL, *slow), "stage2", "cpu_optimizer")
+    seconds = 2 * one["step_bytes"]["stepped"] / 1e6  # of 2 ranks, on one memory
+    assert one["transfer_seconds"][0] == pytest.approx(seconds)
+    assert main(["plan", *SMALL, *slow]) == 0
+    legend = " ".join(capsys.readouterr().out.split())
+    assert "3 of disks and 0.001 of CPU memory for these steps (--rates)" in legend
+
+
 def test_checkpointing_lowers_activations_only(capsys):
     one = choice(plan(capsys, *SMALL, "--batch", "64"), "stage2")
     assert one["device_bytes_with_checkpointing"] < one["device_bytes"]
