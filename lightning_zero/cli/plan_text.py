@@ -91,6 +91,11 @@ def _legend(rows: Sequence[Row], machine: Machine) -> str:
         f"one by one, at {link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of",
         f"disks and {memory:g} of CPU memory for these steps (--rates).",
     ]
+    if machine.is_apart:
+        lines += [
+            "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors",
+            "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much.",
+        ]
     spans = [row.plain.ranks.span(tier) for row in rows for tier in Tier]
     if any(least != most for least, most in spans):
         lines.append("Ranks own whole tensors and differ: the numbers are of the one with most.")

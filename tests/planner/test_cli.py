@@ -176,6 +176,7 @@ def test_people_get_a_table_and_a_verdict(capsys):
     assert "cheapest that fits: off: " in text or "cheapest that fits: stage" in text
     assert "ZeroStrategy(stage=" in text.splitlines()[-1]
     assert "for want of --host-memory, --disk" in text
+    assert "give --device-memory less by as much" in text
     assert text.splitlines()[2].startswith("MiB")  # of which there are some in each column
 
 
