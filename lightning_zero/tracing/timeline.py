@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_zero.recording import Kind, Recording
 from lightning_zero.tracing.lanes import offsets_of
 from lightning_zero.tracing.strips import GAP, Block, Scale, place
-from lightning_zero.tracing.style import ALARM, INK, KIND_COLOURS, blank_figure, ink_on
+from lightning_zero.tracing.style import ALARM, INK, KIND_COLOURS, ON_CPU, blank_figure, ink_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,6 +65,7 @@ def plot_timeline(
         _legend(axes, labels, top=-(_AXIS - 0.1) / height)
         title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
         figure.text(0.12 / _WIDTH, 1 - 0.14 / whole, title, va="top", fontsize=13, weight="bold")
+        figure.text(1 - _RIGHT / _WIDTH, 0.12 / whole, ON_CPU, ha="right", fontsize=8.5, color=INK)
 
 
 def _chosen(recordings: Sequence[Recording]) -> tuple[list[int], str]:
