@@ -173,7 +173,7 @@ class Communicator:
         """
         sent = _sent(whole.nbytes, self.mesh.num_shards)
         issue = self._exchange.all_gather
-        return self.recorder.watch(Kind.GATHER, name, sent, issue, whole, source, cuts)
+        return self.recorder.watch(Kind.GATHER, name, sent, issue, whole, source, cuts, name)
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None

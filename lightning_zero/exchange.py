@@ -51,7 +51,11 @@ class Exchange(Protocol):
     """How the data plane moves flat tensors. See `Communicator` for the arguments."""
 
     def all_gather(
-        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
     ) -> Pending:
         """Fills `whole` in place from every rank's own part, which is first taken from `source`."""
 
@@ -79,7 +83,11 @@ class Closed:
     """Takes the place of an exchange whose group is gone."""
 
     def all_gather(
-        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
     ) -> Pending:
         """See `Exchange`."""
         raise RuntimeError("the engine is closed; no collective is possible any more.")
@@ -140,7 +148,11 @@ class PeerToPeer:
         self._reduce_tag = 1
 
     def all_gather(
-        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
     ) -> Pending:
         """See `Exchange`."""
         if source is not None:
@@ -325,14 +337,18 @@ class Native:
         self._has_mean = backend_for(device) == "nccl"
 
     def all_gather(
-        self, whole: Tensor, source: Tensor | None = None, cuts: Sequence[int] | None = None
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
     ) -> Pending:
         """See `Exchange`."""
         parts = _parts(whole, self._size, cuts)
         own = parts[self._rank]
         with self._on(self._gather_stream):
             if source is not None:
-                with self._recorder.moving("", own.nbytes, source.device, own.device):
+                with self._recorder.moving(name, own.nbytes, source.device, own.device):
                     own.copy_(source, non_blocking=True)
             began = self._recorder.mark()
             if cuts is None:

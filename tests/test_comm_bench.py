@@ -144,7 +144,7 @@ def test_what_a_launcher_has_started_is_checked(num_ranks, arguments, text, monk
     ("content", "text"),
     [
         ("link: 3", "is no JSON"),
-        ("[]", "must hold an object with link_gb_per_s, cpu_link_gb_per_s, io_gb_per_s, got []"),
+        ("[]", "must hold an object with link_gb_per_s, cpu_link_gb_per_s, io_gb_per_s, memory_gb"),
         ('{"link": 3}', "got {'link': 3}"),
         ('{"link_gb_per_s": "fast"}', "must be GB per second such as 25, got 'fast'"),
         ('{"io_gb_per_s": -1}', "must be GB per second such as 25, got -1"),

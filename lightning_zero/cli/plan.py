@@ -125,6 +125,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("link", "between ranks, of one, as comm-bench measures it"),
         ("cpu-link", "between device and CPU memory, of one rank"),
         ("io", "of a machine's disk, as io-bench measures it (mixed)"),
+        ("memory", "of a machine's CPU memory, for steps on the CPU"),
     ):
         parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=what_for)
     parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
@@ -234,7 +235,7 @@ def _rates(args: argparse.Namespace) -> Rates:
     measured = read_rates(args.rates) if args.rates is not None else {}
     given = {name: rate * 1e9 for name, rate in measured.items()}
     given |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
-    fields = dict(zip(NAMES, ("link", "cpu_link", "nvme"), strict=True))
+    fields = dict(zip(NAMES, ("link", "cpu_link", "nvme", "memory"), strict=True))
     return dataclasses.replace(Rates(), **{fields[name]: rate for name, rate in given.items()})
 
 

@@ -181,10 +181,16 @@ def _build(title: str, make: Callable[[], Any]) -> nn.Module:
                 getattr(module, "configure_model", lambda: None)()
     except Exception as error:
         text = " ".join(str(error).split())
+        if text.startswith("Error locating target"):
+            reason = " ".join(str(error.__cause__ or text).split())
+            raise ValueError(
+                f"{title} cannot be imported ({reason[:300]}); put the folder of its code on "
+                "PYTHONPATH."
+            ) from error
         raise ValueError(
             f"{title} cannot be built on the meta device, where tensors have no values "
-            f"({type(error).__name__}: {text[:300]}); give its arguments with --arg, and let "
-            "weights be loaded in setup()."
+            f"({type(error).__name__}: {text[:300]}); give its arguments with --arg "
+            "or as overrides, and let weights be loaded in setup()."
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{title} is a {type(module).__name__}, expected a torch.nn.Module.")

@@ -82,13 +82,20 @@ def _cells(row: Row, in_unit: _Format, in_seconds: _Format) -> list[str]:
 
 def _legend(rows: Sequence[Row], machine: Machine) -> str:
     rates = machine.rates
-    link, cpu_link, disk = (r / 1e9 for r in (rates.link, rates.cpu_link, rates.nvme))
+    used = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
+    link, cpu_link, disk, memory = (rate / 1e9 for rate in used)
     lines = [
         "states, peak, sent: of one rank, on its device, at rest, at most and in a step;",
         "checkpointed: the peak with activation checkpointing; host, disk: of a machine;",
-        "off: plain data parallel. Times are of transfers alone, all at once .. one by one, at",
-        f"{link:g} GB/s between ranks, {cpu_link:g} to CPU memory and {disk:g} of disks (--rates).",
+        "off: plain data parallel. Times are of transfers and of steps on the CPU, all at once ..",
+        f"one by one, at {link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of",
+        f"disks and {memory:g} of CPU memory for these steps (--rates).",
     ]
+    if machine.is_apart:
+        lines += [
+            "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors",
+            "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much.",
+        ]
     spans = [row.plain.ranks.span(tier) for row in rows for tier in Tier]
     if any(least != most for least, most in spans):
         lines.append("Ranks own whole tensors and differ: the numbers are of the one with most.")

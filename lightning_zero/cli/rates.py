@@ -9,7 +9,8 @@ from pathlib import Path
 
 __all__ = ["NAMES", "read_rates", "write_rates"]
 
-NAMES = ("link_gb_per_s", "cpu_link_gb_per_s", "io_gb_per_s")  # GB are 10^9 bytes
+# GB are 10^9 bytes.
+NAMES = ("link_gb_per_s", "cpu_link_gb_per_s", "io_gb_per_s", "memory_gb_per_s")
 
 
 def read_rates(path: Path) -> dict[str, float]:

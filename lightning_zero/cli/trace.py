@@ -11,6 +11,7 @@ from statistics import fmean
 from lightning_zero.recording import Kind, Recording
 from lightning_zero.tracing import (
     HOW_TO_DRAW,
+    ON_CPU,
     chrome_trace,
     find_recordings,
     has_matplotlib,
@@ -60,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _text(recordings: Sequence[Recording]) -> Iterator[str]:
-    """The table, and who waited for whom."""
+    """The table, and how long ranks waited."""
     seconds = max(recording.seconds for recording in recordings)
     ranks = f"{len(recordings)} ranks, means over them" if len(recordings) > 1 else "1 rank"
     yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
@@ -70,7 +71,8 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
         values = [fmean(column) for column in zip(*rows, strict=True)]
         if any(values):
             yield f"{kind.value:<16}" + "".join(map(_cell, values))
-    yield _who_waited(recordings)
+    yield ON_CPU
+    yield _waits(recordings)
     hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
     if hits or misses:
         yield f"gathered ahead of use: {hits} of {hits + misses} units"
@@ -94,12 +96,13 @@ def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
     )
 
 
-def _who_waited(recordings: Sequence[Recording]) -> str:
+def _waits(recordings: Sequence[Recording]) -> str:
     by_wait = sorted(recordings, key=lambda recording: recording.waited_s)
     least, most = by_wait[0], by_wait[-1]
     if least is most:
         return f"the computation waited {least.waited_s:.4f} s"
+    more = most.waited_s - least.waited_s
     return (
-        f"rank {least.rank} waited least, {least.waited_s:.4f} s: the others wait for it, "
-        f"rank {most.rank} longest, {most.waited_s:.4f} s"
+        f"rank {least.rank} waited least, {least.waited_s:.4f} s; rank {most.rank} longest, "
+        f"{more:.4f} s more ({more / (most.seconds or 1):.1%} of the step)"
     )

@@ -83,7 +83,7 @@ class Estimate:
         peak: On the device beside that, at most.
         staging_bytes: CPU memory for tensors on their way, beside the buffers of files.
         traffic: In one step.
-        seconds: By kind of transfer, in one step.
+        seconds: In one step, by kind of transfer, and of stepping on the CPU.
         machine: What there is.
     """
 
@@ -151,7 +151,7 @@ class Estimate:
 
     @property
     def transfer_seconds(self) -> tuple[float, float]:
-        """All transfers of a step: beside one another, and one after another."""
+        """All transfers of a step, and stepping on the CPU: all at once, and one after another."""
         return max(self.seconds.values()), sum(self.seconds.values())
 
     @property

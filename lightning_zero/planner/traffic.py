@@ -54,7 +54,7 @@ class Traffic:
     stepped: int = 0
 
     def seconds(self, rates: Rates, ranks_per_node: int) -> dict[str, float]:
-        """How long each kind of transfer takes at least, by itself."""
+        """How long each kind of transfer, and stepping on the CPU, takes at least, by itself."""
         return {
             "wire": self.wire / rates.link,
             "cpu link": max(self.to_cpu, self.from_cpu) / rates.cpu_link,

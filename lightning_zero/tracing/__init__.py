@@ -19,11 +19,12 @@ from lightning_zero.tracing.files import (
     steps_in,
     write_recording,
 )
-from lightning_zero.tracing.style import HOW_TO_DRAW, has_matplotlib
+from lightning_zero.tracing.style import HOW_TO_DRAW, ON_CPU, has_matplotlib
 from lightning_zero.tracing.timeline import plot_timeline
 
 __all__ = [
     "HOW_TO_DRAW",
+    "ON_CPU",
     "Recorded",
     "chrome_trace",
     "find_recordings",

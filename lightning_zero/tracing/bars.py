@@ -63,7 +63,7 @@ def plot_memory(
         axes = figure.add_axes((_LEFT / _WIDTH, _BELOW / whole, sides, height / whole))
         _draw(axes, rows)
         _legend(axes, rows, below=-0.48 / height)
-        text = title or f"Model states of each of {reports[0].world_size} ranks, at rest"
+        text = title or f"Model states of each of {len(reports)} ranks, at rest"
         figure.text(0.12 / _WIDTH, 1 - 0.14 / whole, text, va="top", fontsize=12, weight="bold")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_zero.recording import Recording, Span
 from lightning_zero.tracing.lanes import lanes_of, offsets_of
+from lightning_zero.tracing.style import ON_CPU
 
 __all__ = ["chrome_trace"]
 
@@ -44,7 +45,11 @@ def chrome_trace(
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"step": recordings[0].step, "world_size": recordings[0].world_size},
+        "otherData": {
+            "step": recordings[0].step,
+            "world_size": recordings[0].world_size,
+            "note": ON_CPU,
+        },
     }
 
 

@@ -178,7 +178,7 @@ def _widest_gap(span: Span, waits: Sequence[Span]) -> tuple[float, float]:
 
 
 def _fitting(name: str, inches: float, height: float) -> str:
-    """As much of the end of a dotted name as there is room for."""
+    """As much of the end of a dotted name as there is room for, beginning with a word."""
     parts = name.split(".") if height >= _MIN_TEXT_HEIGHT else []
-    ends = (".".join(parts[first:]) for first in range(len(parts)))
+    ends = (".".join(parts[i:]) for i, part in enumerate(parts) if i == 0 or not part.isdigit())
     return next((end for end in ends if len(end) * _CHARACTER + _MARGIN <= inches), "")

@@ -20,6 +20,7 @@ __all__ = [
     "HOW_TO_DRAW",
     "INK",
     "KIND_COLOURS",
+    "ON_CPU",
     "STATE_COLOURS",
     "TIER_HATCHES",
     "blank_figure",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 HOW_TO_DRAW = 'pictures need matplotlib: pip install "lightning-zero[plot]"'
+# What nobody has waited for yet counts as in flight there.
+ON_CPU = "on CPU, hidden time is at most and a rate at least what is given"
 DPI = 100
 INK = "#222222"
 ALARM = "#D55E00"  # time that is lost, memory that there is not

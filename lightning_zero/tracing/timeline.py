@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from lightning_zero.recording import Kind, Recording
 from lightning_zero.tracing.lanes import offsets_of
 from lightning_zero.tracing.strips import GAP, Block, Scale, place
-from lightning_zero.tracing.style import ALARM, INK, KIND_COLOURS, blank_figure, ink_on
+from lightning_zero.tracing.style import ALARM, INK, KIND_COLOURS, ON_CPU, blank_figure, ink_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_timeline"]
+__all__ = ["plot_timeline", "totals"]
 
 _MAX_NUM_RANKS = 4
 # Inches: of the picture, and around its axes.
@@ -52,7 +52,7 @@ def plot_timeline(
     blocks: list[Block] = []
     for recording, offset_s in windows:
         blocks.append(place(recording, offset_s, blocks[-1].bottom if blocks else 0.0, scale))
-    labels = list(_totals(recordings))
+    labels = list(totals(recordings))
     height = blocks[-1].bottom + GAP
     below = _AXIS + _LEGEND_LINE * ((len(labels) + 1) // 2) + 0.15
     whole = _TITLE + height + below
@@ -65,6 +65,7 @@ def plot_timeline(
         _legend(axes, labels, top=-(_AXIS - 0.1) / height)
         title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
         figure.text(0.12 / _WIDTH, 1 - 0.14 / whole, title, va="top", fontsize=13, weight="bold")
+        figure.text(1 - _RIGHT / _WIDTH, 0.12 / whole, ON_CPU, ha="right", fontsize=8.5, color=INK)
 
 
 def _chosen(recordings: Sequence[Recording]) -> tuple[list[int], str]:
@@ -90,8 +91,8 @@ def _scale(windows: Sequence[tuple[Recording, float]]) -> Scale:
     return Scale(begin - beyond, end + beyond, inches / (end - begin + 2 * beyond))
 
 
-def _totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
-    """Lines of the legend: of each kind, and of all waiting (None); means over the ranks."""
+def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
+    """Lines of the legend: of each kind, or of mere waits (None); means over the ranks."""
     whole = fmean(recording.seconds for recording in recordings) or 1.0
 
     def share(seconds: float) -> str:
@@ -103,9 +104,11 @@ def _totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]
         if kind.is_compute and in_flight:
             awaited = f", {share(exposed)} of it waited for" if exposed else ""
             yield kind, f"{kind.value}: {share(in_flight)}{awaited}"
-        elif in_flight or exposed:
+        elif in_flight:
             hidden = fmean(recording.hidden_s(kind) for recording in recordings)
             yield kind, f"{kind.value}: {share(hidden)} hidden, {share(exposed)} exposed"
+        elif exposed:
+            yield None, f"{kind.value}: {share(exposed)} exposed"
     waited = fmean(recording.waited_s for recording in recordings)
     yield None, f"the computation waits: {share(waited)} in all"
 

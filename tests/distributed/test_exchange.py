@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import Communicator
 from lightning_zero.exchange import PeerToPeer
+from lightning_zero.recording import Kind
 from tests.distributed.ranks import run_ranks
 
 
@@ -96,3 +97,21 @@ def test_closing_after_an_abort_does_not_wait_for_a_rank_that_does_not_answer():
     first, second = run_ranks(2, _close_after_abort, timeout_s=30)
     assert first < 2
     assert second < 8
+
+
+def _upload(rank, world_size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    comm = Communicator(torch.device("cpu"))
+    comm.recorder.begin(0)
+    # "meta" stands for a device with memory of its own.
+    comm.all_gather(torch.empty(8, device="meta"), "a", source=torch.ones(4)).wait()
+    recording = comm.recorder.end()
+    comm.close()
+    return [(span.kind, span.name) for span in recording.spans if not span.is_wait]
+
+
+def test_a_shard_that_is_taken_to_the_device_is_recorded_with_its_name():
+    (spans,) = run_ranks(1, _upload, has_group=False)
+    assert sorted(spans, key=str) == [(Kind.GATHER, "a"), (Kind.TO_DEVICE, "a")]

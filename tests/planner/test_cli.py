@@ -89,6 +89,16 @@ def test_micro_batches_multiply_what_the_stage_sends_in_each(capsys):
         assert sent[1] / sent[0] == pytest.approx(ratio, rel=0.001), zero
 
 
+def test_stepping_on_the_cpu_takes_the_time_that_its_memory_needs(capsys):
+    slow = ["--memory-gb-per-s", "0.001"]
+    one = choice(plan(capsys, *SMALL, *slow), "stage2", "cpu_optimizer")
+    seconds = 2 * one["step_bytes"]["stepped"] / 1e6  # of 2 ranks, on one memory
+    assert one["transfer_seconds"][0] == pytest.approx(seconds)
+    assert main(["plan", *SMALL, *slow]) == 0
+    legend = " ".join(capsys.readouterr().out.split())
+    assert "3 of disks and 0.001 of CPU memory for these steps (--rates)" in legend
+
+
 def test_checkpointing_lowers_activations_only(capsys):
     one = choice(plan(capsys, *SMALL, "--batch", "64"), "stage2")
     assert one["device_bytes_with_checkpointing"] < one["device_bytes"]
@@ -166,6 +176,7 @@ def test_people_get_a_table_and_a_verdict(capsys):
     assert "cheapest that fits: off: " in text or "cheapest that fits: stage" in text
     assert "ZeroStrategy(stage=" in text.splitlines()[-1]
     assert "for want of --host-memory, --disk" in text
+    assert "give --device-memory less by as much" in text
     assert text.splitlines()[2].startswith("MiB")  # of which there are some in each column
 
 
@@ -267,6 +278,10 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
         (["--config-name", "config", "--config-dir", "no/such"], "no/such is no folder"),
         (["--config-name", "config", "model=gpt_9"], "gpt_9"),
         (["--config-name", "config", "model.width=wide"], "model cannot be built"),
+        (
+            ["--config-name", "config", "model._target_=nowhere.Model"],
+            "is installed?); put the folder of its code on PYTHONPATH.",
+        ),
     ],
 )
 def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):

@@ -8,7 +8,7 @@ import pytest
 from lightning_zero.memory import MemoryReport
 from lightning_zero.recording import Kind, Recording, Span
 from lightning_zero.stage import STAGES, State
-from lightning_zero.tracing import plot_memory, plot_timeline
+from lightning_zero.tracing import plot_memory, plot_timeline, timeline
 from lightning_zero.tracing.strips import Scale, place
 from tests.tracing.steps import made_ranks, made_step
 
@@ -47,10 +47,12 @@ def block(recording, inches=14.0):
 def test_names_are_written_where_there_is_room():
     texts = {bar.text for bar in block(made_step(num_units=4)).bars}
     assert "model.layers.0" in texts
-    texts = {bar.text for bar in block(made_step(num_units=20)).bars if bar.kind is Kind.FORWARD}
-    assert "7" in texts
+    texts = {bar.text for bar in block(made_step(num_units=10)).bars if bar.kind is Kind.BACKWARD}
+    assert "layers.7" in texts
     assert not any("model" in text for text in texts)
-    assert {bar.text for bar in block(made_step(num_units=400)).bars} == {""}
+    for num_units in (20, 400):  # never "7" alone, which says nothing
+        texts = {bar.text for bar in block(made_step(num_units=num_units)).bars}
+        assert not any(text[:1].isdigit() for text in texts)
 
 
 def test_waits_stand_upon_what_waits():
@@ -94,6 +96,20 @@ def test_a_module_stands_behind_its_units():
     assert [bar.kind for bar in outer] == [Kind.FORWARD, Kind.BACKWARD]
 
 
+def test_what_is_only_waited_for_has_no_colour_in_the_legend():
+    spans = (
+        Span(Kind.FORWARD, "", 0.0, 1.0),
+        Span(Kind.GATHER, "a", 0.1, 0.4, 8),
+        Span(Kind.AGREE, "norm", 0.5, 0.6, is_wait=True),
+    )
+    assert list(timeline.totals([Recording(0, 1, 0, 1.0, spans)])) == [
+        (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
+        (Kind.GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
+        (None, "agree: 100.0 ms (10%) exposed"),
+        (None, "the computation waits: 100.0 ms (10%) in all"),
+    ]
+
+
 def reports(world_size, tiers=("device",)):
     share = {state: n // world_size for state, n in DATA_PARALLEL.items()}
     by_tier = {tier: {s: n // len(tiers) for s, n in share.items()} for tier in tiers}
@@ -107,6 +123,12 @@ def test_a_bar_for_each_rank_one_of_data_parallel_and_one_of_the_formula(tmp_pat
         heights.append(size_of(tmp_path / "a.png")[1])
     more = [height - heights[0] for height in heights]
     assert more == [0, 30, 90, 30]  # of 64 ranks the least and the most
+
+
+def test_replicas_are_ranks_too(tmp_path):
+    hybrid = [*reports(2), *reports(2)]  # the same shards twice
+    plot_memory(hybrid, tmp_path / "a.svg")
+    assert "each of 4 ranks" in (tmp_path / "a.svg").read_text()
 
 
 def test_mistakes_are_errors(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.tracing import style, write_recording
+from lightning_zero.tracing import ON_CPU, style, write_recording
 from tests.tracing.steps import made_ranks
 
 
@@ -37,10 +37,10 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
     assert gib == pytest.approx(8 * 4 / 1024, abs=1e-4)
     assert in_flight == pytest.approx(hidden + exposed, abs=2e-4)
     assert rate == pytest.approx(gib / in_flight, rel=0.01)
-    assert "rank 1 waited least" in printed[8]
-    assert "the others wait for it, rank 0 longest" in printed[8]
-    assert printed[9] == "gathered ahead of use: 14 of 16 units"
-    assert printed[10:12] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
+    waited = "rank 1 waited least, 0.0250 s; rank 0 longest, 0.0120 s more (7.3% of the step)"
+    assert printed[8:10] == [ON_CPU, waited]
+    assert printed[10] == "gathered ahead of use: 14 of 16 units"
+    assert printed[11:13] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
 
 
 @pytest.mark.parametrize("inside", [".", "recordings"])
