@@ -130,6 +130,7 @@ class Reducing:
 
     def _reduce(self, bucket: Bucket) -> None:
         self._trained.finish()
+        self._gathering.meet_once()
         self._finish()
         bucket.grads.reduce()
         self._gathering.num_issued += 1

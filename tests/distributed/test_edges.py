@@ -377,3 +377,23 @@ def _freeze_on_one(rank, world_size, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_is_frozen_on_one_rank_only_is_an_error_on_all(stage):
     run_ranks(2, _freeze_on_one, stage)
+
+
+def _freeze_last_on_one(rank, world_size):
+    """All is whole before backward, which gathers nothing before its first reduction."""
+    for overlap in (False, True):
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 4))
+        engine, _ = start(module, 3, reshard_after_forward=False, overlap_comm=overlap)
+        x = torch.ones(2, 4)
+        engine.backward(module(x).sum())
+        engine.zero_grad()
+        module[2].requires_grad_(rank == 0)
+        with pytest.raises(RuntimeError, match=r"requires_grad of parameter 2\.weight differs"):
+            engine.backward(module(x).sum())
+        module[2].requires_grad_(True)
+        engine.backward(module(x).sum())
+        engine.close()
+
+
+def test_it_is_found_before_the_first_reduction_where_nothing_is_gathered():
+    run(_freeze_last_on_one)
