@@ -169,8 +169,8 @@ class Schedule:
     @contextmanager
     def step_context(self) -> Iterator[None]:
         """`open` and `close` around code that uses the module."""
-        self.open()
         try:
+            self.open()
             yield
         except BaseException:
             self.reset()

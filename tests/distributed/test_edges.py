@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
+from lightning_zero.schedule import Moment
 from tests.distributed.ranks import run_ranks
 
 STAGES = [0, 1, 2, 3]
@@ -397,3 +398,34 @@ def _freeze_last_on_one(rank, world_size):
 
 def test_it_is_found_before_the_first_reduction_where_nothing_is_gathered():
     run(_freeze_last_on_one)
+
+
+def _put_wrong_data(rank, world_size):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, _ = start(module, 2)
+    x = torch.ones(2, 4)
+
+    def use_context():
+        with engine.forward_context():
+            return module(x).sum()
+
+    for use in (use_context, lambda: module(x).sum()):
+        use()
+        module[0].weight.data = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"0\.weight"):
+            use()
+        assert engine.schedule.moment is Moment.IDLE
+        with gathered(module, writeback=True):  # refused in the middle of a step
+            nn.init.constant_(module[0].weight, 0.5)
+        engine.backward(use())
+        engine.step()
+        engine.zero_grad()
+        assert engine.schedule.moment is Moment.IDLE
+        module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
+        use()
+        assert engine.buckets[0].owns(module[0].weight.data)
+    engine.close()
+
+
+def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_is_whole():
+    run(_put_wrong_data)
