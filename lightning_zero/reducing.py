@@ -110,7 +110,8 @@ class Reducing:
         self._trained.stop()
         self._is_tail = True
         if self._reduces:
-            self._reduce_the_rest(completes=self._ends_step)
+            touched = self._reduce_the_rest(completes=self._ends_step)
+            self._touched[self._trained.flags] = touched  # the flags have been compared
         else:
             for bucket in self._buckets:
                 bucket.grads.show()  # means of earlier backwards, which this one has not touched
@@ -151,11 +152,14 @@ class Reducing:
 
     # ---------------------------------------------------------------- the rest
 
-    def _reduce_the_rest(self, *, completes: bool) -> None:
+    def _reduce_the_rest(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order.
 
         Args:
             completes: Average over replicas, too: no further micro-batch will follow.
+
+        Returns:
+            What anybody touched, by slot.
         """
         buckets = self._buckets
         reduced = set(self._eager[: self._num_eager])
@@ -182,8 +186,8 @@ class Reducing:
                 bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
-        self._touched[self._trained.flags] = touched
         self._agree_on_order()
+        return touched
 
     def _agree_on_order(self) -> None:
         """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""

@@ -429,3 +429,24 @@ def _put_wrong_data(rank, world_size):
 
 def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_is_whole():
     run(_put_wrong_data)
+
+
+def _freeze_in_turn(rank, world_size, stage):
+    """In a backward that is not reduced, and so not compared; two branches, of which one is used."""
+    module = Pair()
+    engine, _ = start(module, stage, reduce_bucket_size=12)
+    x = torch.ones(2, 4)
+    for trains_both in (rank == 0, rank == 1):  # each rank knows one kind of the next two
+        module.b.requires_grad_(trains_both)
+        with engine.no_sync():
+            engine.backward(module(x, "a"))
+        engine.finish_reductions()
+        engine.zero_grad()
+        module.b.requires_grad_(True)
+        engine.backward(module(x, "ab"[rank]))
+        engine.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_trainable_may_differ_in_a_backward_that_is_not_reduced(stage):
+    run(_freeze_in_turn, stage)
