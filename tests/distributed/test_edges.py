@@ -432,7 +432,7 @@ def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_
 
 
 def _freeze_in_turn(rank, world_size, stage):
-    """In a backward that is not reduced, and so not compared; two branches, of which one is used."""
+    """In a backward that is not reduced, and so not compared."""
     module = Pair()
     engine, _ = start(module, stage, reduce_bucket_size=12)
     x = torch.ones(2, 4)
