@@ -27,6 +27,9 @@ class Reducing:
         trained: What is trainable in it.
         comm: Agrees on what was touched.
         config: Of the engine.
+
+    Attributes:
+        is_mid_step: The last backward ends no step, and nobody has asked for its means since.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Reducing:
         self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
         self._has_partial = False  # or reduced within the group only
+        self.is_mid_step = False
 
     def step_order(self) -> Sequence[Bucket]:
         """The order in which the next forward needs the buckets, the same on every rank.
@@ -115,6 +119,7 @@ class Reducing:
         else:
             for bucket in self._buckets:
                 bucket.grads.show()  # means of earlier backwards, which this one has not touched
+        self.is_mid_step = not self._ends_step
         self._has_local = not self._reduces
         has_replicas = self._comm.mesh.num_replicas > 1
         self._has_partial = has_replicas and self._reduces and not self._ends_step
@@ -125,7 +130,7 @@ class Reducing:
         self._comm.free_scratch()
         self._trained.stop()
         self._under_way = None
-        self._has_local = self._has_partial = False
+        self.is_mid_step = self._has_local = self._has_partial = False
 
     # ---------------------------------------------------------------- one bucket
 
@@ -214,7 +219,7 @@ class Reducing:
             for bucket, is_partial in zip(self._buckets, partial, strict=True):
                 if is_partial:
                     bucket.grads.average()
-        self._has_local = self._has_partial = False
+        self.is_mid_step = self._has_local = self._has_partial = False
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

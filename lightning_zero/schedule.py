@@ -262,7 +262,8 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
-        check_all_hooked(self._module)
+        if not self.reducing.is_mid_step:  # once for each step: it looks at every parameter
+            check_all_hooked(self._module)
         self.moment = Moment.BACKWARD
         self._recorder.phase(Kind.BACKWARD)
         self.reducing.begin(ends_step=reduces)

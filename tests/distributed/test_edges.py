@@ -450,3 +450,23 @@ def _freeze_in_turn(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_is_trainable_may_differ_in_a_backward_that_is_not_reduced(stage):
     run(_freeze_in_turn, stage)
+
+
+def _put_parameter(rank, world_size, stage):
+    """Between two steps, the first of which has micro-batches and no backward that ends it."""
+    module = Pair()
+    engine, _ = start(module, stage)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        with engine.no_sync():
+            engine.backward(module(x, "a"))
+    assert engine.schedule.reducing.is_mid_step
+    engine.step()
+    module.c = nn.Linear(4, 3)
+    with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was put into the module"):
+        engine.backward(module(x, "a"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_that_comes_after_set_up_is_found_in_the_first_micro_batch(stage):
+    run(_put_parameter, stage)
