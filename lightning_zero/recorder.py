@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,8 +50,9 @@ class Recorder:
             world_size: Number of ranks.
         """
         self.is_on = False
-        is_cuda = device is not None and device.type == "cuda"
-        self._now: Callable[[], Mark] = now_on_device if is_cuda else time.perf_counter
+        self._now: Callable[[], Mark] = time.perf_counter
+        if device is not None and device.type == "cuda":
+            self._now = partial(now_on_device, device)
         self._rank = rank
         self._world_size = world_size
         self._under_way: set[Flight] = set()
