@@ -72,13 +72,18 @@ class Gathering:
         self._has_met = False
 
     def end_backward(self) -> None:
-        """Also after an exception: nothing stays whole. Local."""
+        """Nothing stays whole. Local."""
+        self.forget()
+        self.release_all()
+
+    def forget(self) -> None:
+        """What was under way has ended, or never will. Local."""
         self._trace = self._forward
+        self._unclaimed.clear()
         self.num_issued = 0
         self.is_mid_round = False
         for unit in self.units:
             unit.num_awaited = 0
-        self.release_all()
 
     @property
     def is_at_end_of_forward(self) -> bool:

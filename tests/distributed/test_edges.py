@@ -470,3 +470,42 @@ def _put_parameter(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_parameter_that_comes_after_set_up_is_found_in_the_first_micro_batch(stage):
     run(_put_parameter, stage)
+
+
+def _fail_with_wrong_data(rank, world_size):
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    engine, _ = start(module, 3, reshard_after_forward=False)
+    x = torch.ones(2, 4)
+
+    def use_and_spoil():
+        with engine.forward_context():
+            module(x)
+            for layer in module[:3]:
+                layer.weight.data, layer.bias.data = torch.zeros(3), torch.zeros(2)
+            raise ArithmeticError("out of luck")
+
+    def spoil_later():
+        with engine.forward_context():
+            module(x)
+            module[1].weight.data = torch.zeros(3)
+
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match=r"after an exception: .*0\.weight"),
+            pytest.raises(ArithmeticError),
+        ):
+            use_and_spoil()
+        assert engine.schedule.moment is Moment.IDLE
+        assert not any(bucket.is_whole for bucket in engine.buckets)
+        engine.backward(module(x).sum())
+        engine.step()
+        engine.zero_grad()
+    spoil_later()
+    with pytest.raises(ValueError, match=r"1\.weight"):
+        engine.close()
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert module(x).shape == x.shape
+
+
+def test_data_of_a_wrong_shape_keeps_nothing_from_its_rest_after_an_exception_or_at_the_end():
+    run(_fail_with_wrong_data)
