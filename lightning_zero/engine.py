@@ -289,17 +289,18 @@ class Engine:
 
         Raises:
             RuntimeError: The last step failed beside the end of training; all is given back then.
+            ValueError: Likewise, data of a wrong shape was put in the place of a parameter's.
         """
         if self._is_closed:
             return
         self._is_closed = True
         target = (device or self.device) if keeps_parameters else None
         self._worker.drain()
-        failure = self.optimizers.find_failure()
+        failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
         self.schedule.hooks.detach()
-        self.schedule.reset()
+        failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
             give_back(bucket, target)

@@ -29,7 +29,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine_life import EngineLife, run_state
 from lightning_zero.evaluation import LockstepEvaluation, keep_in_loop
 from lightning_zero.from_meta import ConstantStates
-from lightning_zero.guard import has_placement
+from lightning_zero.guard import as_plain, has_placement
 from lightning_zero.launcher import check_numbering
 from lightning_zero.launcher.children import release_children
 from lightning_zero.left_out import check_none_left_out
@@ -296,8 +296,12 @@ class EngineStrategy(ProcessStrategy):
         if module is None:
             return
         forget_awaited(module)  # a set-up that failed has left it
-        if any(has_placement(p) or p.is_meta for p in module.parameters()):
-            return
-        if self._layer_sync and run_state(module).fn == TrainerFn.FITTING:
-            self.model = self._layer_sync.revert(module)
-        module.cpu()
+        parameters = list(module.parameters())
+        has_all = not any(has_placement(p) or p.is_meta for p in parameters)
+        with as_plain(parameters):
+            if self._layer_sync and run_state(module).fn == TrainerFn.FITTING:
+                self.model = self._layer_sync.revert(module)
+            if not has_all:
+                move_all_but_parameters(module, _CPU)
+        if has_all:
+            module.cpu()

@@ -73,10 +73,10 @@ class Flight:
 OFF = Flight(Kind.AGREE, "", 0, False, time.perf_counter, None)  # what begins while nobody records
 
 
-def now_on_device() -> Mark:
-    """Marks this moment on the current CUDA stream."""
+def now_on_device(device: torch.device) -> Mark:
+    """Marks this moment on the current stream of `device`, which may not be the current device."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

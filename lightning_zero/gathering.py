@@ -49,6 +49,7 @@ class Gathering:
         self.is_mid_round = False
         self.num_issued = 0
         self._num_issued_by_all = 0  # as far as the last round told
+        self._has_met = False  # this backward has had a round
         self._trained = trained
         self._recorder = recorder
         self._config = config
@@ -68,15 +69,21 @@ class Gathering:
         self._trace = self._backward
         self._trace.begin()
         self.num_issued = self._num_issued_by_all = 0
+        self._has_met = False
 
     def end_backward(self) -> None:
-        """Also after an exception: nothing stays whole. Local."""
+        """Nothing stays whole. Local."""
+        self.forget()
+        self.release_all()
+
+    def forget(self) -> None:
+        """What was under way has ended, or never will. Local."""
         self._trace = self._forward
+        self._unclaimed.clear()
         self.num_issued = 0
         self.is_mid_round = False
         for unit in self.units:
             unit.num_awaited = 0
-        self.release_all()
 
     @property
     def is_at_end_of_forward(self) -> bool:
@@ -187,6 +194,7 @@ class Gathering:
         """Every rank gathers the unit that the lowest request names."""
         agreed = self._trained.agree(request, self.num_issued)
         self._num_issued_by_all = agreed.fewest
+        self._has_met = True
         count, lowest = len(self.units), agreed.lowest
         if lowest < 2 * count:
             unit = self.units[lowest if lowest < count else 2 * count - 1 - lowest]
@@ -218,6 +226,16 @@ class Gathering:
         if self.is_needed:
             self.meet(self.done)
             self.release_all()
+
+    def meet_once(self) -> None:
+        """Before a reduction: ranks that train different parameters must have found it out.
+
+        A round of this rank's own is enough: in it are the marks of all that reduce in this
+        backward, which none of them can have left.
+        """
+        if self.is_needed and not self._has_met:
+            self._round(self._waiting)
+            self._drop_unclaimed(None)
 
     def wait_until_issued(self) -> None:
         """Takes part until every rank has issued the reductions that this one has."""

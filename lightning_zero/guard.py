@@ -12,7 +12,8 @@ touching it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "BetweenStepsError",
     "GuardedParameter",
     "Placement",
+    "as_plain",
     "attributes_of",
     "guard",
     "placement_of",
@@ -136,6 +138,19 @@ def placement_of(parameter: Tensor) -> Placement:
         )
     assert isinstance(placement, Placement)
     return placement
+
+
+@contextmanager
+def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, those that are guarded are plain: for code that moves modules, and reads no value."""
+    guarded = [p for p in parameters if isinstance(p, GuardedParameter)]
+    for parameter in guarded:
+        unguard(parameter)
+    try:
+        yield
+    finally:
+        for parameter in guarded:
+            guard(parameter)
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:

@@ -163,14 +163,15 @@ def check_all_hooked(module: nn.Module) -> None:
     Raises:
         RuntimeError: There is one.
     """
-    for name, parameter in module.named_parameters():
-        if not has_placement(parameter) and parameter.requires_grad:
-            raise RuntimeError(
-                f"parameter {name} was put into the module after the engine was built: its "
-                "gradient would be averaged by nobody. Put it there before (in Lightning, in "
-                "configure_model or setup), or write into the parameter that was there: "
-                "parameter.data = values."
-            )
+    with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        for name, parameter in module.named_parameters():
+            if not has_placement(parameter) and parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was put into the module after the engine was built: its "
+                    "gradient would be averaged by nobody. Put it there before (in Lightning, in "
+                    "configure_model or setup), or write into the parameter that was there: "
+                    "parameter.data = values."
+                )
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:

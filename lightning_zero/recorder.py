@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ _OWN_THREADS = "zero-"  # names of threads beside the training begin so
 
 
 class Recorder:
-    """Keeps spans from `start` to `stop`, and cuts windows out of that time.
+    """Keeps spans in windows, from `begin` to `end`; from `start` to `stop` also between them.
 
     While it is off each call is a look at `is_on`. Any thread may record; `start`, `begin`, `end`
     and `stop` are for the thread that trains. None of them is collective.
@@ -49,8 +50,9 @@ class Recorder:
             world_size: Number of ranks.
         """
         self.is_on = False
-        is_cuda = device is not None and device.type == "cuda"
-        self._now: Callable[[], Mark] = now_on_device if is_cuda else time.perf_counter
+        self._now: Callable[[], Mark] = time.perf_counter
+        if device is not None and device.type == "cuda":
+            self._now = partial(now_on_device, device)
         self._rank = rank
         self._world_size = world_size
         self._under_way: set[Flight] = set()
@@ -60,6 +62,7 @@ class Recorder:
         # When the window began, by both clocks; None between windows.
         self._zero: torch.cuda.Event | None = None
         self._zero_s: float | None = None
+        self._stops_at_end = False  # nobody has called `start`
         self._step = 0
         self._counts = [0, 0, 0, 0]  # hits, misses, read hits, read misses
 
@@ -71,13 +74,14 @@ class Recorder:
         self.is_on = True
 
     def begin(self, step: int) -> None:
-        """A window begins; `start` comes first if need be. Waits for the device.
+        """A window begins, up to which nothing need have been kept. Waits for the device.
 
         Args:
             step: Optimizer steps so far.
         """
         if not self.is_on:
             self.start()
+            self._stops_at_end = True
         self._step = step
         self._counts = [0, 0, 0, 0]
         zero = self._now()
@@ -85,11 +89,14 @@ class Recorder:
             zero.synchronize()
             self._zero, zero = zero, time.perf_counter()
         self._zero_s = zero
+        over = [self._over.popleft() for _ in range(len(self._over))]
+        self._over.extend(flight for flight in over if self._seconds(flight.stop) > 0)
 
     def end(self) -> Recording:
-        """The window ends. What is still under way is in it so far, and in the next one too.
+        """The window ends, and what nobody has started stops.
 
-        Waits for the device.
+        What is still under way is in it so far, and after `start` in the next one too. Waits for
+        the device.
 
         Raises:
             RuntimeError: No window has begun.
@@ -111,12 +118,14 @@ class Recorder:
                 spans.append(Span(*what, start, stop, flight.nbytes, flight.is_wait))
         spans.sort(key=lambda span: span.start_s)
         self._zero = self._zero_s = None
+        if self._stops_at_end:
+            self.stop()
         who = (self._rank, self._world_size)
         return Recording(*who, self._step, seconds, tuple(spans), *self._counts)
 
     def stop(self) -> None:
         """Keeps nothing any more and drops what was kept."""
-        self.is_on = False
+        self.is_on = self._stops_at_end = False
         self.forget()
         self._over.clear()
         self._zero = self._zero_s = None

@@ -27,6 +27,9 @@ class Reducing:
         trained: What is trainable in it.
         comm: Agrees on what was touched.
         config: Of the engine.
+
+    Attributes:
+        is_mid_step: The last backward ends no step, and nobody has asked for its means since.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Reducing:
         self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
         self._has_partial = False  # or reduced within the group only
+        self.is_mid_step = False
 
     def step_order(self) -> Sequence[Bucket]:
         """The order in which the next forward needs the buckets, the same on every rank.
@@ -110,10 +114,12 @@ class Reducing:
         self._trained.stop()
         self._is_tail = True
         if self._reduces:
-            self._reduce_the_rest(completes=self._ends_step)
+            touched = self._reduce_the_rest(completes=self._ends_step)
+            self._touched[self._trained.flags] = touched  # the flags have been compared
         else:
             for bucket in self._buckets:
                 bucket.grads.show()  # means of earlier backwards, which this one has not touched
+        self.is_mid_step = not self._ends_step
         self._has_local = not self._reduces
         has_replicas = self._comm.mesh.num_replicas > 1
         self._has_partial = has_replicas and self._reduces and not self._ends_step
@@ -124,12 +130,13 @@ class Reducing:
         self._comm.free_scratch()
         self._trained.stop()
         self._under_way = None
-        self._has_local = self._has_partial = False
+        self.is_mid_step = self._has_local = self._has_partial = False
 
     # ---------------------------------------------------------------- one bucket
 
     def _reduce(self, bucket: Bucket) -> None:
         self._trained.finish()
+        self._gathering.meet_once()
         self._finish()
         bucket.grads.reduce()
         self._gathering.num_issued += 1
@@ -150,11 +157,14 @@ class Reducing:
 
     # ---------------------------------------------------------------- the rest
 
-    def _reduce_the_rest(self, *, completes: bool) -> None:
+    def _reduce_the_rest(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on what anybody touched and reduces what has not been, in the fixed order.
 
         Args:
             completes: Average over replicas, too: no further micro-batch will follow.
+
+        Returns:
+            What anybody touched, by slot.
         """
         buckets = self._buckets
         reduced = set(self._eager[: self._num_eager])
@@ -181,8 +191,8 @@ class Reducing:
                 bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
-        self._touched[self._trained.flags] = touched
         self._agree_on_order()
+        return touched
 
     def _agree_on_order(self) -> None:
         """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""
@@ -209,7 +219,7 @@ class Reducing:
             for bucket, is_partial in zip(self._buckets, partial, strict=True):
                 if is_partial:
                     bucket.grads.average()
-        self._has_local = self._has_partial = False
+        self.is_mid_step = self._has_local = self._has_partial = False
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

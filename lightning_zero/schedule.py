@@ -40,7 +40,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -169,8 +169,8 @@ class Schedule:
     @contextmanager
     def step_context(self) -> Iterator[None]:
         """`open` and `close` around code that uses the module."""
-        self.open()
         try:
+            self.open()
             yield
         except BaseException:
             self.reset()
@@ -262,7 +262,8 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
-        check_all_hooked(self._module)
+        if not self.reducing.is_mid_step:  # once for each step: it looks at every parameter
+            check_all_hooked(self._module)
         self.moment = Moment.BACKWARD
         self._recorder.phase(Kind.BACKWARD)
         self.reducing.begin(ends_step=reduces)
@@ -318,17 +319,35 @@ class Schedule:
     # ---------------------------------------------------------------- failures
 
     def reset(self) -> None:
-        """Back to rest after an exception: nothing stays gathered, no gradient is half reduced."""
-        for bucket in self._buckets:
-            bucket.undo_step()
-            bucket.shards.stop_reading()
-            bucket.grads.drop()
-        self.reducing.reset()
-        self.gathering.end_backward()
+        """Back to rest after an exception: nothing stays gathered, no gradient is half reduced.
+
+        What fails meanwhile is a warning: the exception is what users should see.
+        """
+        error = self.come_to_rest()
+        if error is not None:
+            warnings.warn(f"after an exception: {error}", stacklevel=2)
+
+    def come_to_rest(self) -> Exception | None:
+        """As `reset`; what fails for one bucket keeps none from its rest.
+
+        Returns:
+            The first failure, such as data of a wrong shape in the place of a parameter's.
+        """
         self._awaits_backward = False
         self._depth = 0
         self.moment = Moment.IDLE
         self._recorder.forget()
+        self.gathering.forget()
+        errors: list[Exception] = []
+        for bucket in self._buckets:
+            for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):
+                _attempt(act, errors)
+        self.reducing.reset()
+        for bucket in self._buckets:
+            for _ in range(len(bucket.parameters) + 1):  # data that it refuses is gone next time
+                if not isinstance(_attempt(bucket.release, errors), ValueError):
+                    break
+        return errors[0] if errors else None
 
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""
@@ -344,6 +363,16 @@ class Schedule:
             bucket.cancel_gather(is_lost=True)
             bucket.grads.drop()
         self.moment = Moment.LOST
+
+
+def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | None:
+    """Calls `act`; what it raises is appended to `errors` and returned."""
+    try:
+        act()
+    except Exception as error:
+        errors.append(error)
+        return error
+    return None
 
 
 def _has_done_backward(unit: Unit) -> bool:

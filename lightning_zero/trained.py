@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator, Round
 
@@ -33,7 +35,9 @@ class Trained:
 
     def look(self) -> None:
         """A backward begins."""
-        self.flags = tuple(p.requires_grad for bucket in self._buckets for p in bucket.parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+            flags = (p.requires_grad for bucket in self._buckets for p in bucket.parameters)
+            self.flags = tuple(flags)
 
     def compare(self, request: int | None) -> None:
         """From now on, until `stop`, agreements compare.

@@ -28,6 +28,23 @@ def test_nothing_is_kept_while_it_is_off():
     recording = recorder.end()
     assert recording.spans == ()
     assert recording.hits == 0
+    assert not recorder.is_on
+    recorder.span(Kind.STEP, "between").end()
+    assert not recorder._over
+
+
+def test_started_it_stays_on_and_a_window_drops_what_was_over_before_it():
+    recorder = Recorder()
+    recorder.start()
+    for number in range(2):
+        for _ in range(100):
+            recorder.span(Kind.STEP, "before").end()
+        under_way = recorder.span(Kind.STEP, "under way")
+        recorder.begin(number)
+        assert not recorder._over
+        under_way.end()
+        assert [span.name for span in recorder.end().spans] == ["under way"]
+        assert recorder.is_on
 
 
 def test_a_window_must_begin_before_it_ends():

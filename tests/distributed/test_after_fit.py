@@ -101,6 +101,32 @@ def _false(rank, world_size, stage):
     assert not Path(SAVED).exists()
 
 
+class WithStatistics(GPTModule):
+    """Has buffers and parameters that training does not use: there is no such kernel for CPUs."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.memory = torch.nn.LSTM(2, 2)
+
+
+def _left_out_with_statistics(rank, world_size):
+    module = WithStatistics(ranks=world_size)
+    weight = module.norm.weight
+    spec = settings(3, whole_after_fit=False)
+    make_trainer(spec, sync_batchnorm=True, limit_train_batches=0).fit(module)
+    assert not isinstance(module.norm, torch.nn.SyncBatchNorm)
+    assert module.norm.weight is weight
+    for use in (weight.sum, module.memory.weight_ih_l0.sum):
+        with pytest.raises(RuntimeError, match=TEXT):
+            use()
+    assert module.norm.running_var.sum() == 4
+
+
+def test_modules_become_their_own_kind_again_also_where_values_are_left_out():
+    run_ranks(2, _left_out_with_statistics, has_group=False)
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nothing_is_kept_on_request(stage):
     run_ranks(2, _false, stage, has_group=False)

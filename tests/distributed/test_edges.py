@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
+from lightning_zero.schedule import Moment
 from tests.distributed.ranks import run_ranks
 
 STAGES = [0, 1, 2, 3]
@@ -377,3 +378,134 @@ def _freeze_on_one(rank, world_size, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_is_frozen_on_one_rank_only_is_an_error_on_all(stage):
     run_ranks(2, _freeze_on_one, stage)
+
+
+def _freeze_last_on_one(rank, world_size):
+    """All is whole before backward, which gathers nothing before its first reduction."""
+    for overlap in (False, True):
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 4))
+        engine, _ = start(module, 3, reshard_after_forward=False, overlap_comm=overlap)
+        x = torch.ones(2, 4)
+        engine.backward(module(x).sum())
+        engine.zero_grad()
+        module[2].requires_grad_(rank == 0)
+        with pytest.raises(RuntimeError, match=r"requires_grad of parameter 2\.weight differs"):
+            engine.backward(module(x).sum())
+        module[2].requires_grad_(True)
+        engine.backward(module(x).sum())
+        engine.close()
+
+
+def test_it_is_found_before_the_first_reduction_where_nothing_is_gathered():
+    run(_freeze_last_on_one)
+
+
+def _put_wrong_data(rank, world_size):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, _ = start(module, 2)
+    x = torch.ones(2, 4)
+
+    def use_context():
+        with engine.forward_context():
+            return module(x).sum()
+
+    for use in (use_context, lambda: module(x).sum()):
+        use()
+        module[0].weight.data = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"0\.weight"):
+            use()
+        assert engine.schedule.moment is Moment.IDLE
+        with gathered(module, writeback=True):  # refused in the middle of a step
+            nn.init.constant_(module[0].weight, 0.5)
+        engine.backward(use())
+        engine.step()
+        engine.zero_grad()
+        assert engine.schedule.moment is Moment.IDLE
+        module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
+        use()
+        assert engine.buckets[0].owns(module[0].weight.data)
+    engine.close()
+
+
+def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_is_whole():
+    run(_put_wrong_data)
+
+
+def _freeze_in_turn(rank, world_size, stage):
+    """In a backward that is not reduced, and so not compared."""
+    module = Pair()
+    engine, _ = start(module, stage, reduce_bucket_size=12)
+    x = torch.ones(2, 4)
+    for trains_both in (rank == 0, rank == 1):  # each rank knows one kind of the next two
+        module.b.requires_grad_(trains_both)
+        with engine.no_sync():
+            engine.backward(module(x, "a"))
+        engine.finish_reductions()
+        engine.zero_grad()
+        module.b.requires_grad_(True)
+        engine.backward(module(x, "ab"[rank]))
+        engine.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_is_trainable_may_differ_in_a_backward_that_is_not_reduced(stage):
+    run(_freeze_in_turn, stage)
+
+
+def _put_parameter(rank, world_size, stage):
+    """Between two steps, the first of which has micro-batches and no backward that ends it."""
+    module = Pair()
+    engine, _ = start(module, stage)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        with engine.no_sync():
+            engine.backward(module(x, "a"))
+    assert engine.schedule.reducing.is_mid_step
+    engine.step()
+    module.c = nn.Linear(4, 3)
+    with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was put into the module"):
+        engine.backward(module(x, "a"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_that_comes_after_set_up_is_found_in_the_first_micro_batch(stage):
+    run(_put_parameter, stage)
+
+
+def _fail_with_wrong_data(rank, world_size):
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    engine, _ = start(module, 3, reshard_after_forward=False)
+    x = torch.ones(2, 4)
+
+    def use_and_spoil():
+        with engine.forward_context():
+            module(x)
+            for layer in module[:3]:
+                layer.weight.data, layer.bias.data = torch.zeros(3), torch.zeros(2)
+            raise ArithmeticError("out of luck")
+
+    def spoil_later():
+        with engine.forward_context():
+            module(x)
+            module[1].weight.data = torch.zeros(3)
+
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match=r"after an exception: .*0\.weight"),
+            pytest.raises(ArithmeticError),
+        ):
+            use_and_spoil()
+        assert engine.schedule.moment is Moment.IDLE
+        assert not any(bucket.is_whole for bucket in engine.buckets)
+        engine.backward(module(x).sum())
+        engine.step()
+        engine.zero_grad()
+    spoil_later()
+    with pytest.raises(ValueError, match=r"1\.weight"):
+        engine.close()
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert module(x).shape == x.shape
+
+
+def test_data_of_a_wrong_shape_keeps_nothing_from_its_rest_after_an_exception_or_at_the_end():
+    run(_fail_with_wrong_data)

@@ -174,8 +174,12 @@ def test_a_straggler_waits_for_nobody(recorded):
 
 def test_without_overlap_nothing_is_hidden(recorded):
     (prompt,), _ = recorded["no overlap"]
-    assert prompt.exposed_s(Kind.REDUCE) > 0.5 * PAUSE_S  # waits for a rank that comes later
+    assert prompt.waited_s > 0.5 * PAUSE_S  # for a rank that comes later
     assert prompt.hidden_s(Kind.REDUCE) < 0.5 * PAUSE_S
+    waits = list(prompt.of(Kind.REDUCE, is_wait=True))
+    reductions = list(prompt.of(Kind.REDUCE))
+    assert [(s.name, s.stop_s) for s in reductions] == [(s.name, s.stop_s) for s in waits]
+    assert all(a.stop_s <= b.start_s for a, b in pairwise(reductions))
 
 
 def _cover(rank, world_size):
