@@ -62,7 +62,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     assert mean is not None
     if not bucket.plan.stage.has_shard(State.OPTIM):
         return bucket.grads.slices[placement.index].clone()
-    return bucket.gather_parts(mean).views[placement.index].clone()
+    return bucket.masters.gather_parts(mean).views[placement.index].clone()
 
 
 def _buckets_of(
@@ -92,7 +92,7 @@ def _buckets_of(
 
 @contextmanager
 def _readable(bucket: Bucket) -> Iterator[None]:
-    if bucket.is_shown:
+    if bucket.masters.is_shown:
         yield  # an outer context shows it, to be written to
         return
     bucket.wait_for_all_steps()
@@ -128,16 +128,16 @@ def _check_unchanged(bucket: Bucket) -> None:
 
 @contextmanager
 def _writable(bucket: Bucket) -> Iterator[None]:
-    exact = bucket.gather_master()
-    bucket.show(exact.views)
+    exact = bucket.masters.gather_whole()
+    bucket.masters.show(exact.views)
     try:
         yield
     except BaseException:
-        bucket.hide()
+        bucket.masters.hide()
         raise
     shown = [parameter.data for parameter in bucket.parameters]
-    bucket.hide()
+    bucket.masters.hide()
     for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
         if not is_same_memory(data, view):
             view.copy_(whole_values(data, slot))
-    bucket.accept(exact)
+    bucket.masters.accept(exact)

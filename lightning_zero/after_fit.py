@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.bucket import Bucket
+from lightning_zero.counting import allocated_bytes
 from lightning_zero.engine import Engine
 from lightning_zero.offload import Tier
 from lightning_zero.stage import State
@@ -63,7 +64,7 @@ def _whole_bytes(bucket: Bucket) -> int:
 
 def _held_bytes(bucket: Bucket) -> int:
     """What is in CPU memory now, and goes as the whole comes."""
-    held = bucket.allocated_bytes()
+    held = allocated_bytes(bucket)
     tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
     return sum(n for (tier, state), n in held.items() if tier in tiers and state is State.PARAM)
 

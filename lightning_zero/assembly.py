@@ -175,7 +175,7 @@ class Assembly:
         )
         awaited = {i: v for i, p in enumerate(parameters) if (v := awaited_values(p)) is not None}
         if awaited:
-            bucket.load(values_reader(awaited))
+            bucket.masters.load(values_reader(awaited))
         return bucket
 
     def units(self, buckets: Sequence[Bucket]) -> list[Unit]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
+from lightning_zero.counting import allocated_bytes
 from lightning_zero.offload import Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.probe import CannotShardError, Findings, StepKind, probe
@@ -220,7 +221,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         nbytes = sum(
             held
             for bucket in self._buckets
-            for (tier, _), held in bucket.allocated_bytes().items()
+            for (tier, _), held in allocated_bytes(bucket).items()
             if tier is Tier.NVME
         )
         states = [optimizer.state for optimizer in self]

@@ -40,7 +40,7 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     """Of this rank's elements, where there is one owner of each: the same sums for equal values."""
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
-    part = bucket.exact_parts()[placement.index]
+    part = bucket.masters.exact_parts()[placement.index]
     values = part.read() if isinstance(part, StoredTensor) else part.detach()
     words = (values + 0).view(_WORDS[values.element_size()])  # + 0: there are two zeros
     return words.sum(dtype=torch.int64).reshape(1).to(bucket.device)
@@ -50,5 +50,5 @@ def _whole(tensor: Tensor) -> Tensor:
     if not has_placement(tensor):
         return tensor.detach()
     placement = placement_of(tensor)
-    views: list[Tensor] = placement.bucket.exact_views()
+    views: list[Tensor] = placement.bucket.masters.exact_views()
     return views[placement.index].clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from lightning_zero.stage import State
 from lightning_zero.stored import StoredTensor
 from lightning_zero.tiers import Storage
 
-__all__ = ["count_memory"]
+__all__ = ["allocated_bytes", "count_memory"]
 
 
 def count_memory(
@@ -41,9 +42,9 @@ def count_memory(
     held = {tier: dict.fromkeys(State, 0) for tier in _tiers_of(buckets)}
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
-        for (tier, state), nbytes in bucket.allocated_bytes().items():
+        for (tier, state), nbytes in allocated_bytes(bucket).items():
             held[tier][state] += nbytes
-        for state, nbytes in bucket.data_parallel_bytes().items():
+        for state, nbytes in _data_parallel_bytes(bucket).items():
             alone[state] += nbytes
     for optimizer in optimizers:
         for placement, value in _states_of(optimizer):
@@ -68,6 +69,34 @@ def count_memory(
         nvme_written_bytes=storage.bytes_written,
         average_bytes=average_bytes,
     )
+
+
+def allocated_bytes(bucket: Bucket) -> dict[tuple[Tier, State], int]:
+    """Bytes held at this moment in parameters, gradients, masters and files, by tier.
+
+    Optimizer states in memory belong to the optimizer and are not counted here.
+    """
+    held: Counter[tuple[Tier, State]] = Counter()
+    held[Tier.DEVICE, State.PARAM] = bucket.whole.allocated_bytes
+    held[Tier.DEVICE, State.GRAD] = bucket.grads.allocated_bytes
+    for tier, state, home in bucket.shards.homes():
+        held[tier, state] += home.nbytes
+    if bucket.grad_home is not None:
+        held[bucket.plan.tiers.grad, State.GRAD] += bucket.grad_home.nbytes
+    return dict(held)
+
+
+def _data_parallel_bytes(bucket: Bucket) -> dict[State, int]:
+    """Bytes these parameters need whole on every rank; optimizer state without its moments."""
+    numel = bucket.plan.layout.parameter_numel
+    is_trained = any(parameter.requires_grad for parameter in bucket.parameters)
+    params = numel * bucket.plan.dtype.itemsize
+    master = numel * bucket.plan.master_dtype.itemsize if bucket.shards.has_own_master else 0
+    return {
+        State.PARAM: params,
+        State.GRAD: params if is_trained else 0,
+        State.OPTIM: master if is_trained else 0,
+    }
 
 
 def _tiers_of(buckets: Sequence[Bucket]) -> list[Tier]:

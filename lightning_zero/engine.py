@@ -27,6 +27,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.counting import count_memory
+from lightning_zero.handover import give_back
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.materialize import check_can_materialize
 from lightning_zero.memory import MemoryReport
@@ -301,7 +302,7 @@ class Engine:
         self.schedule.reset()
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
-            bucket.give_back(target)
+            give_back(bucket, target)
         self._worker.close()
         self.storage.close()
         if not keeps_optimizer_shards:

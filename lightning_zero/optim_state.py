@@ -217,7 +217,7 @@ def _joined(
             ]
             if all(part is None for part in slices):
                 continue
-            views = bucket.join_state(slices)
+            views = bucket.masters.join_state(slices)
             for index, part in enumerate(slices):
                 if part is not None:
                     yield bucket.parameters[index], key, views[index]
@@ -246,9 +246,9 @@ def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
 @contextmanager
 def _as_stepped(buckets: Sequence[Bucket]) -> Iterator[None]:
     for bucket in buckets:
-        bucket.enter_step(has_grads=False)
+        bucket.masters.enter_step(has_grads=False)
     try:
         yield
     finally:
         for bucket in buckets:
-            bucket.leave_step(is_changed=False)
+            bucket.masters.leave_step(is_changed=False)

@@ -66,7 +66,7 @@ class ShadowBucket:
         self.own_dtypes = [parameter.dtype for parameter in parameters]
         self.pins = 0
         self.is_shown = False
-        exact = bucket.exact()
+        exact = bucket.masters.exact()
         self.shard: Tensor = exact.to(device or exact.device, copy=True)
         if not any(parameter.is_meta for parameter in parameters):
             whole = FlatBuffer(bucket.plan.layout, exact.dtype, bucket.device)
@@ -113,6 +113,11 @@ class ShadowBucket:
         """Every rank holds all elements."""
         return self._bucket.steps_whole
 
+    @property
+    def masters(self) -> ShadowBucket:
+        """Itself: a shadow is nothing but values in full precision."""
+        return self
+
     def owned(self, index: int) -> range:
         """Elements of slot `index`, counted from its own first one, that this rank holds."""
         return self._bucket.owned(index)
@@ -157,7 +162,7 @@ class ShadowBucket:
         self.rest()
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
-        """Takes new values, each rank its own elements; as `Bucket.load`. Local."""
+        """Takes new values, each rank its own elements; as `Masters.load`. Local."""
         for index, part in enumerate(self.exact_parts()):
             values = read(index, self.owned(index))
             if values is not None:
@@ -167,11 +172,11 @@ class ShadowBucket:
 
     def exact_views(self) -> list[Tensor]:
         """By slot, all elements, n-D, on the device of the bucket. Collective."""
-        return self.gather_master().views
+        return self.gather_whole().views
 
-    def gather_master(self) -> FlatBuffer:
+    def gather_whole(self) -> FlatBuffer:
         """A new buffer with all elements on every rank. Collective; waits."""
-        return self._bucket.gather_parts(self.shard.to(self._bucket.device))
+        return self._bucket.masters.gather_parts(self.shard.to(self._bucket.device))
 
     def accept(self, exact: FlatBuffer) -> None:
         """Takes rank 0's values of `exact` on every rank. Collective."""
@@ -304,16 +309,16 @@ class Shadow:
             writes: Those of the trained module are written to: narrower parameters, and whole ones
                 on all ranks, then follow.
         """
-        exact = [bucket.show_own() for bucket in self._engine.buckets]
+        exact = [bucket.masters.show_own() for bucket in self._engine.buckets]
         try:
             with self.bare():
                 yield
         finally:
             for bucket in self._engine.buckets:
-                bucket.hide()
+                bucket.masters.hide()
         if writes:
             for bucket, values in zip(self._engine.buckets, exact, strict=True):
-                bucket.store(values)
+                bucket.masters.store(values)
             self._engine.schedule.shared.share_again()  # each rank has averaged its own
 
     @contextmanager

@@ -123,7 +123,7 @@ class OptimizerStep:
                 _hide_grads(bucket)
         else:
             for bucket in self._stepping:
-                bucket.enter_step()
+                bucket.masters.enter_step()
             self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
 
@@ -134,7 +134,7 @@ class OptimizerStep:
         self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
         for bucket in self._stepping:
             if self.kind is StepKind.AT_ONCE:
-                bucket.leave_step(is_changed=True)
+                bucket.masters.leave_step(is_changed=True)
             else:
                 bucket.grads.show()
         self._stepping = []

@@ -98,7 +98,7 @@ def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def values_reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:
-    """What `Bucket.load` asks: the elements `owned` of slot `index`; None where there is none."""
+    """What `Masters.load` asks: the elements `owned` of slot `index`; None where there is none."""
 
     def read(index: int, owned: range) -> Tensor | None:
         if index not in values:

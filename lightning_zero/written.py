@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_zero.layout import Slot
+from lightning_zero.layout import Layout, Slot
 from lightning_zero.stored import read_flat
 
-__all__ = ["Fingerprint", "is_same_memory", "own_elements", "whole_values"]
+__all__ = ["Fingerprint", "Rewritten", "is_same_memory", "own_elements", "whole_values"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096
@@ -76,3 +78,46 @@ def whole_values(values: Tensor, slot: Slot) -> Tensor:
             f"{slot.shape}: a parameter that an engine holds keeps its shape."
         )
     return values.clone()  # it may be another view of the same memory
+
+
+class Rewritten:
+    """Finds out which whole parameters have new values, without a look at values.
+
+    Args:
+        parameters: Of one bucket, by slot.
+        layout: Of that bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+        self._parameters = parameters
+        self._layout = layout
+        self._versions: list[int] = []  # by slot, since `watch`: a write counts them up
+
+    def watch(self) -> None:
+        """From now on, what is written to the parameters in place is found too."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def find(self, views: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Slots that may have new values since the last look, and their views, which have them.
+
+        Args:
+            views: By slot, what the parameters should show, and do so afterwards.
+
+        Raises:
+            ValueError: Data of another shape was put into a parameter, which shows its view again.
+        """
+        for index, view in enumerate(views):
+            if self._is_rewritten(index, view):
+                yield index, view
+
+    def _is_rewritten(self, index: int, view: Tensor) -> bool:
+        parameter = self._parameters[index]
+        data, version = parameter.data, parameter._version
+        is_replaced = not is_same_memory(data, view)
+        if is_replaced:
+            parameter.data = view  # first: also after an error
+            view.copy_(whole_values(data, self._layout.slots[index]))
+        is_written = bool(self._versions) and self._versions[index] != version
+        if is_written:
+            self._versions[index] = version
+        return is_replaced or is_written

@@ -40,7 +40,7 @@ def full_state_dict(engine: Engine, module: nn.Module | None = None) -> dict[str
             state[key] = value.detach()
     buckets = dict.fromkeys(placement_of(p).bucket for p in wanted)
     for bucket in buckets:
-        views = bucket.exact_views()
+        views = bucket.masters.exact_views()
         for index, parameter in enumerate(bucket.parameters):
             if parameter in wanted:
                 target = "cpu" if is_recipient else "meta"
@@ -62,7 +62,7 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
             continue
         if not any(p.requires_grad for p in bucket.parameters):
             continue
-        views = bucket.gather_master().views
+        views = bucket.masters.gather_whole().views
         if engine.comm.rank == 0:
             for slot, view in zip(bucket.plan.layout.slots, views, strict=True):
                 masters[slot.name] = view.to("cpu", copy=True)

@@ -156,7 +156,7 @@ def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
         slots = enumerate(bucket.plan.layout.slots)
         values = {index: masters[slot.name] for index, slot in slots if slot.name in masters}
         if values:
-            bucket.load(values_reader(values))
+            bucket.masters.load(values_reader(values))
 
 
 def _take(sources: Mapping[Tensor, Tensor]) -> None:
@@ -170,7 +170,7 @@ def _take(sources: Mapping[Tensor, Tensor]) -> None:
             with torch.no_grad():
                 target.copy_(source)
     for bucket, values in buckets.items():
-        bucket.load(values_reader(values))
+        bucket.masters.load(values_reader(values))
 
 
 class _Recorder(TorchFunctionMode):

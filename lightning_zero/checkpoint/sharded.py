@@ -209,7 +209,7 @@ class _ExactParts:
         """This rank's elements of slot `index`, 1-D."""
         if bucket is not self._bucket:
             self._parts = []
-            self._bucket, self._parts = bucket, bucket.exact_parts()
+            self._bucket, self._parts = bucket, bucket.masters.exact_parts()
         return self._parts[index]
 
 

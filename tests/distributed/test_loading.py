@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
 from lightning_zero.awaited import await_values
-from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
+from lightning_zero.masters import Masters
 from lightning_zero.stored import StoredTensor
 from tests.distributed.ranks import run_ranks
 
@@ -259,15 +259,15 @@ def _own_code(stage, net, kind):
         state = OrderedDict((f"net.{name}", value) for name, value in state.items())
         state._metadata = expected._metadata
     gathered_names = []
-    gather_master = Bucket.gather_master
+    gather_whole = Masters.gather_whole
 
-    def noted(bucket):
-        gathered_names.extend(slot.name for slot in bucket.plan.layout.slots)
-        return gather_master(bucket)
+    def noted(masters):
+        gathered_names.extend(slot.name for slot in masters.plan.layout.slots)
+        return gather_whole(masters)
 
-    Bucket.gather_master = noted
+    Masters.gather_whole = noted
     load_module(module, stored(state))
-    Bucket.gather_master = gather_master
+    Masters.gather_whole = gather_whole
     assert_state(engine, expected)
     assert torch.equal(module.layers[1].total, expected["layers.1.total"])
     if net is OverridingNet:
@@ -451,20 +451,20 @@ def _peak(rank, world_size, path, num_layers, width):
     engine = Engine(module, config=ZeroConfig(stage=3))
     before = anonymous_bytes()
     seen = [before]
-    load = Bucket.load
+    load = Masters.load
 
-    def watched(bucket, read):
+    def watched(masters, read):
         def watch(index, owned):
             values = read(index, owned)
             seen.append(anonymous_bytes())
             return values
 
-        load(bucket, watch)
+        load(masters, watch)
         seen.append(anonymous_bytes())
 
-    Bucket.load = watched
+    Masters.load = watched
     load_weights(module, path)
-    Bucket.load = load
+    Masters.load = load
     after = anonymous_bytes()
     expected = torch.load(path, mmap=True, weights_only=True) if path.endswith("pt") else None
     if expected is not None:
