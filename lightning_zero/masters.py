@@ -1,7 +1,7 @@
 """The masters of one bucket, as others than its own step see them: read, loaded, shown, stepped.
 
-A shadow has the same calls (shadow.py), so that whoever looks from outside need not tell which it
-is.
+A shadow (shadow.py) answers the same questions, so that `gathered`, `torch.equal` and checkpoints
+need not know which of the two they look at.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Masters:
     Where there is no master, these are the parameters themselves.
 
     Args:
-        bucket: Rests when this is made, or is about to.
+        bucket: Has its shards.
 
     Attributes:
         plan: Of the bucket.
