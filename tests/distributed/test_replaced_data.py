@@ -130,6 +130,7 @@ BETWEEN_STEPS = {
 IN_FORWARD = {
     replace: ALWAYS,
     scale_and_replace: ALWAYS,
+    scale: ALWAYS,
     copy_values: ALWAYS,
     initialize: ALWAYS,
     reset: ALWAYS,
@@ -183,6 +184,46 @@ def _compared(net, start, write, is_inside):
         tolerance = 1e-6 if written(net).dtype == torch.float32 else 3e-2
         pairs = zip(net.parameters(), expected.parameters(), strict=True)
         return "taken", all(torch.allclose(a.float(), b, atol=tolerance) for a, b in pairs)
+
+
+def _clip(rank, world_size, stage, param_dtype):
+    """Clips weights in the step's own context, as Wasserstein GANs do, and looks on one rank."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=stage, param_dtype=param_dtype))
+    x = torch.ones(2, 12, dtype=param_dtype)
+    used = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda m, *_: used.append(m.weight.detach().abs().max().item()))
+    for _ in range(2):
+        with engine.forward_context():
+            loss = net(x)
+            if rank == 0:
+                net.blocks[0].weight.data.norm()
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                written(net).data.norm()
+            for parameter in net.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+        held = sum(bucket.is_whole for bucket in engine.buckets if bucket.is_gathered_before_use)
+    del used[:-3]
+    with gathered(net):
+        largest = max(p.abs().max().item() for p in net.parameters())
+    engine.close()
+    return held, max(used), largest
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_keeps_nothing_whole(
+    stage, param_dtype
+):
+    for held, used, largest in run_ranks(2, _clip, stage, param_dtype):
+        assert held == 0
+        assert used == largest == pytest.approx(0.01, rel=1e-2)
 
 
 FAST = [*((stage, torch.float32) for stage in STAGES), (3, torch.bfloat16)]
