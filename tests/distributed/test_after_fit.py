@@ -64,6 +64,19 @@ def _auto(rank, world_size):
     return told, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
 
 
+def _evaluated(rank, world_size):
+    after_fit.available_memory_bytes = lambda: 0
+    module = GPTModule(ranks=world_size)
+    before = copy.deepcopy(arrays(module.state_dict()))
+    make_trainer(settings(3), limit_val_batches=1.0).validate(module, verbose=False)
+    return before, arrays(module.state_dict())
+
+
+def test_weights_that_nobody_has_trained_are_given_back_without_a_checkpoint():
+    for before, after in run_ranks(2, _evaluated, has_group=False):
+        assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
 def _whole(rank, world_size):
     module, trainer, told = _fit("ddp", world_size)
     (metrics,) = trainer.validate(module, verbose=False)
