@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -224,6 +225,59 @@ def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_keep
     for held, used, largest in run_ranks(2, _clip, stage, param_dtype):
         assert held == 0
         assert used == largest == pytest.approx(0.01, rel=1e-2)
+
+
+def _refuse(rank, world_size):
+    torch.manual_seed(0)
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.0)], ZeroConfig(stage=3))
+    for write in (copy_values, copy_without_writeback, replace_without_writeback):
+        for context in (nullcontext, engine.forward_context):
+            with context(), pytest.raises(RuntimeError, match="is dropped"):  # noqa: SIM117
+                with gathered(net):
+                    write(net)
+            engine.reset()
+            with gathered(net):
+                assert all(torch.equal(v, before[name]) for name, v in net.state_dict().items())
+    engine.backward(net(torch.ones(2, 12)))
+    engine.step()
+    engine.close()
+    return all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_changes_that_gathered_refuses_do_not_count():
+    assert run_ranks(2, _refuse) == [True, True]
+
+
+def _fail(rank, world_size):
+    """An exception in a forward that has put data of a wrong shape into two parameters."""
+    torch.manual_seed(0)
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    config = ZeroConfig(stage=3, reshard_after_forward=False)
+    engine = Engine(net, [optimizer], config)
+
+    def fail():
+        net(torch.ones(2, 12))
+        for block in net.blocks[:2]:
+            block.weight.data = torch.zeros(3)
+        raise KeyError
+
+    with pytest.raises(KeyError), pytest.warns(UserWarning, match="keeps its shape"):  # noqa: SIM117
+        with engine.forward_context():
+            fail()
+    assert not any(bucket.is_whole for bucket in engine.buckets)
+    for _ in range(2):
+        engine.backward(net(torch.ones(2, 12)))
+        engine.step()
+    engine.close()
+    return all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_step_that_fails_with_data_of_a_wrong_shape_leaves_the_engine_at_rest():
+    assert run_ranks(2, _fail) == [True, True]
 
 
 FAST = [*((stage, torch.float32) for stage in STAGES), (3, torch.bfloat16)]
