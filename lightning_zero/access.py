@@ -35,7 +35,7 @@ def gathered(
     Raises:
         RuntimeError: In the middle of an optimizer step; or changes without `writeback`, which are
             dropped where parameters rest as shards; elsewhere nobody has the old values.
-        ValueError: Data of another shape was put into a parameter.
+        ValueError: Data of another shape was put into a parameter; a RuntimeError on other ranks.
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
@@ -143,7 +143,8 @@ def _writable(bucket: Bucket) -> Iterator[None]:
         raise
     shown = [parameter.data for parameter in bucket.parameters]
     bucket.masters.hide()
-    for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
-        if not is_same_memory(data, view):
-            view.copy_(whole_values(data, slot))
+    with bucket.comm.failing_together():
+        for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
+            if not is_same_memory(data, view):
+                view.copy_(whole_values(data, slot))
     bucket.masters.accept(exact)

@@ -250,6 +250,23 @@ def test_changes_that_gathered_refuses_do_not_count():
     assert run_ranks(2, _refuse) == [True, True]
 
 
+def _put_on_one_rank(rank, world_size, stage):
+    torch.manual_seed(0)
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.0)], ZeroConfig(stage=stage))
+    expected = (ValueError, "keeps its shape") if rank == 1 else (RuntimeError, "rank 1 failed")
+    with pytest.raises(expected[0], match=expected[1]), gathered(net, writeback=True):
+        put_wrong_shape(net) if rank == 1 else replace(net)
+    engine.close()
+    return [torch.equal(value, before[name]) for name, value in net.state_dict().items()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_wrong_data_in_gathered_on_one_rank_is_an_error_on_all(stage):
+    assert all(map(all, run_ranks(2, _put_on_one_rank, stage)))
+
+
 def _fail(rank, world_size):
     """An exception in a forward that has put data of a wrong shape into two parameters."""
     torch.manual_seed(0)
