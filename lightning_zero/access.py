@@ -33,8 +33,9 @@ def gathered(
             show what the module computes with, and must not be changed.
 
     Raises:
-        RuntimeError: In the middle of an optimizer step; or changes without `writeback`.
-        ValueError: Data of another shape was put into a parameter.
+        RuntimeError: In the middle of an optimizer step; or changes without `writeback`, which are
+            dropped where parameters rest as shards; elsewhere nobody has the old values.
+        ValueError: Data of another shape was put into a parameter; a RuntimeError on other ranks.
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
@@ -104,14 +105,18 @@ def _readable(bucket: Bucket) -> Iterator[None]:
     is_first = bucket.prints is None
     if is_first:
         bucket.prints = [Fingerprint(p.data.reshape(-1)) for p in bucket.parameters]
+    is_kept = False
     try:
         yield
         if is_first:
             _check_unchanged(bucket)
+        is_kept = True
     finally:
         bucket.prints = None if is_first else bucket.prints
         bucket.pins -= 1
-        if not was_whole:
+        if not is_kept:
+            bucket.drop_whole()
+        elif not was_whole:
             bucket.release()
 
 
@@ -122,7 +127,8 @@ def _check_unchanged(bucket: Bucket) -> None:
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
                 "lightning_zero.gathered(...), which shows values; use gathered(..., "
-                "writeback=True), which keeps the changes of rank 0."
+                "writeback=True), which keeps the changes of rank 0. The change "
+                f"{'is dropped' if bucket.is_gathered_before_use else 'stays on this rank'}."
             )
 
 
@@ -137,7 +143,8 @@ def _writable(bucket: Bucket) -> Iterator[None]:
         raise
     shown = [parameter.data for parameter in bucket.parameters]
     bucket.masters.hide()
-    for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
-        if not is_same_memory(data, view):
-            view.copy_(whole_values(data, slot))
+    with bucket.comm.failing_together():
+        for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
+            if not is_same_memory(data, view):
+                view.copy_(whole_values(data, slot))
     bucket.masters.accept(exact)

@@ -9,10 +9,8 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.bucket import Bucket
-from lightning_zero.counting import allocated_bytes
+from lightning_zero.counting import held_bytes, whole_bytes
 from lightning_zero.engine import Engine
-from lightning_zero.offload import Tier
-from lightning_zero.stage import State
 from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 
 __all__ = ["WholeAfterFit", "check_whole_after_fit", "keeps_whole", "save_unsaved"]
@@ -41,8 +39,8 @@ def keeps_whole(choice: bool | str, engine: Engine, *, num_averages: int = 0) ->
     """
     if isinstance(choice, bool):
         return choice
-    needed = (1 + num_averages) * sum(_whole_bytes(bucket) for bucket in engine.buckets)
-    needed -= sum(_held_bytes(bucket) for bucket in engine.buckets)
+    needed = (1 + num_averages) * sum(whole_bytes(bucket) for bucket in engine.buckets)
+    needed -= sum(held_bytes(bucket) for bucket in engine.buckets)
     if engine.comm.rank == 0:
         needed += sum(_masters_bytes(bucket) for bucket in engine.buckets)
     room = available_memory_bytes() // (2 * local_world_size())
@@ -55,18 +53,6 @@ def keeps_whole(choice: bool | str, engine: Engine, *, num_averages: int = 0) ->
             "Model.load_from_checkpoint(path) or ckpt_path=path; whole_after_fit=True keeps them."
         )
     return fits
-
-
-def _whole_bytes(bucket: Bucket) -> int:
-    slots = zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
-    return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
-
-
-def _held_bytes(bucket: Bucket) -> int:
-    """What is in CPU memory now, and goes as the whole comes."""
-    held = allocated_bytes(bucket)
-    tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
-    return sum(n for (tier, state), n in held.items() if tier in tiers and state is State.PARAM)
 
 
 def _masters_bytes(bucket: Bucket) -> int:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
-from lightning_zero.counting import allocated_bytes
+from lightning_zero.counting import held_bytes, whole_bytes
 from lightning_zero.offload import Tier
 from lightning_zero.optim_state import join_optimizer_state, shard_initial_state
 from lightning_zero.probe import CannotShardError, Findings, StepKind, probe
@@ -204,10 +204,10 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
         Args:
             device: Where they are to be; None: they are dropped.
-            keeps_shards: This rank's part only. What would fill more than half of the memory is
-                dropped instead.
+            keeps_shards: This rank's part only. What would fill more than half of the memory,
+                with the whole module, is dropped instead.
         """
-        self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory())
+        self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory(device))
         for optimizer in self:
             if self._lacks_states or device is None:
                 optimizer.state.clear()
@@ -216,17 +216,19 @@ class AttachedOptimizers(Sequence[Optimizer]):
             else:
                 join_optimizer_state(optimizer, self._buckets, device)
 
-    def _fit_in_memory(self) -> bool:
-        """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective."""
+    def _fit_in_memory(self, device: torch.device) -> bool:
+        """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective.
+
+        With the whole module, which comes to `device` next.
+        """
         nbytes = sum(
-            held
-            for bucket in self._buckets
-            for (tier, _), held in allocated_bytes(bucket).items()
-            if tier is Tier.NVME
+            home.nbytes for bucket in self._buckets for home in bucket.shards.state_homes.values()
         )
         states = [optimizer.state for optimizer in self]
         on_gpu = (t for t in tree_leaves(states) if isinstance(t, Tensor) and t.is_cuda)
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
+        if nbytes and device.type == "cpu":
+            nbytes += sum(whole_bytes(bucket) - held_bytes(bucket) for bucket in self._buckets)
         room = available_memory_bytes() // (2 * local_world_size())
         return bool(self._comm.min_ints([room - nbytes])[0] >= 0)
 
@@ -234,13 +236,13 @@ class AttachedOptimizers(Sequence[Optimizer]):
         """Whether the states can still be told after `give_back`.
 
         Raises:
-            RuntimeError: They rested on NVMe and were too large to keep.
+            RuntimeError: They rested on NVMe or a GPU and were too large to keep.
         """
         if self._lacks_states:
             raise RuntimeError(
-                "the optimizer states rested on NVMe, were too large for memory and went with "
-                "their files when training ended; save a checkpoint before fit returns, as "
-                "ModelCheckpoint does, or save the weights only."
+                "the optimizer states rested on NVMe or a GPU, were too large for CPU memory "
+                "beside the module, and were dropped when training ended; save a checkpoint before "
+                "fit returns, as ModelCheckpoint does, or save the weights only."
             )
 
 

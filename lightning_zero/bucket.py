@@ -32,7 +32,7 @@ from lightning_zero.comm import Communicator, Pending
 from lightning_zero.compare import equal
 from lightning_zero.grad_home import GradHome, Landing
 from lightning_zero.gradient import Gradients
-from lightning_zero.guard import BetweenStepsError, guard, unguard
+from lightning_zero.guard import guard, unguard
 from lightning_zero.handover import take_in
 from lightning_zero.masters import Masters
 from lightning_zero.offload import Tier
@@ -40,7 +40,6 @@ from lightning_zero.plan import BucketPlan
 from lightning_zero.recording import Kind
 from lightning_zero.shards import Shards
 from lightning_zero.stored import StoredTensor
-from lightning_zero.tiers import InFile
 from lightning_zero.worker import Stepping, StepWorker
 from lightning_zero.written import Fingerprint, Rewritten, own_elements
 
@@ -111,7 +110,6 @@ class Bucket:
         self._pending: Pending | None = None
         self._stepping: Stepping | None = None  # a worker steps this bucket
         self._rewritten = Rewritten(self.parameters, plan.layout)
-        self._is_seen_at_rest = False  # somebody has seen shards, and may write to them any time
         self._make_whole = make_whole
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self.whole = filled
@@ -149,7 +147,7 @@ class Bucket:
 
     def send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        if self._is_seen_at_rest:
+        if self.shards.is_written_at_rest():
             self.wait_for_sent()
             self.shards.cast_master()
         source = self.shards.send_params()
@@ -307,20 +305,16 @@ class Bucket:
             self.finish_gather()
 
     def look_at_rest(self, index: int) -> Tensor:
-        """What `parameter.data` is of slot `index`: a tensor, or what reads it from its file.
+        """What `parameter.data` is of slot `index`: a tensor, or what reads its file. Local.
 
-        Inside a step, where ranks act together, it is the whole, as in any other use.
+        A gather that is under way before a use is given up, that what is written here is in the
+        next one. The look itself keeps nothing whole, and waits for no other rank.
         """
         self.settle()
-        if self.is_gathered_before_use:
-            try:
-                self.use(self.plan.layout.slots[index].name)
-            except BetweenStepsError:
-                self._is_seen_at_rest = True
-        exact = self.shards.exact
-        if self.phase is Phase.SHARD and isinstance(exact, InFile):
-            own = self.shards.own_range(index)
-            return exact.look(own.start, own.stop)
+        self.release()
+        if self.phase is Phase.SHARD:
+            self.wait_for_sent()  # somebody may write to it
+            return self.shards.look(index)
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index].data
 
@@ -334,6 +328,7 @@ class Bucket:
         Raises:
             ValueError: Of another shape.
         """
+        self.release()  # what was gathered before its use is gathered again
         if self.phase is Phase.GATHERING:
             self.finish_gather()
             self.parameters[index].data = values  # taken when it is released
@@ -370,8 +365,14 @@ class Bucket:
 
     # ---------------------------------------------------------------- failures
 
+    def drop_whole(self) -> None:
+        """As `release`, without taking what was written to the whole."""
+        if self.is_gathered_before_use and self.is_whole and not self.pins:
+            self.finish_gather()
+            self.point_at_rest()
+
     def undo_step(self) -> None:
-        """Back to rest after an optimizer that failed in its step."""
+        """Back to rest after an exception, which may have come in the optimizer's step."""
         try:
             self.wait_for_step()
         except RuntimeError as error:
@@ -380,6 +381,11 @@ class Bucket:
             self.masters.leave_step(is_changed=True)
         elif self.phase is Phase.GATHERING and self._pending is None:
             self.end_step()
+        try:
+            self.release()
+        except Exception as error:
+            warnings.warn(f"{error} What the failed step wrote is dropped.", stacklevel=2)
+            self.drop_whole()
 
     def cancel_gather(self, *, is_lost: bool) -> None:
         """Forgets a gather whose group is gone.

@@ -19,7 +19,7 @@ from lightning_zero.stage import State
 from lightning_zero.stored import StoredTensor
 from lightning_zero.tiers import Storage
 
-__all__ = ["allocated_bytes", "count_memory"]
+__all__ = ["allocated_bytes", "count_memory", "held_bytes", "whole_bytes"]
 
 
 def count_memory(
@@ -84,6 +84,19 @@ def allocated_bytes(bucket: Bucket) -> dict[tuple[Tier, State], int]:
     if bucket.grad_home is not None:
         held[bucket.plan.tiers.grad, State.GRAD] += bucket.grad_home.nbytes
     return dict(held)
+
+
+def whole_bytes(bucket: Bucket) -> int:
+    """Bytes of whole parameters in the dtypes that they are given back in."""
+    slots = zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+    return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
+
+
+def held_bytes(bucket: Bucket) -> int:
+    """Bytes of parameters in CPU memory now, which go as the whole comes."""
+    held = allocated_bytes(bucket)
+    tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
+    return sum(n for (tier, state), n in held.items() if tier in tiers and state is State.PARAM)
 
 
 def _data_parallel_bytes(bucket: Bucket) -> dict[State, int]:

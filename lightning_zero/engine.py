@@ -282,8 +282,8 @@ class Engine:
             device: Where parameters and optimizer states are to be; None: where they are.
             keeps_optimizer_shards: Leave each rank its part of the optimizer states, from which
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
-                States on NVMe that would fill more than half of the memory are dropped instead
-                (`optimizers.check_has_states` then raises), for their files go.
+                States on NVMe or a GPU that would fill more than half of the CPU memory, with the
+                module, are dropped instead (`optimizers.check_has_states` then raises).
             keeps_parameters: False: parameters and optimizer states have no values afterwards, and
                 a use of them is an error.
 

@@ -37,7 +37,8 @@ class EngineLife:
 
     Args:
         timeout: Of collectives; None: the backend's.
-        whole_after_fit: Leave every rank the whole module; "auto": where it has room.
+        whole_after_fit: Leave every rank the whole module; "auto": after a fit, where it has room;
+            after other runs always.
 
     Raises:
         ValueError: No such choice.
@@ -210,17 +211,21 @@ class EngineLife:
     def _is_kept_whole(self) -> bool:
         """Whether every rank gets the module when this run has ended. Collective."""
         if self._keeps_whole is None:
-            self._keeps_whole = keeps_whole(
+            # Only what a fit leaves is saved before it goes.
+            is_free = self._whole_after_fit == "auto" and not self._was_fitting()
+            self._keeps_whole = is_free or keeps_whole(
                 self._whole_after_fit, self.engine, num_averages=len(self._averages or ())
             )
         return self._keeps_whole
+
+    def _was_fitting(self) -> bool:
+        return run_state(self.engine.module).fn == TrainerFn.FITTING
 
     def loses_weights(self) -> bool:
         """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
         if self.current is None or self._whole_after_fit != "auto":
             return False
-        was_fitting = run_state(self.current.module).fn == TrainerFn.FITTING
-        return was_fitting and not self._is_kept_whole()
+        return self._was_fitting() and not self._is_kept_whole()
 
 
 def run_state(module: nn.Module | None) -> TrainerState:

@@ -67,7 +67,7 @@ def give_back(bucket: Bucket, device: torch.device | None) -> None:
             leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
         else:
             parameter.data = views[index].to(device, dtype, copy=True)
-    bucket.shards.param = bucket.shards.master = None
+    bucket.shards.drop()
     bucket.whole.free()
 
 

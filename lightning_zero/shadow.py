@@ -233,6 +233,10 @@ class ShadowBucket:
         if not self.pins:
             self.rest()
 
+    def drop_whole(self) -> None:
+        """As `release`: what is shown is a copy."""
+        self.release()
+
     def give_back(self, device: torch.device | None) -> None:
         """Makes every parameter a whole tensor of its own on `device`. Collective.
 

@@ -53,6 +53,8 @@ class Shards:
         self.keeps_states_in_files = False
         self.state_homes: dict[str, Home] = {}
         self._print: Fingerprint | None = None  # of the own part of whole parameters
+        self._seen: Tensor | None = None  # the master as others see it: writes count its versions
+        self._seen_version = 0
 
     # ---------------------------------------------------------------- which elements
 
@@ -143,6 +145,27 @@ class Shards:
             return slice_shard(self.plan.layout, self.exact.tensor, self._rank)
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
+    def look(self, index: int) -> Tensor:
+        """What is shown of slot `index` at rest: 1-D, a view of memory, or what reads a file."""
+        own, exact = self.own_range(index), self.exact
+        if not isinstance(exact, InMemory):
+            return exact.look(own.start, own.stop)
+        if self._seen is None or self._seen.data_ptr() != exact.tensor.data_ptr():
+            self._seen = exact.tensor.data
+            self._seen_version = self._seen._version
+        return self._seen[own.start : own.stop]
+
+    def is_written_at_rest(self) -> bool:
+        """Whether somebody has written to what `look` gave, since the last time this was asked."""
+        if self._seen is None or self._seen._version == self._seen_version:
+            return False
+        self._seen_version = self._seen._version
+        return True
+
+    def drop(self) -> None:
+        """Frees parameters and master."""
+        self.param = self.master = self._seen = None
+
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
         self.stop_reading()
@@ -153,6 +176,7 @@ class Shards:
         """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
         if not self.has_own_master or self.master is None:
             return
+        self.stop_reading()
         with record_function(f"zero::cast {self.plan.name}"):
             self.follower.store(0, self.master.fetch(0, self.master.numel))
         self.mark_written()

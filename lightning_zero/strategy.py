@@ -83,7 +83,7 @@ class ZeroStrategy(CheckpointStrategy):
             writes its own part. "auto": full below 2^31 parameter elements.
         check_memory: Refuse to begin where model states alone are more than all the memory there
             is, and say what would fit.
-        whole_after_fit: Give every rank the whole module, in CPU memory, when a run has ended.
+        whole_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
             False: its parameters have no values then, and using one is an error. "auto": where it
             takes at most half of the memory that is free for all ranks of a node; else the last
             step is saved, if no callback has done so.

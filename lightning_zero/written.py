@@ -15,6 +15,7 @@ __all__ = ["Fingerprint", "Rewritten", "is_same_memory", "own_elements", "whole_
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 4096
+_BLOCK = 64 * _ROW
 
 
 class Fingerprint:
@@ -34,9 +35,14 @@ class Fingerprint:
 
 def _sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
     words = tensor.detach().view(_WORDS.get(tensor.element_size(), torch.int64))
-    padding = -words.numel() % _ROW
-    rows = functional.pad(words, (0, padding)).unflatten(0, (-(-words.numel() // _ROW), _ROW))
-    return rows.sum(dim=1, dtype=torch.int64), rows.sum(dim=0, dtype=torch.int64)
+    by_row, by_column = [], torch.zeros(_ROW, dtype=torch.int64, device=words.device)
+    for block in words.split(_BLOCK):  # sums make wider copies of what they sum
+        padding = -block.numel() % _ROW
+        padded = functional.pad(block, (0, padding)) if padding else block
+        rows = padded.unflatten(0, (padded.numel() // _ROW, _ROW))
+        by_row.append(rows.sum(dim=1, dtype=torch.int64))
+        by_column += rows.sum(dim=0, dtype=torch.int64)
+    return torch.cat(by_row), by_column
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from lightning_zero import ZeroStrategy, after_fit
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy, after_fit, attached
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule
@@ -62,6 +62,19 @@ def _auto(rank, world_size):
     (metrics,) = trainer.validate(module, ckpt_path=SAVED, verbose=False)
     loaded = GPTModule.load_from_checkpoint(SAVED, ranks=world_size)
     return told, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
+
+
+def _evaluated(rank, world_size):
+    after_fit.available_memory_bytes = lambda: 0
+    module = GPTModule(ranks=world_size)
+    before = copy.deepcopy(arrays(module.state_dict()))
+    make_trainer(settings(3), limit_val_batches=1.0).validate(module, verbose=False)
+    return before, arrays(module.state_dict())
+
+
+def test_weights_that_nobody_has_trained_are_given_back_without_a_checkpoint():
+    for before, after in run_ranks(2, _evaluated, has_group=False):
+        assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
 def _whole(rank, world_size):
@@ -130,6 +143,31 @@ def test_modules_become_their_own_kind_again_also_where_values_are_left_out():
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nothing_is_kept_on_request(stage):
     run_ranks(2, _false, stage, has_group=False)
+
+
+def _states(rank, world_size, folder):
+    kept = []
+    for share in (0.5, 1.5):  # of the module that fits beside the states
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        nbytes = sum(p.nbytes for p in net.parameters())
+        offload = OffloadConfig("nvme", nvme_path=folder)
+        config = ZeroConfig(stage=3, offload_optimizer=offload)
+        engine = Engine(net, [torch.optim.Adam(net.parameters())], config)
+        engine.backward(net(torch.ones(2, 64)).sum())
+        engine.step()
+        room = int(2 * nbytes / world_size + share * nbytes)
+        attached.available_memory_bytes = lambda: 2 * attached.local_world_size() * room  # noqa: B023
+        engine.close(torch.device("cpu"), keeps_optimizer_shards=True)
+        engine.comm.close()
+        kept.append(bool(engine.optimizers[0].state))
+        if not kept[-1]:
+            with pytest.raises(RuntimeError, match="beside the module"):
+                engine.optimizers.check_has_states()
+    return kept
+
+
+def test_states_in_files_are_kept_where_they_fit_beside_the_module(tmp_path):
+    assert run_ranks(2, _states, str(tmp_path)) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize("value", ["yes", None, 1])

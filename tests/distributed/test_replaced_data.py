@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ BETWEEN_STEPS = {
 IN_FORWARD = {
     replace: ALWAYS,
     scale_and_replace: ALWAYS,
+    scale: ALWAYS,
     copy_values: ALWAYS,
     initialize: ALWAYS,
     reset: ALWAYS,
@@ -183,6 +185,116 @@ def _compared(net, start, write, is_inside):
         tolerance = 1e-6 if written(net).dtype == torch.float32 else 3e-2
         pairs = zip(net.parameters(), expected.parameters(), strict=True)
         return "taken", all(torch.allclose(a.float(), b, atol=tolerance) for a, b in pairs)
+
+
+def _clip(rank, world_size, stage, param_dtype):
+    """Clips weights in the step's own context, as Wasserstein GANs do, and looks on one rank."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=stage, param_dtype=param_dtype))
+    x = torch.ones(2, 12, dtype=param_dtype)
+    used = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda m, *_: used.append(m.weight.detach().abs().max().item()))
+    for _ in range(2):
+        with engine.forward_context():
+            loss = net(x)
+            if rank == 0:
+                net.blocks[0].weight.data.norm()
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                written(net).data.norm()
+            for parameter in net.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+        held = sum(bucket.is_whole for bucket in engine.buckets if bucket.is_gathered_before_use)
+    del used[:-3]
+    with gathered(net):
+        largest = max(p.abs().max().item() for p in net.parameters())
+    engine.close()
+    return held, max(used), largest
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_keeps_nothing_whole(
+    stage, param_dtype
+):
+    for held, used, largest in run_ranks(2, _clip, stage, param_dtype):
+        assert held == 0
+        assert used == largest == pytest.approx(0.01, rel=1e-2)
+
+
+def _refuse(rank, world_size):
+    torch.manual_seed(0)
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.0)], ZeroConfig(stage=3))
+    for write in (copy_values, copy_without_writeback, replace_without_writeback):
+        for context in (nullcontext, engine.forward_context):
+            with context(), pytest.raises(RuntimeError, match="is dropped"):  # noqa: SIM117
+                with gathered(net):
+                    write(net)
+            engine.reset()
+            with gathered(net):
+                assert all(torch.equal(v, before[name]) for name, v in net.state_dict().items())
+    engine.backward(net(torch.ones(2, 12)))
+    engine.step()
+    engine.close()
+    return all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_changes_that_gathered_refuses_do_not_count():
+    assert run_ranks(2, _refuse) == [True, True]
+
+
+def _put_on_one_rank(rank, world_size, stage):
+    torch.manual_seed(0)
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.0)], ZeroConfig(stage=stage))
+    expected = (ValueError, "keeps its shape") if rank == 1 else (RuntimeError, "rank 1 failed")
+    with pytest.raises(expected[0], match=expected[1]), gathered(net, writeback=True):
+        put_wrong_shape(net) if rank == 1 else replace(net)
+    engine.close()
+    return [torch.equal(value, before[name]) for name, value in net.state_dict().items()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_wrong_data_in_gathered_on_one_rank_is_an_error_on_all(stage):
+    assert all(map(all, run_ranks(2, _put_on_one_rank, stage)))
+
+
+def _fail(rank, world_size):
+    """An exception in a forward that has put data of a wrong shape into two parameters."""
+    torch.manual_seed(0)
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    config = ZeroConfig(stage=3, reshard_after_forward=False)
+    engine = Engine(net, [optimizer], config)
+
+    def fail():
+        net(torch.ones(2, 12))
+        for block in net.blocks[:2]:
+            block.weight.data = torch.zeros(3)
+        raise KeyError
+
+    with pytest.raises(KeyError), pytest.warns(UserWarning, match="keeps its shape"):  # noqa: SIM117
+        with engine.forward_context():
+            fail()
+    assert not any(bucket.is_whole for bucket in engine.buckets)
+    for _ in range(2):
+        engine.backward(net(torch.ones(2, 12)))
+        engine.step()
+    engine.close()
+    return all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_step_that_fails_with_data_of_a_wrong_shape_leaves_the_engine_at_rest():
+    assert run_ranks(2, _fail) == [True, True]
 
 
 FAST = [*((stage, torch.float32) for stage in STAGES), (3, torch.bfloat16)]
