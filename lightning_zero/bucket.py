@@ -372,7 +372,7 @@ class Bucket:
             self.point_at_rest()
 
     def undo_step(self) -> None:
-        """Back to rest after an exception, which may have come in the optimizer's step."""
+        """Back to rest after an optimizer that failed in its step."""
         try:
             self.wait_for_step()
         except RuntimeError as error:
@@ -381,11 +381,6 @@ class Bucket:
             self.masters.leave_step(is_changed=True)
         elif self.phase is Phase.GATHERING and self._pending is None:
             self.end_step()
-        try:
-            self.release()
-        except Exception as error:
-            warnings.warn(f"{error} What the failed step wrote is dropped.", stacklevel=2)
-            self.drop_whole()
 
     def cancel_gather(self, *, is_lost: bool) -> None:
         """Forgets a gather whose group is gone.
