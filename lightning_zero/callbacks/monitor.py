@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from lightning_zero.callbacks.job_report import JobReport
 from lightning_zero.callbacks.memory_table import zero_strategy
-from lightning_zero.callbacks.watch import Watch
+from lightning_zero.callbacks.watch import Watch, forgiving
 from lightning_zero.tracing import (
     HOW_TO_DRAW,
     chrome_trace,
@@ -154,7 +153,8 @@ class ZeroMonitor(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(watched.metrics, step=num_batches)
         for panels in self._panels if watched.memory else ():
-            panels.log_step(watched.memory, watched.flows, num_batches)
+            with forgiving("a panel was not shown"):
+                panels.log_step(watched.memory, watched.flows, num_batches)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -185,20 +185,23 @@ class ZeroMonitor(pl.Callback):
         report = watch.report()
         if not trainer.is_global_zero:
             return
+        timelines: list[Path] = []
+        with forgiving("the report was not written"):
+            timelines = self._tell(report, watch)
+        for panels in self._panels:
+            with forgiving("the report was not shown"):
+                panels.log_end(report, timelines, _progress(trainer)[0])
+
+    def _tell(self, report: JobReport, watch: Watch) -> list[Path]:
+        """Prints and writes all; pictures of traced steps."""
         print("\n" + report.text())
-        try:
-            paths = [*report.write(watch.folder), *_draw(report, watch)]
-        except OSError as error:  # a full disk must not end a training that has succeeded
-            warnings.warn(f"the report was not written: {error}", stacklevel=2)
-            return
+        paths = [*report.write(watch.folder), *_draw(report, watch)]
         if not has_matplotlib():
             print(HOW_TO_DRAW)
         if watch.windows.missed:
             print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.missed))}")
         print("written:", *paths, sep="\n  ")
-        timelines = [path for path in paths if path.match("trace_*.png")]
-        for panels in self._panels:
-            panels.log_end(report, timelines, _progress(trainer)[0])
+        return [path for path in paths if path.match("trace_*.png")]
 
 
 def _check_steps(name: str, value: object) -> None:

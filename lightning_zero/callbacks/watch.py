@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_zero.recording import Recording
 from lightning_zero.strategy import ZeroStrategy
 from lightning_zero.tracing import write_recording
 
-__all__ = ["Watch", "Watched"]
+__all__ = ["Watch", "Watched", "forgiving"]
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,23 @@ class Watch:
         if not recordings:
             return  # on the other ranks
         self.traced.append(recordings)
-        try:
+        with forgiving("the recording was not written"):
             for recording in recordings:
                 write_recording(self.folder, recording)
-        except OSError as error:  # a full disk must not end a training
-            warnings.warn(f"the recording was not written: {error}", stacklevel=2)
 
     def _forget(self) -> None:
         self._memory = None
         self._norms = {}
+
+
+@contextmanager
+def forgiving(what: str) -> Iterator[None]:
+    """Warns of an exception on rank 0, which would end a training or leave other ranks waiting.
+
+    Args:
+        what: Failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=3)

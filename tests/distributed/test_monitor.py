@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -123,11 +124,21 @@ def as_the_trainer_logs():
     return watch("seldom", settings(1, overlap_step=True), module, monitor, **options)
 
 
+def unwritable():
+    """No file can have such a name: neither the recording nor the report is written."""
+    monitor = ZeroMonitor(every_n_steps=0, trace_steps=[1], dirpath="a\0b")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        case = watch("unwritable", settings(3), MLPModule(ranks=RANKS), monitor)
+    return {**case, "warnings": [str(warning.message) for warning in warned]}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"stage {stage}": lambda stage=stage: every_stage(stage) for stage in range(4)},
     "accumulating": accumulating,
     "failing": failing,
     "tracing": tracing,
+    "unwritable": unwritable,
     "seldom": as_the_trainer_logs,
 }
 
@@ -223,6 +234,15 @@ def test_a_traced_step_is_written_for_every_rank_without_a_logger(watched):
     steps = list(first.of(Kind.STEP))
     assert len(steps) >= 2
     assert first.nbytes(Kind.REDUCE) == second.nbytes(Kind.REDUCE) > 0
+
+
+def test_no_file_that_cannot_be_written_ends_a_training_or_leaves_a_rank_waiting(watched):
+    said = [text for text in watched["unwritable"]["warnings"] if "not written" in text]
+    assert said == [
+        "the recording was not written: ValueError: embedded null byte",
+        "the report was not written: ValueError: embedded null byte",
+    ]
+    assert "plain data parallel" in watched["unwritable"]["printed"]
 
 
 def test_the_trainer_says_how_often_and_no_report_is_written_where_none_is_wanted(watched):
