@@ -138,7 +138,8 @@ class Loop:
         self.recorder = Recorder()
         self.batches = self.steps = start
         self.stride, self.micro_batches = stride, micro_batches
-        self.recorded, self.traced, self.on, self.aligned = [], [], [], []
+        self.recorded, self.traced, self.on, self.aligned, self.logged = [], [], [], [], []
+        self.written = []
         self.windows = Windows(
             self.recorder,
             every_n_steps=every,
@@ -150,23 +151,28 @@ class Loop:
 
     def step(self, *, evaluates=False):
         for index in range(self.micro_batches):
-            self.windows.before_batch(self.batches, self.steps)
+            self._take(self.windows.before_batch(self.batches, self.steps))
             if self.recorder.is_on and (not self.on or self.on[-1] != self.steps):
                 self.on.append(self.steps)
             is_last = index == self.micro_batches - 1
-            recording = self.windows.after_batch(self.batches, self.steps + self.stride * is_last)
-            if recording is not None:
-                self.recorded.append(recording.step)
-                self.traced += [recording.step] * self.windows.is_traced
+            self.windows.after_batch(self.batches, self.steps + self.stride * is_last)
             if evaluates:
-                self.windows.abandon()
+                self.windows.close()
         self.steps += self.stride
         self.batches += 1
 
     def run(self, num_steps):
         for _ in range(num_steps):
             self.step()
+        self._take(self.windows.take())
         return self
+
+    def _take(self, window):
+        if window is not None:
+            self.recorded.append(window.recording.step)
+            self.logged.append(window.num_batches)
+            self.written.append(window.recording.nbytes(Kind.WRITE))
+            self.traced += [window.recording.step] * window.is_traced
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -200,7 +206,8 @@ def test_a_resumed_fit_goes_on_counting_and_traces_nothing_that_is_past():
 
 def test_several_optimizer_steps_in_a_batch_are_one_window():
     loop = Loop(every=2, traces=[5], stride=2).run(4)
-    assert loop.recorded == [2, 4, 6]  # of optimizer steps; batches 1, 2 and 3
+    assert loop.recorded == [2, 4, 6]  # of optimizer steps
+    assert loop.logged == [1, 2, 3]
     assert loop.traced == [4]
 
 
@@ -209,6 +216,17 @@ def test_an_evaluation_within_a_step_drops_it_and_the_next_one_is_recorded():
     loop.step(evaluates=True)
     assert not loop.recorder.is_on
     assert loop.run(6).recorded == [4, 7]
+
+
+def test_a_step_is_recorded_until_the_next_one_begins_or_something_else_does():
+    loop = Loop(every=1)
+    for evaluates in (False, True, False):
+        loop.step(evaluates=evaluates)
+        for _ in range(2):  # what the step has left to do
+            loop.recorder.span(Kind.WRITE, "", GIB).end()
+    loop.run(0)
+    assert loop.recorded == [0, 1, 2]
+    assert loop.written == [2 * GIB, 0, 2 * GIB]
 
 
 def test_the_clock_counts_neither_the_first_step_nor_evaluation(monkeypatch):
