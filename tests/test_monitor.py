@@ -99,12 +99,13 @@ def test_each_key_has_its_number_in_its_unit():
             "zero/prefetch/hits": 5,
             "zero/prefetch/misses": 1,
             "zero/wait/waited_s": 0.25,
+            "zero/wait/for_others_s": 0.25,
         }
     )
 
 
 def test_several_ranks_have_least_mean_most_and_the_rank_of_the_most():
-    keys = ["zero/time/step_s", "zero/wait/waited_s"]
+    keys = ["zero/time/step_s", "zero/wait/for_others_s"]
     logged, means = over_ranks(keys, [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]])
     assert logged == pytest.approx(
         {
@@ -112,15 +113,15 @@ def test_several_ranks_have_least_mean_most_and_the_rank_of_the_most():
             "zero/time/step_s/mean": 2.0,
             "zero/time/step_s/max": 4.0,
             "zero/time/step_s/max_rank": 1,
-            "zero/wait/waited_s/min": 0.1,
-            "zero/wait/waited_s/mean": 0.5,
-            "zero/wait/waited_s/max": 0.9,
-            "zero/wait/waited_s/max_rank": 2,
+            "zero/wait/for_others_s/min": 0.1,
+            "zero/wait/for_others_s/mean": 0.5,
+            "zero/wait/for_others_s/max": 0.9,
+            "zero/wait/for_others_s/max_rank": 2,
             "zero/straggler/rank": 1,
             "zero/straggler/wait_s": 0.6,
         }
     )
-    assert means == pytest.approx({"zero/time/step_s": 2.0, "zero/wait/waited_s": 0.5})
+    assert means == pytest.approx({"zero/time/step_s": 2.0, "zero/wait/for_others_s": 0.5})
 
 
 def test_one_rank_has_plain_keys():

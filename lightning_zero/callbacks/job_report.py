@@ -63,8 +63,9 @@ class Flow:
     def of(cls, kind: Kind, means: Mapping[str, float]) -> Flow:
         """From the means of a step by metric; what has no such metric is 0."""
         ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
-        keys = ([f"zero/{part}/{kind.value}{end}" for part in ("comm", "tier")] for end in ends)
-        return cls(kind.value, *(sum(means.get(key, 0.0) for key in both) for both in keys))
+        name = "optimizer" if kind is Kind.STEP else kind.value
+        keys = ([f"zero/{part}/{name}{end}" for part in ("comm", "tier", "time")] for end in ends)
+        return cls(name, *(sum(means.get(key, 0.0) for key in both) for both in keys))
 
     @property
     def gib_per_s(self) -> float:

@@ -21,7 +21,7 @@ from lightning_zero.callbacks.resident import allocated_and_peak_bytes
 from lightning_zero.callbacks.throughput import Throughput
 from lightning_zero.callbacks.windows import Window, Windows
 from lightning_zero.memory import MemoryReport
-from lightning_zero.recording import Recording
+from lightning_zero.recording import Kind, Recording
 from lightning_zero.strategy import ZeroStrategy
 from lightning_zero.tracing import write_recording
 
@@ -89,8 +89,10 @@ class Watch:
         self._strategy = strategy
         self._has_grad_norms = has_grad_norms
         of_plan: dict[str, Any] = {"is_apart": engine.device.type != "cpu"}
-        self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan)
+        overlaps = engine.config.overlap_step
+        self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan, overlaps_step=overlaps)
         self._kinds = kinds_of(engine.plan, engine.comm.mesh, **of_plan)
+        self._kinds += [Kind.STEP] * overlaps
         self._num_steps = progress[1]
         self._memory: MemoryReport | None = None  # of the window under way
         self._norms: dict[str, Tensor] = {}  # likewise

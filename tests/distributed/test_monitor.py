@@ -238,6 +238,8 @@ def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(wa
     told = sum(row["zero/tier/nvme_write_gib/mean"] for row in steps) * GIB * RANKS
     written = sum(rank["beside"]["written_bytes"] for rank in _watched())
     assert told == pytest.approx(written)
+    assert any(row["zero/time/optimizer_exposed_s/mean"] > 0 for row in steps)
+    assert " optimizer " in watched["beside"]["printed"].replace("\n", " ")
     gathered = [row["zero/comm/all_gather_gib/mean"] for row in steps]
     assert sum(gathered) == pytest.approx(8 * watched["beside"]["numel"] * 4 / RANKS / GIB)
 
