@@ -78,9 +78,10 @@ def metrics_of(
     if any(bucket.stage.gathers_before_use for bucket in plan.buckets):
         metrics["zero/prefetch/hits"] = lambda s: s.recording.hits
         metrics["zero/prefetch/misses"] = lambda s: s.recording.misses
-    if has_files:
+    if any(bucket.tiers.param is Tier.NVME for bucket in plan.buckets):
         metrics["zero/prefetch/read_hits"] = lambda s: s.recording.read_hits
         metrics["zero/prefetch/read_misses"] = lambda s: s.recording.read_misses
+    if has_files:
         metrics["zero/nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / GIB
         metrics["zero/nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / GIB
     metrics["zero/wait/waited_s"] = lambda s: s.recording.waited_s
