@@ -86,6 +86,7 @@ class JobReport:
         step_s: Mean length of a step.
         waited_s: For which a rank waited in it for anything.
         flows: By kind.
+        is_on_cpu: Nobody is told there when data arrives: rates of collectives are lower bounds.
     """
 
     world_size: int
@@ -96,6 +97,7 @@ class JobReport:
     step_s: float
     waited_s: float
     flows: Sequence[Flow]
+    is_on_cpu: bool
 
     def text(self) -> str:
         """For a terminal."""
@@ -119,12 +121,18 @@ class JobReport:
                 f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
             )
             yield aligned([_HEADER, *map(self._row, self.flows), self._waits()])
+            if self.is_on_cpu:
+                yield (
+                    "on CPU a collective ends where it is waited for: what is hidden is at most "
+                    "that, and rates (>=) are at least those"
+                )
 
     def _row(self, flow: Flow) -> list[str]:
         cells = [flow.kind, *self._time(flow.hidden_s), *self._time(flow.exposed_s)]
         if not flow.gib:
             return [*cells, "", ""]
-        return [*cells, f"{flow.gib * 1024:.2f}", f"{flow.gib_per_s:.3g}"]
+        bound = ">= " if self.is_on_cpu and flow.kind in _COLLECTIVES else ""
+        return [*cells, f"{flow.gib * 1024:.2f}", f"{bound}{flow.gib_per_s:.3g}"]
 
     def _waits(self) -> list[str]:
         """Less than the sum, where one wait was for several kinds at once."""
@@ -146,6 +154,7 @@ class JobReport:
         return [folder / name for name in files]
 
 
+_COLLECTIVES = {kind.value for kind in (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE)}
 _HEADER = ["per step", "hidden ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
 
 

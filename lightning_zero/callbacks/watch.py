@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -84,7 +85,7 @@ class Watch:
             trace_steps=trace_steps,
             num_batches=progress[0],
             num_steps=progress[1],
-            align=engine.lockstep.meet_for_collective,
+            align=self._align,
         )
         self._strategy = strategy
         self._has_grad_norms = has_grad_norms
@@ -135,6 +136,12 @@ class Watch:
         self.throughput.after_batch(batch, has_stepped=num_steps > self._num_steps)
         self._num_steps = num_steps
 
+    def _align(self) -> None:
+        """Ranks whose devices have nothing left to do meet."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+        self._engine.lockstep.meet_for_collective()
+
     def cut(self) -> None:
         """Something comes that is in no window: evaluation, a checkpoint, the end of an epoch."""
         if self.windows.is_open:
@@ -169,6 +176,7 @@ class Watch:
             step_s=means.get("zero/time/step_s", 0.0),
             waited_s=means.get("zero/wait/waited_s", 0.0),
             flows=[Flow.of(kind, means) for kind in self._kinds],
+            is_on_cpu=self._engine.device.type == "cpu",
         )
 
     def _gather(self, window: Window | None) -> Watched | None:
