@@ -53,7 +53,8 @@ class ZeroMonitor(pl.Callback):
             write them to `zero/recordings`, for `lightning-zero trace`.
         report: When training ends, print memory by rank, throughput and communication, and write
             them to `zero/` with pictures of the memory and of the traced steps.
-        grad_norms: Log the norm of the gradients of each bucket, before clipping.
+        grad_norms: Log the norm of the gradients of each bucket, before clipping. Not where some
+            rest in files, for all of these would be read once more.
         dirpath: The run's directory. None: the first logger's, or else the Trainer's
             `default_root_dir`.
 

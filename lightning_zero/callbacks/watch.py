@@ -22,6 +22,7 @@ from lightning_zero.callbacks.resident import allocated_and_peak_bytes
 from lightning_zero.callbacks.throughput import Throughput
 from lightning_zero.callbacks.windows import Window, Windows
 from lightning_zero.memory import MemoryReport
+from lightning_zero.offload import Tier
 from lightning_zero.recording import Kind, Recording
 from lightning_zero.strategy import ZeroStrategy
 from lightning_zero.tracing import write_recording
@@ -54,7 +55,7 @@ class Watch:
         strategy: With an engine.
         every_n_steps: See `Windows` for this and the next.
         trace_steps: Each of these is written to files.
-        has_grad_norms: Measure norms of gradients.
+        has_grad_norms: Measure norms of gradients, unless some rest in files.
         folder: For files, on rank 0.
         progress: Batches that have stepped, and optimizer steps, before this fit.
 
@@ -88,7 +89,9 @@ class Watch:
             align=self._align,
         )
         self._strategy = strategy
-        self._has_grad_norms = has_grad_norms
+        # Each gradient in a file would be read once more.
+        in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
+        self._has_grad_norms = has_grad_norms and not in_files
         of_plan: dict[str, Any] = {"is_apart": engine.device.type != "cpu"}
         overlaps = engine.config.overlap_step
         self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan, overlaps_step=overlaps)
