@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -50,6 +50,7 @@ class CheckpointStrategy(EngineStrategy):
         self._saving = saving
         super().__init__(settings, checkpoint_io=checkpoint_io, **of_processes)
         self._checkpoints = Checkpoints(self, self._life, saving)
+        self.before_saving: Callable[[], object] | None = None  # called before tensors are gathered
 
     @property
     @override
@@ -112,6 +113,8 @@ class CheckpointStrategy(EngineStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
+        if self.before_saving is not None:
+            self.before_saving()
         return self._checkpoints.module_state()
 
     @override

@@ -2,10 +2,12 @@
 
 [Note: Hidden and exposed] A collective or a transfer is *in flight* from its issue to its end.
 Where the computation stands still for it, that time is *exposed*; where it goes on, *hidden*. What
-is in flight while the computation stands still for something else is neither. On CUDA all are read
-from events on the streams. On a CPU gloo does not tell when data has arrived, but only whoever
-waits for it: what nobody waited for yet counts as in flight, so that hidden time is an upper bound
-there, and exposed time is exact.
+is in flight while the computation stands still for something else is neither. On CUDA collectives,
+transfers and waits for them are read from events on the streams; files, and waits for them, from
+the host's clock: the device may have had work left while the host waited. On a CPU gloo does not
+tell when data has arrived, but only whoever waits for it: what nobody waited for yet counts as in
+flight, so that hidden time is an upper bound there, rates are lower bounds, and exposed time is
+exact.
 
 [Note: Across windows] What is under way when a window ends is in it up to its end, and in the next
 window too, from before its begin. Its bytes count where it began. The gathers after a step, for
@@ -133,7 +135,12 @@ class Recording:
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this rank waited for others or for data; the slowest waits least."""
+        """Seconds for which this rank waited for anything."""
+        return _covered(span for kind in Kind for span in self.of(kind, is_wait=True))
+
+    @property
+    def waited_for_others_s(self) -> float:
+        """Likewise, but for a step of its own; the slowest rank waits least."""
         kinds = [kind for kind in Kind if not kind.is_compute]
         return _covered(span for kind in kinds for span in self.of(kind, is_wait=True))
 

@@ -25,6 +25,7 @@ def report(**changes):
         "step_s": 0.1,
         "waited_s": 0.005,
         "flows": flows,
+        "is_on_cpu": False,
     }
     return JobReport(**fields | changes)
 
@@ -38,6 +39,15 @@ def test_the_report_tells_speed_and_what_was_hidden():
     assert "agree 0.00 0.0% 1.00 1.0%" in rows
     assert "all together 5.00 5.0%" in rows
     assert len([row for row in rows if re.match(r"rank \d ", row)]) == 2
+
+
+def test_rates_of_collectives_on_cpu_are_lower_bounds():
+    flows = [Flow("all_gather", 0.02, 0.015, 0.005, 0.25), Flow("nvme_read", 0.1, 0.1, 0.0, 0.25)]
+    text = report(is_on_cpu=True, flows=flows).text()
+    assert "256.00  >= 12.5" in text
+    assert ">= 2.5" not in text
+    assert "on CPU a collective ends where it is waited for" in text
+    assert "on CPU" not in report().text()
 
 
 def test_what_is_not_known_is_left_out_of_the_report():

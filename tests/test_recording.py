@@ -44,6 +44,18 @@ def test_nothing_is_hidden_while_the_computation_waits_for_something_else():
     assert window.hidden_s(Kind.REDUCE) == pytest.approx(1.0)
 
 
+def test_a_wait_for_a_step_of_its_own_is_no_wait_for_others():
+    window = recording(
+        Span(Kind.STEP, "a", 0.0, 3.0),
+        Span(Kind.STEP, "a", 2.0, 3.0, is_wait=True),
+        Span(Kind.AGREE, "", 5.0, 5.5, is_wait=True),
+    )
+    assert window.exposed_s(Kind.STEP) == pytest.approx(1.0)
+    assert window.hidden_s(Kind.STEP) == pytest.approx(2.0)
+    assert window.waited_s == pytest.approx(1.5)
+    assert window.waited_for_others_s == pytest.approx(0.5)
+
+
 def test_a_kind_that_did_not_happen_is_zero():
     assert recording().gib_per_s(Kind.READ) == 0.0
     assert recording().waited_s == 0.0

@@ -63,8 +63,9 @@ class Flow:
     def of(cls, kind: Kind, means: Mapping[str, float]) -> Flow:
         """From the means of a step by metric; what has no such metric is 0."""
         ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
-        keys = ([f"zero/{part}/{kind.value}{end}" for part in ("comm", "tier")] for end in ends)
-        return cls(kind.value, *(sum(means.get(key, 0.0) for key in both) for both in keys))
+        name = "optimizer" if kind is Kind.STEP else kind.value
+        keys = ([f"zero/{part}/{name}{end}" for part in ("comm", "tier", "time")] for end in ends)
+        return cls(name, *(sum(means.get(key, 0.0) for key in both) for both in keys))
 
     @property
     def gib_per_s(self) -> float:
@@ -85,6 +86,7 @@ class JobReport:
         step_s: Mean length of a step.
         waited_s: For which a rank waited in it for anything.
         flows: By kind.
+        is_on_cpu: Nobody is told there when data arrives: rates of collectives are lower bounds.
     """
 
     world_size: int
@@ -95,6 +97,7 @@ class JobReport:
     step_s: float
     waited_s: float
     flows: Sequence[Flow]
+    is_on_cpu: bool
 
     def text(self) -> str:
         """For a terminal."""
@@ -118,12 +121,18 @@ class JobReport:
                 f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
             )
             yield aligned([_HEADER, *map(self._row, self.flows), self._waits()])
+            if self.is_on_cpu:
+                yield (
+                    "on CPU a collective ends where it is waited for: what is hidden is at most "
+                    "that, and rates (>=) are at least those"
+                )
 
     def _row(self, flow: Flow) -> list[str]:
         cells = [flow.kind, *self._time(flow.hidden_s), *self._time(flow.exposed_s)]
         if not flow.gib:
             return [*cells, "", ""]
-        return [*cells, f"{flow.gib * 1024:.2f}", f"{flow.gib_per_s:.3g}"]
+        bound = ">= " if self.is_on_cpu and flow.kind in _COLLECTIVES else ""
+        return [*cells, f"{flow.gib * 1024:.2f}", f"{bound}{flow.gib_per_s:.3g}"]
 
     def _waits(self) -> list[str]:
         """Less than the sum, where one wait was for several kinds at once."""
@@ -145,6 +154,7 @@ class JobReport:
         return [folder / name for name in files]
 
 
+_COLLECTIVES = {kind.value for kind in (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE)}
 _HEADER = ["per step", "hidden ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
 
 

@@ -23,8 +23,8 @@ class MemoryTable(pl.Callback):
 
     The last row is what plain data parallel keeps on every rank; the last column is the ratio to
     it. Beyond 8 ranks the rows are the least and the most of each column over the ranks. States
-    that rest on more than one tier have a column for each. Where shards rest on NVMe, a line says
-    what rank 0 has read and written there. `ZeroMonitor` prints the same.
+    that rest on more than one tier have a column for each, unless all of it is 0. Where shards rest
+    on NVMe, a line says what rank 0 has read and written there. `ZeroMonitor` prints the same.
 
     Collective: every rank, in `on_train_end`.
 
@@ -91,6 +91,8 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
     alone = [reports[0].data_parallel.get(state, 0) for state in State]
     rows.append([*alone, *[0] * (len(names) - len(alone)), sum(alone)])
     labels.append("plain data parallel")
+    if len(tiers) > 1:
+        names, rows = _without_zeros(names, rows)
     header = ["MiB at rest", *names, "total", "ratio"]
     lines = [
         [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
@@ -98,6 +100,14 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
     ]
     table = aligned([header, *lines])
     return f"{table}\n{_traffic(reports[0], num_steps)}" if reports[0].nvme_written_bytes else table
+
+
+def _without_zeros(names: list[str], rows: list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """Without the columns of zeros; the total, which has no name, stays."""
+    kept = [place for place, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    kept = sorted({*kept, len(names)})
+    names = [names[place] for place in kept[:-1]]
+    return names, [[row[place] for place in kept] for row in rows]
 
 
 def _traffic(report: MemoryReport, num_steps: int) -> str:

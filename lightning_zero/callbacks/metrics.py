@@ -21,7 +21,7 @@ from lightning_zero.stage import State
 __all__ = ["GIB", "Metric", "Sample", "metrics_of", "over_ranks", "kinds_of"]
 
 GIB = 1024**3
-_WAITED = "zero/wait/waited_s"
+_FOR_OTHERS = "zero/wait/for_others_s"
 _STATES = {State.PARAM: "param", State.GRAD: "grad", State.OPTIM: "optim"}
 _COMPUTE = {Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.STEP: "optimizer_s"}
 
@@ -46,13 +46,16 @@ class Sample:
 Metric = Callable[[Sample], float]
 
 
-def metrics_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> dict[str, Metric]:
+def metrics_of(
+    plan: Plan, mesh: Mesh, *, is_apart: bool, overlaps_step: bool = False
+) -> dict[str, Metric]:
     """What every rank measures, by key.
 
     Args:
         plan: Of the engine.
         mesh: Of any rank.
         is_apart: The compute device has memory of its own.
+        overlaps_step: The optimizer steps beside the next forward, which may wait for it.
     """
     metrics: dict[str, Metric] = {}
     tiers = _tiers(plan)
@@ -67,17 +70,22 @@ def metrics_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> dict[str, Metric]:
     metrics["zero/time/step_s"] = lambda s: s.recording.seconds
     for kind, name in _COMPUTE.items():
         metrics[f"zero/time/{name}"] = partial(_in_flight_s, kind)
+    if overlaps_step:
+        metrics["zero/time/optimizer_hidden_s"] = lambda s: s.recording.hidden_s(Kind.STEP)
+        metrics["zero/time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
     for kind in kinds_of(plan, mesh, is_apart=is_apart):
         metrics |= _of_kind(kind)
     if any(bucket.stage.gathers_before_use for bucket in plan.buckets):
         metrics["zero/prefetch/hits"] = lambda s: s.recording.hits
         metrics["zero/prefetch/misses"] = lambda s: s.recording.misses
-    if has_files:
+    if any(bucket.tiers.param is Tier.NVME for bucket in plan.buckets):
         metrics["zero/prefetch/read_hits"] = lambda s: s.recording.read_hits
         metrics["zero/prefetch/read_misses"] = lambda s: s.recording.read_misses
+    if has_files:
         metrics["zero/nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / GIB
         metrics["zero/nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / GIB
-    metrics[_WAITED] = lambda s: s.recording.waited_s
+    metrics["zero/wait/waited_s"] = lambda s: s.recording.waited_s
+    metrics[_FOR_OTHERS] = lambda s: s.recording.waited_for_others_s
     return metrics
 
 
@@ -134,7 +142,7 @@ def over_ranks(
 
 def _straggler(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The rank that the others wait for waits least itself."""
-    waited = columns[_WAITED]
+    waited = columns[_FOR_OTHERS]
     least = min(waited)
     more = sum(waited) - len(waited) * least
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from lightning_zero.callbacks.job_report import JobReport
 from lightning_zero.callbacks.memory_table import zero_strategy
-from lightning_zero.callbacks.watch import Watch
+from lightning_zero.callbacks.watch import Watch, Watched, forgiving
 from lightning_zero.tracing import (
     HOW_TO_DRAW,
     chrome_trace,
@@ -38,6 +37,10 @@ class ZeroMonitor(pl.Callback):
     step at which Lightning logs those of the same batch. Other steps cost nothing. Evaluation
     within a step takes it out of the record.
 
+    A step is recorded from its first batch to that of the next one, or to an evaluation, a
+    checkpoint or the end of the epoch: loading of data is in it. Where the next step is recorded,
+    too, the numbers are gathered and logged within that.
+
     On CUDA a recorded step begins and ends when the device has done what was asked of it. All
     windows of a traced step begin within the time of one message, for the ranks agree right before
     it. Files are written by rank 0, into `zero/` of the run's directory.
@@ -50,7 +53,8 @@ class ZeroMonitor(pl.Callback):
             write them to `zero/recordings`, for `lightning-zero trace`.
         report: When training ends, print memory by rank, throughput and communication, and write
             them to `zero/` with pictures of the memory and of the traced steps.
-        grad_norms: Log the norm of the gradients of each bucket, before clipping.
+        grad_norms: Log the norm of the gradients of each bucket, before clipping. Not where some
+            rest in files, for all of these would be read once more.
         dirpath: The run's directory. None: the first logger's, or else the Trainer's
             `default_root_dir`.
 
@@ -103,29 +107,25 @@ class ZeroMonitor(pl.Callback):
         """Begins to watch."""
         every = self.every_n_steps
         run = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        strategy = zero_strategy(trainer, self)
         self._watch = Watch(
-            zero_strategy(trainer, self),
+            strategy,
             every_n_steps=trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
             trace_steps=self.trace_steps,
             has_grad_norms=self.has_grad_norms,
             folder=Path(run, "zero"),
             progress=_progress(trainer),
         )
+        strategy.before_saving = self._watch.cut
         self._panels = _make_panels(trainer) if trainer.is_global_zero else []
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drops a window that the end of the last epoch has cut off."""
-        if self._watch is not None and self._watch.windows.is_open:
-            self._watch.windows.abandon()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins a window."""
+        """Ends a window, logs it, and begins one."""
         if self._watch is not None:
-            self._watch.before_batch(*_progress(trainer))
+            self._log(trainer, self._watch.before_batch(*_progress(trainer)))
 
     @override
     def on_before_optimizer_step(
@@ -144,61 +144,77 @@ class ZeroMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Ends a window, and logs it."""
-        if self._watch is None:
-            return
-        num_batches, num_steps = _progress(trainer)
-        watched = self._watch.after_batch(batch, num_batches, num_steps)
-        if watched is None or not trainer.is_global_zero:
-            return
-        for logger in trainer.loggers:
-            logger.log_metrics(watched.metrics, step=num_batches)
-        for panels in self._panels if watched.memory else ():
-            panels.log_step(watched.memory, watched.flows, num_batches)
+        """Counts the batch."""
+        if self._watch is not None:
+            self._watch.after_batch(batch, *_progress(trainer))
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What comes between epochs is in no window."""
+        if self._watch is not None:
+            self._watch.cut()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluation is no part of training."""
-        self._pause()
+        if self._watch is not None:
+            self._watch.pause()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Stops watching."""
-        self._pause()
-        self._watch = None
+        watch = self._stop(trainer)
+        if watch is not None:
+            watch.windows.abandon()
 
-    def _pause(self) -> None:
-        if self._watch is not None:
-            self._watch.pause()
+    def _stop(self, trainer: pl.Trainer) -> Watch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            zero_strategy(trainer, self).before_saving = None
+        return watch
+
+    def _log(self, trainer: pl.Trainer, watched: Watched | None) -> None:
+        if watched is None or not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(watched.metrics, step=watched.num_batches)
+        for panels in self._panels if watched.memory else ():
+            with forgiving("a panel was not shown"):
+                panels.log_step(watched.memory, watched.flows, watched.num_batches)
 
     # ---------------------------------------------------------------- the end
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reports."""
-        self._pause()
-        watch, self._watch = self._watch, None
-        if watch is None or not self.has_report:
+        watch = self._stop(trainer)
+        if watch is None:
+            return
+        self._log(trainer, watch.last())
+        if not self.has_report:
             return
         report = watch.report()
         if not trainer.is_global_zero:
             return
+        timelines: list[Path] = []
+        with forgiving("the report was not written"):
+            timelines = self._tell(report, watch)
+        for panels in self._panels:
+            with forgiving("the report was not shown"):
+                panels.log_end(report, timelines, _progress(trainer)[0])
+
+    def _tell(self, report: JobReport, watch: Watch) -> list[Path]:
+        """Prints and writes all; pictures of traced steps."""
         print("\n" + report.text())
-        try:
-            paths = [*report.write(watch.folder), *_draw(report, watch)]
-        except OSError as error:  # a full disk must not end a training that has succeeded
-            warnings.warn(f"the report was not written: {error}", stacklevel=2)
-            return
+        paths = [*report.write(watch.folder), *_draw(report, watch)]
         if not has_matplotlib():
             print(HOW_TO_DRAW)
         if watch.windows.missed:
             print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.missed))}")
         print("written:", *paths, sep="\n  ")
-        timelines = [path for path in paths if path.match("trace_*.png")]
-        for panels in self._panels:
-            panels.log_end(report, timelines, _progress(trainer)[0])
+        return [path for path in paths if path.match("trace_*.png")]
 
 
 def _check_steps(name: str, value: object) -> None:

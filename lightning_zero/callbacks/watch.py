@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,13 +20,14 @@ from lightning_zero.callbacks.memory_table import memory_reports
 from lightning_zero.callbacks.metrics import Sample, kinds_of, metrics_of, over_ranks
 from lightning_zero.callbacks.resident import allocated_and_peak_bytes
 from lightning_zero.callbacks.throughput import Throughput
-from lightning_zero.callbacks.windows import Windows
+from lightning_zero.callbacks.windows import Window, Windows
 from lightning_zero.memory import MemoryReport
-from lightning_zero.recording import Recording
+from lightning_zero.offload import Tier
+from lightning_zero.recording import Kind, Recording
 from lightning_zero.strategy import ZeroStrategy
 from lightning_zero.tracing import write_recording
 
-__all__ = ["Watch", "Watched"]
+__all__ = ["Watch", "Watched", "forgiving"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,14 @@ class Watched:
     """One recorded step of all ranks.
 
     Attributes:
+        num_batches: That had stepped before its last one, at which Lightning logs.
         metrics: To be logged.
         memory: Model states by rank, before the optimizer stepped; of the first such step only, and
             on rank 0.
         flows: Means over the ranks.
     """
 
+    num_batches: int
     metrics: dict[str, float]
     memory: list[MemoryReport]
     flows: list[Flow]
@@ -50,7 +55,7 @@ class Watch:
         strategy: With an engine.
         every_n_steps: See `Windows` for this and the next.
         trace_steps: Each of these is written to files.
-        has_grad_norms: Measure norms of gradients.
+        has_grad_norms: Measure norms of gradients, unless some rest in files.
         folder: For files, on rank 0.
         progress: Batches that have stepped, and optimizer steps, before this fit.
 
@@ -81,26 +86,31 @@ class Watch:
             trace_steps=trace_steps,
             num_batches=progress[0],
             num_steps=progress[1],
-            align=engine.lockstep.meet_for_collective,
+            align=self._align,
         )
         self._strategy = strategy
-        self._has_grad_norms = has_grad_norms
+        # Each gradient in a file would be read once more.
+        in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
+        self._has_grad_norms = has_grad_norms and not in_files
         of_plan: dict[str, Any] = {"is_apart": engine.device.type != "cpu"}
-        self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan)
+        overlaps = engine.config.overlap_step
+        self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan, overlaps_step=overlaps)
         self._kinds = kinds_of(engine.plan, engine.comm.mesh, **of_plan)
+        self._kinds += [Kind.STEP] * overlaps
         self._num_steps = progress[1]
         self._memory: MemoryReport | None = None  # of the window under way
         self._norms: dict[str, Tensor] = {}  # likewise
         self._sums: dict[str, float] = {}  # of the means over ranks, without the first step
         self._num_recorded = 0  # in these sums
         self._has_seen = False
+        self._is_first = True  # the step under way, or the one that is over
 
     # ---------------------------------------------------------------- the loop
 
-    def before_batch(self, num_batches: int, num_steps: int) -> None:
-        """See `Windows.before_batch`. Collective where the step is traced."""
+    def before_batch(self, num_batches: int, num_steps: int) -> Watched | None:
+        """Ends a window, and begins one. Collective where either is recorded; see `Windows`."""
         self.throughput.before_batch()
-        self.windows.before_batch(num_batches, num_steps)
+        return self._gather(self.windows.before_batch(num_batches, num_steps))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are whole means, unscaled and not clipped yet. Collective if recorded."""
@@ -116,34 +126,42 @@ class Watch:
             norms = self._engine.grad_norms()
             self._norms |= {name: norm for name, norm in norms.items() if name in stepped}
 
-    def after_batch(self, batch: Any, num_batches: int, num_steps: int) -> Watched | None:
-        """Ends the window where one ends. Collective then.
+    def after_batch(self, batch: Any, num_batches: int, num_steps: int) -> None:
+        """Counts a batch.
 
         Args:
             batch: The one that has been trained.
             num_batches: That have stepped before it.
             num_steps: Optimizer steps until now.
         """
-        recording = self.windows.after_batch(num_batches, num_steps)
-        is_first = not self.throughput.is_warm
+        self.windows.after_batch(num_batches, num_steps)
+        self._is_first = not self.throughput.is_warm
         self.throughput.after_batch(batch, has_stepped=num_steps > self._num_steps)
         self._num_steps = num_steps
-        if recording is None:
-            return None
-        # Another rank may have failed, and would never come to the next collective.
+
+    def _align(self) -> None:
+        """Ranks whose devices have nothing left to do meet."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
         self._engine.lockstep.meet_for_collective()
-        watched, means = self._gather(recording)
-        if not is_first:
-            self._num_recorded += 1
-            for key, value in means.items():
-                self._sums[key] = self._sums.get(key, 0.0) + value
-        return watched
+
+    def cut(self) -> None:
+        """Something comes that is in no window: evaluation, a checkpoint, the end of an epoch."""
+        if self.windows.is_open:
+            # Waits for a worker that steps beside the training: that belongs to this step.
+            self._strategy.memory_report()
+        if self.windows.close():
+            self._memory, self._norms = None, {}
 
     def pause(self) -> None:
-        """Something other than training comes: it is in no window and in no throughput."""
-        self.windows.abandon()
+        """Something comes that is in no window and in no throughput."""
+        self.cut()
         self.throughput.pause()
-        self._forget()
+
+    def last(self) -> Watched | None:
+        """The window with which training ends. Collective."""
+        self.pause()
+        return self._gather(self.windows.take())
 
     # ---------------------------------------------------------------- results
 
@@ -161,24 +179,34 @@ class Watch:
             step_s=means.get("zero/time/step_s", 0.0),
             waited_s=means.get("zero/wait/waited_s", 0.0),
             flows=[Flow.of(kind, means) for kind in self._kinds],
+            is_on_cpu=self._engine.device.type == "cpu",
         )
 
-    def _gather(self, recording: Recording) -> tuple[Watched, dict[str, float]]:
+    def _gather(self, window: Window | None) -> Watched | None:
+        if window is None:
+            return None
+        # Another rank may have failed, and would never come to the next collective.
+        self._engine.lockstep.meet_for_collective()
         comm = self._engine.comm
         report = self._memory or self._strategy.memory_report()  # a step without Lightning's hooks
         resident = allocated_and_peak_bytes(self._engine.device)
-        sample = Sample(recording, report, *resident)
+        sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
         logged, means = over_ranks(self._metrics, comm.gather_floats(own))
         memory: list[MemoryReport] = []
         if not self._has_seen:
             memory, self._has_seen = comm.collect_objects(report), True
-        if self.windows.is_traced:
-            self._keep(comm.collect_objects(recording))
+        if window.is_traced:
+            self._keep(comm.collect_objects(window.recording))
         if self._has_grad_norms and self._memory is not None:
             logged |= self._of_gradients()
-        self._forget()
-        return Watched(logged, memory, [Flow.of(kind, means) for kind in self._kinds]), means
+        self._memory, self._norms = None, {}
+        if not self._is_first:
+            self._num_recorded += 1
+            for key, value in means.items():
+                self._sums[key] = self._sums.get(key, 0.0) + value
+        flows = [Flow.of(kind, means) for kind in self._kinds]
+        return Watched(window.num_batches, logged, memory, flows)
 
     def _of_gradients(self) -> dict[str, float]:
         """Norms that are the same on every rank; 0 where what is trained has got no gradient."""
@@ -193,12 +221,19 @@ class Watch:
         if not recordings:
             return  # on the other ranks
         self.traced.append(recordings)
-        try:
+        with forgiving("the recording was not written"):
             for recording in recordings:
                 write_recording(self.folder, recording)
-        except OSError as error:  # a full disk must not end a training
-            warnings.warn(f"the recording was not written: {error}", stacklevel=2)
 
-    def _forget(self) -> None:
-        self._memory = None
-        self._norms = {}
+
+@contextmanager
+def forgiving(what: str) -> Iterator[None]:
+    """Warns of an exception on rank 0, which would end a training or leave other ranks waiting.
+
+    Args:
+        what: Failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=3)

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Recording
 
-__all__ = ["Windows"]
+__all__ = ["Window", "Windows"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One that has ended.
+
+    Attributes:
+        recording: Of it.
+        num_batches: That had stepped before its last one, at which Lightning logs.
+        is_traced: It is one of `trace_steps`.
+    """
+
+    recording: Recording
+    num_batches: int
+    is_traced: bool
 
 
 class Windows:
     """Windows of one fit, each over one step with all of its micro-batches.
 
-    A step begins with the batch after one in which `Trainer.global_step` has grown, and ends with
-    the next one in which it grows: one or several batches of accumulation, in manual optimization
-    one or several steps of the optimizers. The recorder is on from the step before, so that it sees
-    what that has left under way.
+    A step is over with a batch in which `Trainer.global_step` has grown: the last of one or several
+    batches of accumulation, in manual optimization one or several steps of the optimizers. Its
+    window ends where the next batch begins, or right before something else does, such as an
+    evaluation: what a step leaves under way, gathers or a step beside the next forward, is in one
+    window or the next, and so is loading of data. The recorder is on from the step before, so that
+    it sees what that has left under way.
 
     Args:
         recorder: Of the engine.
@@ -29,7 +47,6 @@ class Windows:
 
     Attributes:
         is_open: A window is under way.
-        is_traced: That window, or the last one, is one of `trace_steps`.
     """
 
     def __init__(
@@ -42,7 +59,11 @@ class Windows:
         num_steps: int,
         align: Callable[[], object],
     ) -> None:
-        self.is_open = self.is_traced = False
+        self.is_open = self._is_traced = False
+        self._over: int | None = (
+            None  # batches before the one that has ended the open window's step
+        )
+        self._ended: Window | None = None  # by `close`
         self._recorder = recorder
         self._every = every_n_steps
         self._traces = sorted({step for step in trace_steps if step >= num_steps})
@@ -51,52 +72,82 @@ class Windows:
         self._first: int | None = None  # optimizer steps before the present one; None between steps
         self._stride = 1  # optimizer steps in the last one
 
-    def before_batch(self, num_batches: int, num_steps: int) -> None:
-        """Begins a window, or makes the recorder ready for the next. Collective if traced."""
+    def before_batch(self, num_batches: int, num_steps: int) -> Window | None:
+        """Ends a window and begins one, each where it is due. Collective if the latter is traced.
+
+        Args:
+            num_batches: That have stepped until now.
+            num_steps: Optimizer steps until now.
+
+        Returns:
+            The window that has ended, also if `close` has ended it.
+        """
         if self._first is not None:
-            return  # a further micro-batch
+            return None  # a further micro-batch
         self._first = num_steps
+        window = self.take()
         if self._is_due(num_batches, num_steps):
+            self._is_traced = self._is_to_trace(num_steps)
             self._start()
-            self.is_traced = self._is_to_trace(num_steps)
-            if self.is_traced:
+            if self._is_traced:
                 self._align()
             self._recorder.begin(num_steps)
             self.is_open = True
         elif self._is_due(num_batches + 1, num_steps + self._stride):
             self._start()
+        else:
+            self._stop()
+        return window
 
-    def after_batch(self, num_batches: int, num_steps: int) -> Recording | None:
-        """Ends the window where the step has ended.
+    def after_batch(self, num_batches: int, num_steps: int) -> None:
+        """Looks whether the step is over.
 
         Args:
             num_batches: That have stepped before this one.
             num_steps: Optimizer steps until now.
         """
         if self._first is None or num_steps == self._first:
-            return None
+            return
         self._stride, self._first = num_steps - self._first, None
-        if not self.is_open:
-            return None
-        recording = self._recorder.end()
-        self.is_open = False
-        self._traces = [step for step in self._traces if step >= num_steps]
-        if self._every:
-            self._multiples = (num_batches + 1) // self._every
-        if not self._is_due(num_batches + 1, num_steps):
-            self._recorder.stop()
-        return recording
+        if self.is_open:
+            self._over = num_batches
+            self._traces = [step for step in self._traces if step >= num_steps]
+            if self._every:
+                self._multiples = (num_batches + 1) // self._every
+
+    def close(self) -> bool:
+        """Something else than training comes: no window goes on, and no spans are kept.
+
+        Returns:
+            Whether the step was not over, so that its window is dropped.
+        """
+        if self._over is not None:
+            self._ended = self.take()
+        is_dropped, self.is_open = self.is_open, False
+        self._stop()
+        return is_dropped
+
+    def take(self) -> Window | None:
+        """Ends the window whose step is over; at once, if `close` has not done so."""
+        window, self._ended = self._ended, None
+        if self._over is not None:
+            window = Window(self._recorder.end(), self._over, self._is_traced)
+            self.is_open, self._over = False, None
+        return window
 
     def abandon(self) -> None:
-        """Drops the window under way and all that was kept: something else comes in between."""
-        self.is_open = False
-        if self._recorder.is_on:
-            self._recorder.stop()
+        """Drops the window under way, and one that nobody has taken."""
+        self.is_open, self._over, self._ended = False, None, None
+        self._stop()
 
     @property
     def missed(self) -> list[int]:
         """Steps that were to be traced and have not come."""
         return self._traces
+
+    def _stop(self) -> None:
+        if self._recorder.is_on:
+            self._recorder.stop()
 
     def _start(self) -> None:
         if not self._recorder.is_on:

@@ -73,8 +73,8 @@ def _chosen(recordings: Sequence[Recording]) -> tuple[list[int], str]:
     everyone = range(len(recordings))
     if len(recordings) <= _MAX_NUM_RANKS:
         return list(everyone), ""
-    slowest = min(everyone, key=lambda index: recordings[index].waited_s)
-    fastest = max(everyone, key=lambda index: recordings[index].waited_s)
+    slowest = min(everyone, key=lambda index: recordings[index].waited_for_others_s)
+    fastest = max(everyone, key=lambda index: recordings[index].waited_for_others_s)
     wanted = {index for index in everyone if recordings[index].rank == 0} | {slowest, fastest}
     which = (
         f": rank {recordings[slowest].rank} waited least (the slowest), "

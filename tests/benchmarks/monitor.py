@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_zero.callbacks.watch import Watch
+from lightning_zero.callbacks.watch import Watch, Watched
 from tests.benchmarks.report import BATCH, SIZES
 from tests.benchmarks.systems import ADAMW
 from tests.distributed.ranks import run_ranks
@@ -143,7 +143,7 @@ class Turns(Callback):
             self.mode, self.began = self.order[turn % len(self.order)], now
         if watch := self.watches.get(self.mode):
             count = self.counts[self.mode]
-            watch.before_batch(count, count)
+            self._log(trainer, watch.before_batch(count, count))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if watch := self.watches.get(self.mode):
@@ -157,11 +157,13 @@ class Turns(Callback):
             return
         count = self.counts[self.mode]
         self.counts[self.mode] += 1
-        watched = watch.after_batch(batch, count, count + 1)
-        if watched is not None:
-            trainer.logger.log_metrics(watched.metrics, step=batch_idx)
+        watch.after_batch(batch, count, count + 1)
         if batch_idx % TURN == TURN - 1:
-            watch.pause()
+            self._log(trainer, watch.last())
+
+    def _log(self, trainer: Any, watched: Watched | None) -> None:
+        if watched is not None:
+            trainer.logger.log_metrics(watched.metrics, step=watched.num_batches)
 
 
 def _fit(rank: int, world_size: int, stage: int, size: str, rounds: int) -> dict[str, Any]:

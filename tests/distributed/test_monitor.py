@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_zero.callbacks import ZeroMonitor
@@ -53,19 +55,22 @@ class FailingModule(MLPModule):
 class Watcher(Callback):
     """Keeps what the engine knows."""
 
+    def on_train_start(self, trainer, pl_module):
+        self.written_before = trainer.strategy.memory_report().nvme_written_bytes
+
     def on_train_end(self, trainer, pl_module):
         engine = trainer.strategy.engine
         self.numel = sum(bucket.layout.numel for bucket in engine.plan.buckets)
         self.memory = engine.memory_report()
 
 
-def watch(name, spec, module, monitor, logger=True, **options):
+def watch(name, spec, module, monitor, logger=True, extra=(), **options):
     """Fits; what was printed, logged by row, and kept."""
     watcher = Watcher()
     trainer = make_trainer(
         spec,
         logger=CSVLogger(".", name, version="") if logger else False,
-        callbacks=[monitor, watcher],
+        callbacks=[monitor, watcher, *extra],
         default_root_dir=name,
         **options,
     )
@@ -76,6 +81,7 @@ def watch(name, spec, module, monitor, logger=True, **options):
         "rows": rows(name),
         "numel": watcher.numel,
         "optimizer_bytes": watcher.memory.tiers["device"],
+        "written_bytes": watcher.memory.nvme_written_bytes - watcher.written_before,
         "files": sorted(str(p.relative_to(name)) for p in Path(name).rglob("*") if p.is_file()),
     }
 
@@ -116,6 +122,16 @@ def tracing():
     return watch("traced", settings(2), GANModule(ranks=RANKS), monitor, logger=False)
 
 
+def stepping_beside():
+    """What is stepped and written beside the next forward; with a checkpoint in between."""
+    Path("nvme").mkdir(exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(Path("nvme").absolute()), "max_in_cpu_bytes": 0}
+    spec = settings(2, offload_optimizer=nvme, overlap_step=True)
+    saving = ModelCheckpoint("kept", every_n_train_steps=3, save_top_k=-1)
+    options = {"enable_checkpointing": True, "extra": [saving], "max_epochs": 2}
+    return watch("beside", spec, GPTModule(ranks=RANKS), ZeroMonitor(every_n_steps=1), **options)
+
+
 def as_the_trainer_logs():
     module = MLPModule(ranks=RANKS, num_batches=7)
     monitor = ZeroMonitor(report=False, grad_norms=False)
@@ -123,11 +139,22 @@ def as_the_trainer_logs():
     return watch("seldom", settings(1, overlap_step=True), module, monitor, **options)
 
 
+def unwritable():
+    """No file can have such a name: neither the recording nor the report is written."""
+    monitor = ZeroMonitor(every_n_steps=0, trace_steps=[1], dirpath="a\0b")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        case = watch("unwritable", settings(3), MLPModule(ranks=RANKS), monitor)
+    return {**case, "warnings": [str(warning.message) for warning in warned]}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"stage {stage}": lambda stage=stage: every_stage(stage) for stage in range(4)},
     "accumulating": accumulating,
     "failing": failing,
     "tracing": tracing,
+    "unwritable": unwritable,
+    "beside": stepping_beside,
     "seldom": as_the_trainer_logs,
 }
 
@@ -205,6 +232,19 @@ def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):
     assert "6.0 samples/s" not in watched["accumulating"]["printed"]
 
 
+def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(watched):
+    steps = watched["beside"]["rows"]
+    assert [row["step"] for row in steps] == list(range(8))
+    assert not any("grad_norm" in key for key in steps[0])  # for all gradients rest in files
+    told = sum(row["zero/tier/nvme_write_gib/mean"] for row in steps) * GIB * RANKS
+    written = sum(rank["beside"]["written_bytes"] for rank in _watched())
+    assert told == pytest.approx(written)
+    assert any(row["zero/time/optimizer_exposed_s/mean"] > 0 for row in steps)
+    assert " optimizer " in watched["beside"]["printed"].replace("\n", " ")
+    gathered = [row["zero/comm/all_gather_gib/mean"] for row in steps]
+    assert sum(gathered) == pytest.approx(8 * watched["beside"]["numel"] * 4 / RANKS / GIB)
+
+
 def test_after_an_exception_in_a_step_the_next_fit_is_watched_as_the_first(watched):
     case = watched["failing"]
     assert [row["step"] for row in case["before"]] == [0, 1]
@@ -223,6 +263,15 @@ def test_a_traced_step_is_written_for_every_rank_without_a_logger(watched):
     steps = list(first.of(Kind.STEP))
     assert len(steps) >= 2
     assert first.nbytes(Kind.REDUCE) == second.nbytes(Kind.REDUCE) > 0
+
+
+def test_no_file_that_cannot_be_written_ends_a_training_or_leaves_a_rank_waiting(watched):
+    said = [text for text in watched["unwritable"]["warnings"] if "not written" in text]
+    assert said == [
+        "the recording was not written: ValueError: embedded null byte",
+        "the report was not written: ValueError: embedded null byte",
+    ]
+    assert "plain data parallel" in watched["unwritable"]["printed"]
 
 
 def test_the_trainer_says_how_often_and_no_report_is_written_where_none_is_wanted(watched):
@@ -254,7 +303,7 @@ def test_one_rank_has_plain_keys_and_its_own_directory():
 class LeavingCallback(Callback):
     """Fails on rank 1 right before the ranks would gather their numbers."""
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == 1 and batch_idx == 1:
             raise ArithmeticError("out of luck")
 
