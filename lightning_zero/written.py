@@ -55,6 +55,13 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def _shows(parameter: nn.Parameter, view: Tensor) -> bool:
+    """As `is_same_memory`, in a few calls: this is asked of every parameter in every pass."""
+    if parameter.dtype is not view.dtype or parameter.is_meta:
+        return False
+    return parameter.is_set_to(view)
+
+
 def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     """This rank's elements of what was put in the place of a parameter's data: 1-D.
 
@@ -112,15 +119,19 @@ class Rewritten:
         Raises:
             ValueError: Data of another shape was put into a parameter, which shows its view again.
         """
+        versions = [parameter._version for parameter in self._parameters]
+        is_written = bool(self._versions) and self._versions != versions
+        if not is_written and all(map(_shows, self._parameters, views)):
+            return
         for index, view in enumerate(views):
             if self._is_rewritten(index, view):
                 yield index, view
 
     def _is_rewritten(self, index: int, view: Tensor) -> bool:
-        parameter = self._parameters[index]
-        data, version = parameter.data, parameter._version
-        is_replaced = not is_same_memory(data, view)
+        parameter, version = self._parameters[index], self._parameters[index]._version
+        is_replaced = not _shows(parameter, view)
         if is_replaced:
+            data = parameter.data
             parameter.data = view  # first: also after an error
             view.copy_(whole_values(data, self._layout.slots[index]))
         is_written = bool(self._versions) and self._versions[index] != version

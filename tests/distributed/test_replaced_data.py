@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import Engine, ZeroConfig, gathered
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
 from tests.distributed.ranks import run_ranks
 
 STAGES = [0, 1, 2, 3]
@@ -225,6 +225,37 @@ def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_keep
     for held, used, largest in run_ranks(2, _clip, stage, param_dtype):
         assert held == 0
         assert used == largest == pytest.approx(0.01, rel=1e-2)
+
+
+def _look_and_write(rank, world_size, folder):
+    torch.manual_seed(0)
+    net = Net().bfloat16()
+    offload = OffloadConfig("nvme", nvme_path=folder)
+    config = ZeroConfig(stage=3, offload_param=offload, offload_optimizer="cpu")
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+    x = torch.ones(2, 12, dtype=torch.bfloat16)
+    for parameter in net.parameters():
+        parameter.data.norm()
+    before = engine.storage.bytes_written
+    engine.backward(net(x))
+    assert engine.storage.bytes_written == before
+    engine.step()
+    for bucket in engine.buckets:
+        bucket.read_ahead()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.data.fill_(0.5)
+    used = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda m, *_: used.append(m.weight.detach().float().unique()))
+    net(x)
+    engine.reset()
+    engine.close()
+    return torch.cat(used).tolist()
+
+
+def test_a_look_writes_no_file_and_a_write_reaches_the_next_forward(tmp_path):
+    assert run_ranks(2, _look_and_write, str(tmp_path)) == [[0.5] * 3] * 2
 
 
 def _refuse(rank, world_size):
