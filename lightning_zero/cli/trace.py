@@ -97,12 +97,12 @@ def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
 
 
 def _waits(recordings: Sequence[Recording]) -> str:
-    by_wait = sorted(recordings, key=lambda recording: recording.waited_s)
+    by_wait = sorted(recordings, key=lambda recording: recording.waited_for_others_s)
     least, most = by_wait[0], by_wait[-1]
     if least is most:
-        return f"the computation waited {least.waited_s:.4f} s"
-    more = most.waited_s - least.waited_s
+        return f"the computation waited {least.waited_for_others_s:.4f} s"
+    more = most.waited_for_others_s - least.waited_for_others_s
     return (
-        f"rank {least.rank} waited least, {least.waited_s:.4f} s; rank {most.rank} longest, "
+        f"rank {least.rank} waited least, {least.waited_for_others_s:.4f} s; rank {most.rank} longest, "
         f"{more:.4f} s more ({more / (most.seconds or 1):.1%} of the step)"
     )
