@@ -103,6 +103,6 @@ def _waits(recordings: Sequence[Recording]) -> str:
         return f"the computation waited {least.waited_for_others_s:.4f} s"
     more = most.waited_for_others_s - least.waited_for_others_s
     return (
-        f"rank {least.rank} waited least, {least.waited_for_others_s:.4f} s; rank {most.rank} longest, "
-        f"{more:.4f} s more ({more / (most.seconds or 1):.1%} of the step)"
+        f"rank {least.rank} waited least, {least.waited_for_others_s:.4f} s; "
+        f"rank {most.rank} longest, {more:.4f} s more ({more / (most.seconds or 1):.1%} of the step)"
     )
