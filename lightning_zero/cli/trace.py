@@ -102,7 +102,8 @@ def _waits(recordings: Sequence[Recording]) -> str:
     if least is most:
         return f"the computation waited {least.waited_for_others_s:.4f} s"
     more = most.waited_for_others_s - least.waited_for_others_s
+    share = more / (most.seconds or 1)
     return (
         f"rank {least.rank} waited least, {least.waited_for_others_s:.4f} s; "
-        f"rank {most.rank} longest, {more:.4f} s more ({more / (most.seconds or 1):.1%} of the step)"
+        f"rank {most.rank} longest, {more:.4f} s more ({share:.1%} of the step)"
     )
