@@ -189,9 +189,9 @@ class LightningZero:
     def settle(self) -> None:
         if self.settings.get("overlap_step"):
             self.engine.memory_report()  # waits for the steps
-        if self.gathers_after_step:
-            with lightning_zero.gathered(self.model):
-                pass
+        if self.gathers_after_step:  # `gathered` would look at the values, too
+            for bucket in self.engine.buckets:
+                bucket.settle()
 
     def close(self) -> None:
         self.engine.close()
