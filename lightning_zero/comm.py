@@ -28,7 +28,6 @@ from lightning_zero.axes import AllReduce, Axes, open_axes, replica_exchange
 from lightning_zero.buffer import Scratch
 from lightning_zero.channel import Channel
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
-from lightning_zero.flight import Flight
 from lightning_zero.mesh import Mesh
 from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Kind
@@ -36,7 +35,6 @@ from lightning_zero.recording import Kind
 __all__ = ["Communicator", "PeerAbortedError", "PeerFailedError", "Pending", "Round"]
 
 _FAILED = -1
-_ABORT = -2
 _NO_MARK = 2**62
 
 
@@ -204,8 +202,30 @@ class Communicator:
         sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
         return self.recorder.watch(Kind.AVERAGE, name, sent, self._exchange.all_reduce, whole)
 
-    def _agreeing(self, name: str) -> Flight:
-        return self.recorder.span(Kind.AGREE, name, is_wait=True)
+    @contextmanager
+    def _agreeing(self, name: str) -> Iterator[None]:
+        """Around waiting for the other ranks, for no data of theirs.
+
+        Raises:
+            PeerAbortedError: One of them called `abort`.
+            RuntimeError: One does not come.
+        """
+        try:
+            with self.recorder.span(Kind.AGREE, name, is_wait=True):
+                yield
+        except RuntimeError as error:
+            if (rank := self._aborted_by()) is not None:
+                raise PeerAbortedError(
+                    f"rank {self.rank} stops because rank {rank} raised an exception; its "
+                    "traceback, in that rank's output, tells the cause."
+                ) from error
+            raise RuntimeError(
+                f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
+                "Every rank must run forward and backward together, with equally many batches (in "
+                "stage 3 also a forward for a sample or an image, which `if rank == 0` would run "
+                "on one rank alone; inside `with lightning_zero.lockstep(module)` on every rank, "
+                "ranks may run different numbers of them); or another rank has died."
+            ) from error
 
     def sum_over_shards_(self, tensor: Tensor) -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
@@ -317,23 +337,9 @@ class Communicator:
         return lambda: self._end_agreement(request, work, agreed)
 
     def _end_agreement(self, request: int, work: Any, agreed: Tensor) -> Round:
-        try:
-            with self._agreeing("round"):
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
-                "Every rank must run forward and backward together, with equally many batches (in "
-                "stage 3 also a forward for a sample or an image, which `if rank == 0` would run "
-                "on one rank alone; inside `with lightning_zero.lockstep(module)` on every rank, "
-                "ranks may run different numbers of them); or another rank has died."
-            ) from error
+        with self._agreeing("round"):
+            work.wait()
         lowest, fewest, least, low_mark, high_mark = agreed.tolist()
-        if lowest == _ABORT:
-            raise PeerAbortedError(
-                f"rank {self.rank} stops because another rank raised an exception; its traceback, "
-                "in that rank's output, tells the cause."
-            )
         if lowest == _FAILED and request != _FAILED:
             self._raise_failure(None)
         is_alike = low_mark == _NO_MARK or low_mark == -high_mark
@@ -392,16 +398,31 @@ class Communicator:
     def abort(self) -> None:
         """Makes the other ranks fail where they wait for this one. Never waits itself.
 
-        They learn it at their next `agree`; those that wait for data of this rank learn it from the
-        closed connection.
+        Whatever they do next on either plane, or do already, finds its connections closed, which
+        any collective notices; a message would pair with the agreement that this rank was about to
+        take part in, which may be of another size.
         """
         if self._control is None or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True
         self._close_channels()
-        message = torch.tensor([_ABORT, 0, 0, 0, 0], dtype=torch.int64)  # as in an agreement
-        dist.all_reduce(message, op=dist.ReduceOp.MIN, group=self._control, async_op=True)
+        with suppress(RuntimeError):  # the store is gone with rank 0, and they notice that too
+            _store().compare_set(self._abort_key(), "", str(self.rank))
+        self._hang_up(self._control)
         self._close_data()
+
+    def _abort_key(self) -> str:
+        return f"lightning_zero/abort/{self._control.group_name}"
+
+    def _aborted_by(self) -> int | None:
+        """The rank that was the first to abort."""
+        if self._control is None:
+            return None
+        try:
+            store, key = _store(), self._abort_key()
+            return int(store.get(key)) if store.check([key]) else None
+        except RuntimeError:  # the store is gone with rank 0
+            return None
 
     def rally(self, deadline: timedelta) -> bool:
         """After an exception: waits until every rank has come here, then makes fresh groups.
@@ -416,7 +437,7 @@ class Communicator:
         name = self._control.group_name
         self.abort()
         try:
-            store = dist.distributed_c10d._get_default_store()
+            store = _store()
             key = f"lightning_zero/rally/{name}"
             store.add(key, 1)
             until = time.monotonic() + deadline.total_seconds()
@@ -447,9 +468,6 @@ class Communicator:
         self._close_data()
         self._close_channels()
         if self._control is not None and dist.is_initialized():
-            if self._is_aborted:
-                # Destroying it would wait for the others to answer `abort`.
-                self._hang_up(self._control)
             dist.destroy_process_group(self._control)
         self._control = None
 
@@ -477,16 +495,15 @@ class Communicator:
         """Closes a gloo group's connections, so that what is under way on it fails on both sides.
 
         Destroying it does not while anything, a transfer or a traceback, refers to it. A receive
-        that times out does.
+        that times out does; but where the peer has gone it fails, and closes nothing else.
         """
         if dist.get_backend(group) != "gloo":
             return
-        if group.size() == 1:
-            return
-        with suppress(RuntimeError):
-            nothing = torch.empty(1)
-            peer = (group.rank() + 1) % group.size()
-            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+        nothing = torch.empty(1)
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with suppress(RuntimeError):
+                    group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
 
     def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._group is not None and self.size > 1:
@@ -497,6 +514,10 @@ class Communicator:
             if travelling is not tensor:
                 tensor.copy_(travelling)
         return tensor
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _sent(nbytes: int, size: int) -> int:

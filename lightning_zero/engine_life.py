@@ -152,9 +152,19 @@ class EngineLife:
             load_masters(self.current, masters)
 
     def wait_for_collective(self) -> None:
-        """See `Lockstep.wait_for_collective`."""
-        if self.current is not None:
-            self.current.lockstep.wait_for_collective()
+        """Before a collective on WORLD: finds out ranks that will not come to it. Collective.
+
+        Raises:
+            RuntimeError: Another rank has failed, or is elsewhere, or has not come back since.
+        """
+        if self.current is None:
+            return
+        if not self.is_together():
+            raise RuntimeError(
+                "a collective was asked for after an exception, and the other ranks, which have "
+                "failed too, will not take part in it."
+            )
+        self.current.lockstep.meet_for_collective()
 
     # ---------------------------------------------------------------- failure and the end
 
@@ -211,6 +221,7 @@ class EngineLife:
     def _is_kept_whole(self) -> bool:
         """Whether every rank gets the module when this run has ended. Collective."""
         if self._keeps_whole is None:
+            self.engine.lockstep.meet_for_collective()  # a rank may have a batch or forward more
             # Only what a fit leaves is saved before it goes.
             is_free = self._whole_after_fit == "auto" and not self._was_fitting()
             self._keeps_whole = is_free or keeps_whole(

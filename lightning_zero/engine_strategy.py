@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_zero.after_fit import WholeAfterFit
 from lightning_zero.awaited import forget_awaited
+from lightning_zero.batch_boundary import BatchBoundary
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine_life import EngineLife, run_state
@@ -67,6 +68,7 @@ class EngineStrategy(ProcessStrategy):
     ) -> None:
         self._settings = settings
         self._life = EngineLife(timeout, whole_after_fit)
+        self._boundary = BatchBoundary()
         self._evaluation = LockstepEvaluation()
         self._grad_scaler_kwargs: dict[str, Any] = {}
         super().__init__(timeout=timeout, **of_processes)
@@ -192,6 +194,8 @@ class EngineStrategy(ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._life.begin(trainer.lightning_module, optimizers, config, self.root_device)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._boundary.begin(trainer, self.engine.lockstep)
 
     # ---------------------------------------------------------------- steps
 
@@ -280,6 +284,7 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
+        self._boundary.end()
         self._evaluation.end()
         self._life.end(_CPU)
         release_children()  # nothing collective comes from here on

@@ -5,7 +5,7 @@ A request is one integer, of which the lowest of all ranks goes first:
     0 .. n-1       a unit, in forward by its place in the layout
     n .. 2n-1      a unit, in backward from the end of the layout on
     2n             `_waiting`: for a reduction that other ranks have not issued
-    2n+1 .. 2n+3   `together`, `done`, `left`: for no unit any more
+    2n+1 .. 2n+4   `together`, `next_batch`, `done`, `left`: for no unit any more
 
 Why there are rounds at all is told in [Note: Same order on every rank] in schedule.py.
 """
@@ -170,18 +170,23 @@ class Gathering:
 
     @property
     def together(self) -> int:
-        """The request of a rank that wants another collective, inside a lockstep loop."""
+        """The request of a rank that wants another collective."""
         return 2 * len(self.units) + 1
+
+    @property
+    def next_batch(self) -> int:
+        """The request of a rank that is about to train on another batch."""
+        return 2 * len(self.units) + 2
 
     @property
     def done(self) -> int:
         """The request of a rank that has ended its step, or its backward."""
-        return 2 * len(self.units) + 2
+        return 2 * len(self.units) + 3
 
     @property
     def left(self) -> int:
         """The request of a rank that has left a lockstep loop of steps."""
-        return 2 * len(self.units) + 3
+        return 2 * len(self.units) + 4
 
     def _gather_next(self, wanted: Unit) -> None:
         """One round in which this rank asks for `wanted`."""
@@ -190,9 +195,10 @@ class Gathering:
         is_backward = self._trace is self._backward
         self._round(last - wanted.index if is_backward else wanted.index)
 
-    def _round(self, request: int) -> Round:
+    def _round(self, request: int, number: int | None = None, mark: int | None = None) -> Round:
         """Every rank gathers the unit that the lowest request names."""
-        agreed = self._trained.agree(request, self.num_issued)
+        number = self.num_issued if number is None else number
+        agreed = self._trained.agree(request, number, mark)
         self._num_issued_by_all = agreed.fewest
         self._has_met = True
         count, lowest = len(self.units), agreed.lowest
@@ -203,6 +209,8 @@ class Gathering:
             self.is_mid_round = True
             unit.gather()
             self.is_mid_round = False
+        elif self.next_batch in (lowest, agreed.highest) and lowest < agreed.highest:
+            raise _uneven()
         elif lowest == self.together < agreed.highest:
             raise RuntimeError(
                 "a rank wants a collective (such as self.log(..., on_step=True, sync_dist=True), "
@@ -220,6 +228,18 @@ class Gathering:
         """
         while self._round(request).lowest < request:
             self._drop_unclaimed(None)
+
+    def meet_for_batch(self, wish: int, mark: int) -> int:
+        """The lowest wish of all ranks, each of which is about to train on the batch `mark`.
+
+        Raises:
+            RuntimeError: A rank trains on another batch, or on none.
+        """
+        while (agreed := self._round(self.next_batch, wish, mark)).lowest < self.next_batch:
+            self._drop_unclaimed(None)
+        if not agreed.is_alike:
+            raise _uneven()
+        return agreed.fewest
 
     def meet_and_release(self) -> None:
         """After a forward without backward: nothing stays whole. Collective."""
@@ -242,3 +262,11 @@ class Gathering:
         while self._num_issued_by_all < self.num_issued:
             self._round(self._waiting)
             self._drop_unclaimed(None)
+
+
+def _uneven() -> RuntimeError:
+    return RuntimeError(
+        "one rank is about to train on a batch, and another is not. Give all ranks equally many "
+        "(Lightning's own sampler does; limit_train_batches and drop_last=True help), and let all "
+        "run every forward in stage 3, or enter `with lightning_zero.lockstep(module)`."
+    )

@@ -127,3 +127,15 @@ class Lockstep:
     def meet_for_collective(self) -> None:
         """As `wait_for_collective`, outside of a loop too: ranks that do not come are found out."""
         self._gathering.meet(self._gathering.together)
+
+    def meet_for_batch(self, wish: int, mark: int) -> int:
+        """Between two batches of training: the lowest wish of all ranks.
+
+        Args:
+            wish: Not negative.
+            mark: Names the batch, in less than 62 bits.
+
+        Raises:
+            RuntimeError: Another rank trains on another batch, or has none left.
+        """
+        return self._gathering.meet_for_batch(wish, mark)

@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_zero.batch_boundary import batch_mark
 from lightning_zero.checkpoint.directory import recover
 from lightning_zero.checkpoint_io import on_rank_zero
 
@@ -136,7 +137,8 @@ class Requeueing:
             RequeuedExit: They stop; everything is saved.
         """
         engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
-        agreed = Request(engine.comm.agree(int(request))[0])
+        mark = batch_mark(self.trainer, is_over=True)
+        agreed = Request(engine.lockstep.meet_for_batch(request, mark))
         if agreed is Request.NOTHING:
             return
         rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")

@@ -49,12 +49,14 @@ class Trained:
         if request is not None:
             self._under_way = self._comm.begin_agreement(request, 0, self._mark)
 
-    def agree(self, request: int, num_issued: int) -> Round:
-        """See `Communicator.agree`.
+    def agree(self, request: int, num_issued: int, mark: int | None = None) -> Round:
+        """See `Communicator.agree`; a mark that is given is for the caller to look at.
 
         Raises:
             RuntimeError: Ranks train different parameters.
         """
+        if mark is not None:
+            return self._comm.agree(request, num_issued, mark)
         agreed = self._comm.agree(request, num_issued, self._mark)
         self._check(agreed)
         return agreed

@@ -91,6 +91,7 @@ LAYERS = {
         "cli",
         "engine_life",
         "engine_strategy",
+        "batch_boundary",
         "evaluation",
         "csv_logger",
         "launcher",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, PeerAbortedError
 from lightning_zero.exchange import PeerToPeer
 from lightning_zero.recording import Kind
 from tests.distributed.ranks import run_ranks
@@ -115,3 +115,36 @@ def _upload(rank, world_size):
 def test_a_shard_that_is_taken_to_the_device_is_recorded_with_its_name():
     (spans,) = run_ranks(1, _upload, has_group=False)
     assert sorted(spans, key=str) == [(Kind.GATHER, "a"), (Kind.TO_DEVICE, "a")]
+
+
+CONTROL = {
+    "agree": lambda comm: comm.agree(1),
+    "union": lambda comm: comm.union([True, False]),
+    "min_ints": lambda comm: comm.min_ints([1, 2, 3, 4, 5]),
+    "gather_objects": lambda comm: comm.gather_objects("x"),
+    "broadcast_object": lambda comm: comm.broadcast_object("x"),
+    "gather_floats": lambda comm: comm.gather_floats([1.0]),
+    "max_": lambda comm: comm.max_(torch.ones(2)),
+}
+
+
+def _abort_before_each(rank, world_size, is_early):
+    seconds = {}
+    for name, call in CONTROL.items():
+        comm = Communicator(torch.device("cpu"))
+        comm.agree(0)
+        time.sleep(0.1 if is_early == (rank != 1) else 0.0)
+        start = time.monotonic()
+        if rank != 1:
+            with pytest.raises(PeerAbortedError, match="because rank 1 raised an exception"):
+                call(comm)
+        comm.abort()
+        seconds[name] = time.monotonic() - start
+        dist.barrier()  # of the world, which outlives them
+    return seconds
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_an_abort_is_told_apart_wherever_the_peers_wait(is_early):
+    for seconds in run_ranks(3, _abort_before_each, is_early, timeout_s=30):
+        assert max(seconds.values()) < 2.0, seconds
