@@ -143,7 +143,7 @@ def _writable(bucket: Bucket) -> Iterator[None]:
         raise
     shown = [parameter.data for parameter in bucket.parameters]
     bucket.masters.hide()
-    with bucket.comm.failing_together():
+    with bucket.comm.control.failing_together():
         for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
             if not is_same_memory(data, view):
                 view.copy_(whole_values(data, slot))

@@ -44,7 +44,7 @@ def keeps_whole(choice: bool | str, engine: Engine, *, num_averages: int = 0) ->
     if engine.comm.rank == 0:
         needed += sum(_masters_bytes(bucket) for bucket in engine.buckets)
     room = available_memory_bytes() // (2 * local_world_size())
-    fits = bool(engine.comm.min_ints([room - needed])[0] >= 0)
+    fits = bool(engine.comm.control.min_ints([room - needed])[0] >= 0)
     if not fits:
         rank_zero_warn(
             f'whole_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '

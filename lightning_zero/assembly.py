@@ -103,7 +103,7 @@ def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
         return Budgets()
     cpu = available_memory_bytes() // (2 * local_world_size())
     free = torch.cuda.mem_get_info(comm.device)[0] // 2 if comm.device.type == "cuda" else 0
-    return Budgets(*comm.min_ints([free, cpu]))
+    return Budgets(*comm.control.min_ints([free, cpu]))
 
 
 def open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
@@ -113,7 +113,7 @@ def open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
         OSError: The disk has no room; a RuntimeError on the other ranks.
     """
     param, optimizer = config.offloads
-    with comm.failing_together():
+    with comm.control.failing_together():
         storage = Storage(
             comm.device,
             rank=comm.rank,

@@ -230,7 +230,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         if nbytes and device.type == "cpu":
             nbytes += sum(whole_bytes(bucket) - held_bytes(bucket) for bucket in self._buckets)
         room = available_memory_bytes() // (2 * local_world_size())
-        return bool(self._comm.min_ints([room - nbytes])[0] >= 0)
+        return bool(self._comm.control.min_ints([room - nbytes])[0] >= 0)
 
     def check_has_states(self) -> None:
         """Whether the states can still be told after `give_back`.

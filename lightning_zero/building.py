@@ -4,7 +4,7 @@
 parameter is registered, others that have not been used for a while are reduced to this rank's part,
 in CPU memory: each rank cuts its own values, so nothing travels. A parameter in parts is guarded
 (guard.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole again, which
-is a gather in a round of `Communicator.agree`; ranks that do not ask take part when they leave
+is a gather in a round of `Control.agree`; ranks that do not ask take part when they leave
 the context. Values are those that the constructors set.
 
 [Note: What may be cut] A parameter that nobody else looks at: its storage has no other user, and
@@ -99,7 +99,7 @@ class Building:
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
         own = _random_states(self.device)
-        first = self._comm.broadcast_object(own)
+        first = self._comm.control.broadcast_object(own)
         differs = any(not torch.equal(a, b) for a, b in zip(own, first, strict=True))
         if differs:
             _set_random_states(self.device, first)
@@ -116,12 +116,12 @@ class Building:
             ValueError: Ranks have built different values.
         """
         self._meet()
-        in_parts = self._comm.union([piece.part is not None for piece in self._pieces])
+        in_parts = self._comm.control.union([piece.part is not None for piece in self._pieces])
         for piece, is_in_parts in zip(self._pieces, in_parts, strict=True):
             if is_in_parts and piece.part is None and piece.parameter is not None:
                 self._cut(piece, piece.parameter)
         bits = [piece.bits * is_in for piece, is_in in zip(self._pieces, in_parts, strict=True)]
-        lowest = self._comm.min_ints([*bits, *(-value for value in bits)])
+        lowest = self._comm.control.min_ints([*bits, *(-value for value in bits)])
         for piece, low, high in zip(self._pieces, lowest, lowest[len(bits) :], strict=False):
             if low != -high:
                 raise ValueError(
@@ -272,7 +272,7 @@ class Building:
         return whole[: piece.shape.numel()]
 
     def _round(self, request: int) -> int:
-        agreed = self._comm.agree(request).lowest
+        agreed = self._comm.control.agree(request).lowest
         if agreed < _DONE:
             piece = self._pieces[agreed]
             values, parameter = self.gather(piece), piece.parameter

@@ -122,20 +122,20 @@ def _time_all(comm: Communicator, nbytes: int, seconds: float) -> Iterator[Timin
         _run(comm, issues[name], _LEAST)  # connects, and touches memory
         once = _run(comm, issues[name], _LEAST)
         wanted = min(max(int(seconds / _ROUNDS / once), _LEAST), _MOST)
-        count = comm.min_ints([wanted])[0]  # the same on every rank
+        count = comm.control.min_ints([wanted])[0]  # the same on every rank
         rounds = [_run(comm, issues[name], count) for _ in range(_ROUNDS)]
         yield Timing(name, nbytes, comm.size, median(rounds))
 
 
 def _run(comm: Communicator, issue: Callable[[], Pending], count: int) -> float:
     """Seconds of one of `count` collectives, on the slowest rank."""
-    comm.min_ints([0])  # all begin together
+    comm.control.min_ints([0])  # all begin together
     _synchronize(comm.device)
     begin = perf_counter_ns()
     for _ in range(count):
         issue().wait()
     _synchronize(comm.device)
-    slowest = -comm.min_ints([begin - perf_counter_ns()])[0]
+    slowest = -comm.control.min_ints([begin - perf_counter_ns()])[0]
     return slowest / count / 1e9
 
 

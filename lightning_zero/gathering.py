@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_zero.comm import Round
 from lightning_zero.config import ZeroConfig
+from lightning_zero.control import Round
 from lightning_zero.recorder import Recorder
 from lightning_zero.trained import Trained
 from lightning_zero.unit import Trace, Unit

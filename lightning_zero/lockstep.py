@@ -113,7 +113,7 @@ class Lockstep:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable object, on every rank. Collective, outside of a loop."""
-        return self._comm.gather_objects(value)
+        return self._comm.control.gather_objects(value)
 
     def wait_for_collective(self) -> None:
         """Inside a loop, before a collective that is no gather: waits until every rank comes here.

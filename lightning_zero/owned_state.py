@@ -78,7 +78,7 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
         if bucket.shards.is_stepped(index) and parameter in optimizer.state
     }
     known: dict[tuple[int, int], Any] = {}
-    for of_rank in own_buckets[0].comm.gather_objects(own):
+    for of_rank in own_buckets[0].comm.control.gather_objects(own):
         known.update(of_rank)
     return {own_buckets[number].parameters[i]: known[number, i] for number, i in sorted(known)}
 

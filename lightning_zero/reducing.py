@@ -171,7 +171,7 @@ class Reducing:
         late = [bucket in reduced and any(bucket.grads.is_local) for bucket in buckets]
         partial = [bucket.grads.replicas.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
-        mask = self._comm.union([*late, *partial, *own])
+        mask = self._comm.control.union([*late, *partial, *own])
         is_late = dict(zip(buckets, mask, strict=False))
         is_partial = dict(zip(buckets, mask[len(buckets) :], strict=False))
         touched: dict[Bucket, list[bool]] = {}
@@ -199,7 +199,7 @@ class Reducing:
         if not self._is_order_agreed and self._ends_step:
             self._is_order_agreed = True
             mine = [self._buckets.index(bucket) for bucket in self._arrived]
-            first = [self._buckets[index] for index in self._comm.broadcast_object(mine)]
+            first = [self._buckets[index] for index in self._comm.control.broadcast_object(mine)]
             rest = [bucket for bucket in self._order if bucket not in first]
             self._order = first + rest
 
@@ -215,7 +215,7 @@ class Reducing:
             self._comm.free_scratch()
         elif self._has_partial:
             gathering.meet(gathering.done)
-            partial = self._comm.union([b.grads.replicas.is_partial for b in self._buckets])
+            partial = self._comm.control.union([b.grads.replicas.is_partial for b in self._buckets])
             for bucket, is_partial in zip(self._buckets, partial, strict=True):
                 if is_partial:
                     bucket.grads.average()

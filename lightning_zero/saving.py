@@ -181,7 +181,7 @@ class Saving:
             failure = error
         has_failed = failure is not None
         if self._is_async and last_masters is None:  # in the same way on every rank
-            has_failed = not engine.comm.min_ints([int(failure is None)])[0]
+            has_failed = not engine.comm.control.min_ints([int(failure is None)])[0]
         if has_failed:
             rank_zero_warn(
                 f"the checkpoint in flight was not saved ({failure}); {filepath} is written before "
@@ -236,7 +236,7 @@ class Saving:
         """Whether every rank has the CPU memory for its copy. Collective."""
         held = sum(kept.numel() * kept.element_size() for kept in self._memory.values())
         room = available_memory_bytes() // (2 * local_world_size()) + held
-        fits = bool(engine.comm.min_ints([room - save.snapshot_bytes])[0] >= 0)
+        fits = bool(engine.comm.control.min_ints([room - save.snapshot_bytes])[0] >= 0)
         if not fits:
             self._memory.clear()
             if not self._has_warned:

@@ -13,7 +13,7 @@
   used.
 
 [Note: Same order on every rank] No collective is decided on by this rank's data alone.
-* Gathers before use go in rounds of `Communicator.agree`. A rank asks for a unit; the lowest
+* Gathers before use go in rounds of `Control.agree`. A rank asks for a unit; the lowest
   request of all ranks goes first; every rank takes part in its gather, and a rank that wanted
   another asks again. A rank that has finished its backward asks for nothing but goes on taking part
   until all have. Ranks whose branches differ gather more than they need, and none hangs.
@@ -96,7 +96,7 @@ class Schedule:
     ) -> None:
         self.moment = Moment.IDLE
         self.units = list(units)
-        trained = Trained(buckets, comm)
+        trained = Trained(buckets, comm.control)
         self.gathering = Gathering(units, trained, comm.recorder, config)
         self.reducing = Reducing(buckets, self.gathering, trained, comm, config)
         self.is_accumulating = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_zero.bucket import Bucket
-from lightning_zero.comm import Communicator, Round
+from lightning_zero.control import Control, Round
 
 __all__ = ["Trainable", "Trained"]
 
@@ -26,10 +26,10 @@ class Trained:
         flags: In the last backward that has begun.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
+    def __init__(self, buckets: Sequence[Bucket], control: Control) -> None:
         self.flags: Trainable = ()
         self._buckets = list(buckets)
-        self._comm = comm
+        self._control = control
         self._mark: int | None = None  # of the flags, while they must be the same on all ranks
         self._under_way: Callable[[], Round] | None = None  # an agreement for the mark alone
 
@@ -47,17 +47,17 @@ class Trained:
         """
         self._mark = hash(self.flags) >> 3
         if request is not None:
-            self._under_way = self._comm.begin_agreement(request, 0, self._mark)
+            self._under_way = self._control.begin_agreement(request, 0, self._mark)
 
     def agree(self, request: int, num_issued: int, mark: int | None = None) -> Round:
-        """See `Communicator.agree`; a mark that is given is for the caller to look at.
+        """See `Control.agree`; a mark that is given is for the caller to look at.
 
         Raises:
             RuntimeError: Ranks train different parameters.
         """
         if mark is not None:
-            return self._comm.agree(request, num_issued, mark)
-        agreed = self._comm.agree(request, num_issued, self._mark)
+            return self._control.agree(request, num_issued, mark)
+        agreed = self._control.agree(request, num_issued, self._mark)
         self._check(agreed)
         return agreed
 
@@ -74,7 +74,7 @@ class Trained:
     def _check(self, agreed: Round) -> None:
         if agreed.is_alike:
             return
-        everybody = self._comm.gather_objects(self.flags if self._mark is not None else None)
+        everybody = self._control.gather_objects(self.flags if self._mark is not None else None)
         names = [slot.name for bucket in self._buckets for slot in bucket.plan.layout.slots]
         for name, *flags in zip(names, *(trained for trained in everybody if trained), strict=True):
             if len(set(flags)) > 1:

@@ -59,7 +59,10 @@ def check_result(run_dir, printed):
     assert "val/bits_per_byte" in (run_dir / "csv" / "metrics.csv").read_text()
 
 
-@pytest.mark.parametrize("zero", ["off", "stage1", "stage2", "stage3"])
+@pytest.mark.parametrize(
+    "zero",
+    [*(pytest.param(f, marks=pytest.mark.slow) for f in ("off", "stage1")), "stage2", "stage3"],
+)
 def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     traced = "callbacks.monitor.trace_steps=[2]"
     printed = run_main_job(tmp_path, *SMALL, f"zero={zero}", traced)
@@ -74,6 +77,7 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     ]
 
 
+@pytest.mark.slow
 def test_the_main_job_trains_with_another_strategy(tmp_path):
     overrides = ["trainer.strategy=ddp", "~callbacks.monitor", "model.is_fused=false"]
     check_result(tmp_path, run_main_job(tmp_path, *SMALL, *overrides))

@@ -26,6 +26,7 @@ LAYERS = {
         "channel",
         "comm",
         "comm_bench",
+        "control",
         "exchange",
         "flight",
         "recorder",
@@ -153,7 +154,7 @@ def test_the_lowest_layer_knows_no_process_group(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_communicator_calls_collectives_of_the_engine(path):
     # `cli` starts ranks of its own to measure links.
-    if room_of(path) not in {"axes", "channel", "cli", "comm", "exchange", "world"}:
+    if room_of(path) not in {"axes", "channel", "cli", "comm", "control", "exchange", "world"}:
         known = {m for m in imported_modules(path) if m.startswith("torch.distributed")}
         if room_of(path) == "checkpoint":  # torch's format, which needs no process group
             known = {m for m in known if not m.startswith("torch.distributed.checkpoint")}

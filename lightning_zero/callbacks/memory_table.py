@@ -64,7 +64,7 @@ def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
     """What each rank keeps at this moment, by rank, on rank 0. Collective: every rank."""
     engine = strategy.engine
     engine.lockstep.meet_for_collective()  # else ranks would wait for one that has failed
-    return engine.comm.collect_objects(strategy.memory_report())
+    return engine.comm.control.collect_objects(strategy.memory_report())
 
 
 def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:

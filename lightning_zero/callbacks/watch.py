@@ -174,7 +174,7 @@ class Watch:
             world_size=self._engine.comm.size,
             num_steps=self._num_steps,
             memory=memory_reports(self._strategy),
-            speed=Speed.of(self._engine.comm.gather_floats(own)),
+            speed=Speed.of(self._engine.comm.control.gather_floats(own)),
             num_recorded=self._num_recorded,
             step_s=means.get("zero/time/step_s", 0.0),
             waited_s=means.get("zero/wait/waited_s", 0.0),
@@ -192,12 +192,12 @@ class Watch:
         resident = allocated_and_peak_bytes(self._engine.device)
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
-        logged, means = over_ranks(self._metrics, comm.gather_floats(own))
+        logged, means = over_ranks(self._metrics, comm.control.gather_floats(own))
         memory: list[MemoryReport] = []
         if not self._has_seen:
-            memory, self._has_seen = comm.collect_objects(report), True
+            memory, self._has_seen = comm.control.collect_objects(report), True
         if window.is_traced:
-            self._keep(comm.collect_objects(window.recording))
+            self._keep(comm.control.collect_objects(window.recording))
         if self._has_grad_norms and self._memory is not None:
             logged |= self._of_gradients()
         self._memory, self._norms = None, {}

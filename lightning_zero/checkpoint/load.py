@@ -83,7 +83,7 @@ def _verify(module: nn.Module, path: Path) -> None:
     held = [p for p in held if not is_left_out(p)]
     if held:
         comm = placement_of(held[0]).bucket.comm
-        raise_damage_of_any(path, comm.rank, comm.size, comm.gather_objects)
+        raise_damage_of_any(path, comm.rank, comm.size, comm.control.gather_objects)
     else:
         raise_damage(path, find_damage(path))
 

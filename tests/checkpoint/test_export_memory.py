@@ -117,7 +117,10 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize(("source", "target"), [("ckpt", "safetensors"), ("dcp", "ckpt")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param("ckpt", "safetensors", marks=pytest.mark.slow), ("dcp", "ckpt")],
+)
 def test_a_checkpoint_of_600_mb_is_exported_in_160(source, target, tmp_path):
     state = write_checkpoint(SMALL, source, tmp_path / "source")
     found = export(tmp_path / "source", tmp_path / "out", *TARGETS[target])

@@ -179,8 +179,11 @@ def _assert_same_file(ours, other):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.shows(name))
-        for name in ("EMAWeightAveraging", "StochasticWeightAveraging")
+        pytest.param("EMAWeightAveraging", marks=pytest.mark.shows("EMAWeightAveraging")),
+        pytest.param(
+            "StochasticWeightAveraging",
+            marks=[pytest.mark.shows("StochasticWeightAveraging"), pytest.mark.slow],
+        ),
     ],
 )
 def test_averaging_resumes_exactly_also_under_ddp_and_from_it(name):
@@ -235,6 +238,7 @@ def _find_rate(rank, world_size):
             assert_equal(*outcomes, 0, ("state", "average"))
 
 
+@pytest.mark.slow
 def test_a_search_for_the_learning_rate_leaves_averages_as_they_were():
     run_ranks(2, _find_rate, has_group=False, timeout_s=120)
 

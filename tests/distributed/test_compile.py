@@ -202,6 +202,7 @@ def _save_and_load(rank, world_size):
     return found, list(saved)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_exchanged_between_compiled_and_plain_modules():
     names = list(QuietGPT().state_dict())
     for found, keys in run_ranks(2, _save_and_load, has_group=False, timeout_s=240):

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import Communicator, PeerAbortedError
+from lightning_zero.comm import Communicator
+from lightning_zero.control import PeerAbortedError
 from lightning_zero.exchange import PeerToPeer
 from lightning_zero.recording import Kind
 from tests.distributed.ranks import run_ranks
@@ -88,7 +89,7 @@ def _close_after_abort(rank, world_size):
     else:
         time.sleep(4)
         with pytest.raises(RuntimeError):
-            comm.agree(0)
+            comm.control.agree(0)
         comm.close()
     return time.monotonic() - start
 
@@ -118,12 +119,12 @@ def test_a_shard_that_is_taken_to_the_device_is_recorded_with_its_name():
 
 
 CONTROL = {
-    "agree": lambda comm: comm.agree(1),
-    "union": lambda comm: comm.union([True, False]),
-    "min_ints": lambda comm: comm.min_ints([1, 2, 3, 4, 5]),
-    "gather_objects": lambda comm: comm.gather_objects("x"),
-    "broadcast_object": lambda comm: comm.broadcast_object("x"),
-    "gather_floats": lambda comm: comm.gather_floats([1.0]),
+    "agree": lambda comm: comm.control.agree(1),
+    "union": lambda comm: comm.control.union([True, False]),
+    "min_ints": lambda comm: comm.control.min_ints([1, 2, 3, 4, 5]),
+    "gather_objects": lambda comm: comm.control.gather_objects("x"),
+    "broadcast_object": lambda comm: comm.control.broadcast_object("x"),
+    "gather_floats": lambda comm: comm.control.gather_floats([1.0]),
     "max_": lambda comm: comm.max_(torch.ones(2)),
 }
 
@@ -132,7 +133,7 @@ def _abort_before_each(rank, world_size, is_early):
     seconds = {}
     for name, call in CONTROL.items():
         comm = Communicator(torch.device("cpu"))
-        comm.agree(0)
+        comm.control.agree(0)
         time.sleep(0.1 if is_early == (rank != 1) else 0.0)
         start = time.monotonic()
         if rank != 1:

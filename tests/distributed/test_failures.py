@@ -197,7 +197,7 @@ def _fail_and_go_on(rank, world_size, spec, place):
     return val_loss, arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_rank_that_hangs_is_an_error_on_the_other_after_the_timeout(stage):
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0 of 2: Traceback") as raised:

@@ -194,7 +194,13 @@ class StartingModule(GPTModule):
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(1, "32-true"), (2, "bf16-mixed"), (3, "32-true"), (3, "bf16-mixed")]
+    ("stage", "precision"),
+    [
+        pytest.param(1, "32-true", marks=pytest.mark.slow),
+        (2, "bf16-mixed"),
+        pytest.param(3, "32-true", marks=pytest.mark.slow),
+        (3, "bf16-mixed"),
+    ],
 )
 def test_a_hook_loads_weights_of_every_format_before_and_during_fit(reference, stage, precision):
     folder, _ = reference

@@ -122,7 +122,9 @@ def test_a_notebook_gets_lightnings_message_for_the_plain_name(tmp_path):
 
 
 @pytest.mark.shows("launch in a notebook", stages=(1, 3))
-@pytest.mark.parametrize("name", ["zero1_notebook", "zero3_notebook"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("zero1_notebook", marks=pytest.mark.slow), "zero3_notebook"]
+)
 def test_a_notebook_trains_and_holds_the_trained_weights(name, tmp_path):
     run_script(SCRIPTS / "notebook.py", name, tmp_path)
     saved = np.load(tmp_path / "notebook.npz")

@@ -364,7 +364,7 @@ def _optimizer_in_files(rank, world_size, dtype):
     engine, module, optimizer = start(3, param_dtype=dtype)
     step(engine, module)
     state = optimizer_state_dict(optimizer, engine.buckets, is_recipient=True)
-    weights = engine.comm.broadcast_object(full_state_dict(engine))
+    weights = engine.comm.control.broadcast_object(full_state_dict(engine))
     Path("swap").mkdir(exist_ok=True)
     offload = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16)
     other, same, loaded = start(3, param_dtype=dtype, offload_optimizer=offload)

@@ -131,8 +131,8 @@ STEPS = {"max_epochs": None, "max_steps": 11}
     [
         ((1, 6), EPOCHS, ["batch", "batch"]),
         ((3, 7), EPOCHS, ["epoch", "epoch"]),  # the last batch of an epoch
-        ((3, 7), STEPS, ["epoch", "epoch"]),
-        ((1, 6), STEPS, ["batch", "batch"]),
+        pytest.param((3, 7), STEPS, ["epoch", "epoch"], marks=pytest.mark.slow),
+        pytest.param((1, 6), STEPS, ["batch", "batch"], marks=pytest.mark.slow),
         ((1, 3), EPOCHS | {"val_check_interval": 2}, ["validation", "epoch"]),
         ((1, 5), EPOCHS | {"accumulate_grad_batches": 2}, ["batch", "batch"]),
         ((0, 5), EPOCHS | {"accumulate_grad_batches": 4}, ["epoch", "epoch"]),

@@ -76,7 +76,10 @@ def test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp(slurm, tmp_path, never_
     ("options", "devices", "nodes", "launcher", "text"),
     [
         (["--nodes=1", "--ntasks-per-node=1"], 2, 1, "srun", "gave 1 node(s) with 1 task(s)"),
-        (["--nodes=2", "--ntasks-per-node=1"], 1, 1, "srun", "gave 2 node(s) with 1 task(s)"),
+        pytest.param(
+            *(["--nodes=2", "--ntasks-per-node=1"], 1, 1, "srun", "gave 2 node(s) with 1 task(s)"),
+            marks=pytest.mark.slow,
+        ),
         (["--nodes=1", "--ntasks-per-node=2"], 2, 1, "", "started without srun"),
     ],
 )
