@@ -87,8 +87,10 @@ class Communicator:
         self._replicas: AllReduce | None = None
         self._open_group()
         # The fake backend stands for N ranks in one process; gloo would wait for the others.
-        control = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
-        self.control = Control(self.rank, self.size, self.recorder, control, timeout)
+        backend = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
+        self.control = Control(
+            self.recorder, rank=self.rank, size=self.size, backend=backend, timeout=timeout
+        )
         self._check_group_size(group_size)
         self.mesh = Mesh.of(self.rank, self.size, group_size)
         self._exchange: Exchange = self._open_exchange()

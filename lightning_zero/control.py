@@ -8,11 +8,13 @@ store that the ranks have met by.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ __all__ = ["Control", "PeerAbortedError", "PeerFailedError", "Round", "hang_up"]
 
 _FAILED = -1
 _NO_MARK = 2**62
+_STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
 
 
 class PeerAbortedError(RuntimeError):
@@ -39,24 +42,32 @@ class Round(NamedTuple):
     """What `Control.agree` found."""
 
     lowest: int  # request of all ranks
-    fewest: int  # number that any rank has told
+    fewest: int  # reductions that any rank has issued
     highest: int  # request of all ranks
     is_alike: bool = True  # those that sent a mark sent the same one
+    is_same_batch: bool = True  # those that sent a batch sent the same one
+    wish: int | None = None  # the lowest of those that sent one
 
 
 class Control:
     """Every method is collective where it does not say that it is local: every rank, same order.
 
     Args:
+        recorder: Of what goes on in this process.
         rank: In the world.
         size: Of the world.
-        recorder: Of what goes on in this process.
         backend: Of the group: "gloo", or "fake", which stands for all ranks in one process.
         timeout: Of collectives; None: the backend's.
     """
 
     def __init__(
-        self, rank: int, size: int, recorder: Recorder, backend: str, timeout: timedelta | None
+        self,
+        recorder: Recorder,
+        *,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout: timedelta | None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -64,12 +75,15 @@ class Control:
         self._backend = backend
         self._timeout = timeout
         self._group: Any = None
+        self._name = ""  # in the store, which may outlive many groups
         self.open()
 
     def open(self) -> None:
         """Makes the group, where there is a world."""
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(timeout=self._timeout, backend=self._backend)
+            name = uuid4().hex
+            self._name = name if self._backend == "fake" else self.broadcast_object(name)
 
     @property
     def is_open(self) -> bool:
@@ -81,14 +95,19 @@ class Control:
         """Around waiting for other ranks, not for data. Local.
 
         Raises:
-            PeerAbortedError: One of them called `abort`.
+            PeerAbortedError: One of them, or this one, called `abort`.
             RuntimeError: One does not come.
         """
         try:
             with self._recorder.span(Kind.AGREE, name, is_wait=True):
                 yield
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
         except RuntimeError as error:
-            if (rank := self._aborted_by()) is not None:
+            rank = self._aborted_by()
+            if rank == self.rank:
+                raise PeerAbortedError(f"rank {rank} has ended with an exception before.") from None
+            if rank is not None:
                 raise PeerAbortedError(
                     f"rank {self.rank} stops because rank {rank} raised an exception; its "
                     "traceback, in that rank's output, tells the cause."
@@ -160,39 +179,61 @@ class Control:
 
     # ---------------------------------------------------------------- rounds
 
-    def agree(self, request: int, number: int = 0, mark: int | None = None) -> Round:
+    def agree(
+        self,
+        request: int,
+        num_issued: int = 0,
+        mark: int | None = None,
+        *,
+        batch: int | None = None,
+        wish: int | None = None,
+    ) -> Round:
         """One round.
 
         Args:
             request: What this rank asks for; not negative.
-            number: Of which the least of all ranks is told, such as reductions issued.
-            mark: What must be the same on all ranks that send one; of less than 62 bits.
+            num_issued: How many reductions it has issued in this backward.
+            mark: Of what it trains; all ranks that send one should send the same.
+            batch: Number of a batch, likewise.
+            wish: Of which the lowest is told. These three are of less than 62 bits.
 
         Raises:
             PeerAbortedError: Another rank called `abort`.
             PeerFailedError: Another rank called `fail`.
         """
-        return self.begin_agreement(request, number, mark)()
+        return self.begin_agreement(request, num_issued, mark, batch=batch, wish=wish)()
 
     def begin_agreement(
-        self, request: int, number: int = 0, mark: int | None = None
+        self,
+        request: int,
+        num_issued: int = 0,
+        mark: int | None = None,
+        *,
+        batch: int | None = None,
+        wish: int | None = None,
     ) -> Callable[[], Round]:
         """As `agree`, but what it returns waits for the other ranks, and raises."""
         if self.size == 1:
-            return lambda: Round(request, number, request)
-        marks = [_NO_MARK, _NO_MARK] if mark is None else [mark, -mark]
-        agreed = torch.tensor([request, number, -request, *marks], dtype=torch.int64)
+            return lambda: Round(request, num_issued, request, wish=wish)
+        numbers = [request, -request, num_issued, *_both_ways(mark), *_both_ways(batch)]
+        agreed = torch.tensor([*numbers, _NO_MARK if wish is None else wish], dtype=torch.int64)
         work = dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
         return lambda: self._end_agreement(request, work, agreed)
 
     def _end_agreement(self, request: int, work: Any, agreed: Tensor) -> Round:
         with self.waiting("round"):
             work.wait()
-        lowest, fewest, least, low_mark, high_mark = agreed.tolist()
+        lowest, highest, fewest, *marks, wish = agreed.tolist()
         if lowest == _FAILED and request != _FAILED:
             self._raise_failure(None)
-        is_alike = low_mark == _NO_MARK or low_mark == -high_mark
-        return Round(lowest, fewest, -least, is_alike)
+        return Round(
+            lowest,
+            fewest,
+            -highest,
+            is_alike=_is_one(*marks[:2]),
+            is_same_batch=_is_one(*marks[2:]),
+            wish=None if wish == _NO_MARK else wish,
+        )
 
     # ---------------------------------------------------------------- failure
 
@@ -244,19 +285,15 @@ class Control:
         Whatever they do next on this plane, or do already, finds the connection closed. A message
         would pair with what this rank was about to take part in, which may be of another size.
         """
-        with suppress(RuntimeError):  # the store has gone with rank 0, which is noticed too
-            _store().compare_set(self._key("abort"), "", str(self.rank))
+        own = str(self.rank)
+        _ask_store(lambda store: store.compare_set(self._key("abort"), "", own))
         hang_up(self._group)
 
     def _aborted_by(self) -> int | None:
         """The rank that was the first to abort."""
-        if self._group is None:
-            return None
-        try:
-            store, key = _store(), self._key("abort")
-            return int(store.get(key)) if store.check([key]) else None
-        except RuntimeError:  # the store has gone with rank 0
-            return None
+        key = self._key("abort")
+        rank = _ask_store(lambda store: store.get(key) if store.check([key]) else None)
+        return None if rank is None else int(rank)
 
     def rally(self, deadline: timedelta) -> bool:
         """After an abort: waits until every rank has come here, also without any connection.
@@ -264,20 +301,21 @@ class Control:
         Returns:
             Whether all came in time.
         """
-        try:
-            store, key = _store(), self._key("rally")
+        key, seconds = self._key("rally"), deadline.total_seconds()
+
+        def come(store: Any) -> bool:
             store.add(key, 1)
-            until = time.monotonic() + deadline.total_seconds()
+            until = time.monotonic() + seconds
             while store.add(key, 0) < self.size:
                 if time.monotonic() > until:
                     return False
                 time.sleep(0.02)
-        except RuntimeError:  # the store has gone with rank 0
-            return False
-        return True
+            return True
+
+        return bool(_ask_store(come, seconds + _STORE_TIMEOUT_S))
 
     def _key(self, name: str) -> str:
-        return f"lightning_zero/{name}/{self._group.group_name}"
+        return f"lightning_zero/{self._name}/{name}"
 
     def close(self) -> None:
         """Destroys the group. Local: ranks may come here at different times."""
@@ -301,5 +339,24 @@ def hang_up(group: Any) -> None:
                 group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+def _ask_store(question: Callable[[Any], Any], timeout_s: float = _STORE_TIMEOUT_S) -> Any:
+    """What the store answers; None where it has gone with rank 0, or does not answer in time."""
+    answer: list[Any] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):  # ValueError: there is no default group any more
+            answer.append(question(dist.distributed_c10d._get_default_store()))
+
+    thread = threading.Thread(target=ask, daemon=True, name="lightning-zero-store")
+    thread.start()
+    thread.join(timeout_s)
+    return answer[0] if answer else None
+
+
+def _both_ways(mark: int | None) -> tuple[int, int]:
+    """The least of the first is the least mark of all, and that of the second, turned, the most."""
+    return (_NO_MARK, _NO_MARK) if mark is None else (mark, -mark)
+
+
+def _is_one(least: int, most: int) -> bool:
+    return least == _NO_MARK or least == -most

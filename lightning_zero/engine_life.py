@@ -151,20 +151,18 @@ class EngineLife:
         else:
             load_masters(self.current, masters)
 
-    def wait_for_collective(self) -> None:
-        """Before a collective on WORLD: finds out ranks that will not come to it. Collective.
+    def meets(self, *, everyone: bool) -> bool:
+        """Before a collective on WORLD, of every rank or of some: whether it is possible.
 
         Raises:
-            RuntimeError: Another rank has failed, or is elsewhere, or has not come back since.
+            RuntimeError: Another rank has failed, or is elsewhere, and will not come to it.
         """
-        if self.current is None:
-            return
-        if not self.is_together():
-            raise RuntimeError(
-                "a collective was asked for after an exception, and the other ranks, which have "
-                "failed too, will not take part in it."
-            )
-        self.current.lockstep.meet_for_collective()
+        if self.is_lost or not self.is_together():
+            return False
+        if self.current is not None:
+            lockstep = self.current.lockstep
+            (lockstep.meet_for_collective if everyone else lockstep.wait_for_collective)()
+        return True
 
     # ---------------------------------------------------------------- failure and the end
 

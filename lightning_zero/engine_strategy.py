@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 from lightning_zero.after_fit import WholeAfterFit
 from lightning_zero.awaited import forget_awaited
-from lightning_zero.batch_boundary import BatchBoundary
+from lightning_zero.batch_boundary import BatchBoundary, with_status
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine_life import EngineLife, run_state
@@ -194,8 +195,7 @@ class EngineStrategy(ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._life.begin(trainer.lightning_module, optimizers, config, self.root_device)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._boundary.begin(trainer, self.engine.lockstep)
+        self._boundary.begin(trainer, self.engine.lockstep)
 
     # ---------------------------------------------------------------- steps
 
@@ -257,6 +257,7 @@ class EngineStrategy(ProcessStrategy):
 
     def _begin_evaluation(self) -> None:
         assert self.lightning_module is not None
+        self._boundary.agree()
         self._evaluation.begin(self.lightning_module.trainer, self.engine.lockstep)
 
     def _end_evaluation(self) -> None:
@@ -266,13 +267,8 @@ class EngineStrategy(ProcessStrategy):
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
-    def _before_collective(self) -> None:
-        self._life.wait_for_collective()
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if not self._life.is_lost:
-            super().barrier(name)
+    def _meets(self, *, everyone: bool = True) -> bool:
+        return super()._meets(everyone=everyone) and self._life.meets(everyone=everyone)
 
     # ---------------------------------------------------------------- failure and the end
 
@@ -280,6 +276,8 @@ class EngineStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, RequeuedExit):
             self._life.hurry()
+        elif isinstance(exception, SIGTERMException):
+            with_status(exception)  # Lightning's own says that all is done
         self._life.is_together()
 
     @override

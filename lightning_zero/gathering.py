@@ -24,6 +24,8 @@ from lightning_zero.unit import Trace, Unit
 
 __all__ = ["Gathering"]
 
+_MOST_IN_VAIN = 10  # rounds that bring no rank further; each wait begins with one or two
+
 
 class Gathering:
     """The units of one engine, whole and released in one order on every rank.
@@ -49,6 +51,7 @@ class Gathering:
         self.is_mid_round = False
         self.num_issued = 0
         self._num_issued_by_all = 0  # as far as the last round told
+        self._num_in_vain = 0  # rounds since anything has come of one
         self._has_met = False  # this backward has had a round
         self._trained = trained
         self._recorder = recorder
@@ -195,13 +198,14 @@ class Gathering:
         is_backward = self._trace is self._backward
         self._round(last - wanted.index if is_backward else wanted.index)
 
-    def _round(self, request: int, number: int | None = None, mark: int | None = None) -> Round:
+    def _round(self, request: int, batch: int | None = None, wish: int | None = None) -> Round:
         """Every rank gathers the unit that the lowest request names."""
-        number = self.num_issued if number is None else number
-        agreed = self._trained.agree(request, number, mark)
+        agreed = self._trained.agree(request, self.num_issued, batch=batch, wish=wish)
+        count, lowest = len(self.units), agreed.lowest
+        is_waiting = lowest == self._waiting and agreed.fewest == self._num_issued_by_all
+        self._num_in_vain = self._num_in_vain + 1 if is_waiting else 0
         self._num_issued_by_all = agreed.fewest
         self._has_met = True
-        count, lowest = len(self.units), agreed.lowest
         if lowest < 2 * count:
             unit = self.units[lowest if lowest < count else 2 * count - 1 - lowest]
             if not unit.is_whole:
@@ -209,9 +213,16 @@ class Gathering:
             self.is_mid_round = True
             unit.gather()
             self.is_mid_round = False
-        elif self.next_batch in (lowest, agreed.highest) and lowest < agreed.highest:
-            raise _uneven()
+        elif self._num_in_vain > _MOST_IN_VAIN:
+            raise RuntimeError(
+                "a rank waits in its backward for gradients that another does not reduce: run "
+                "equally many backwards on every rank, and the same collectives in each."
+            )
+        elif lowest == self.next_batch < agreed.highest or not agreed.is_same_batch:
+            raise _not_about_to_train()
         elif lowest == self.together < agreed.highest:
+            if agreed.highest == self.next_batch:
+                raise _not_about_to_train()
             raise RuntimeError(
                 "a rank wants a collective (such as self.log(..., on_step=True, sync_dist=True), "
                 "or torch.equal of sharded parameters) that another, which has fewer batches or "
@@ -229,17 +240,16 @@ class Gathering:
         while self._round(request).lowest < request:
             self._drop_unclaimed(None)
 
-    def meet_for_batch(self, wish: int, mark: int) -> int:
-        """The lowest wish of all ranks, each of which is about to train on the batch `mark`.
+    def meet_for_batch(self, batch: int, wish: int) -> int:
+        """The lowest wish of all ranks, each of which is about to train on the same batch.
 
         Raises:
             RuntimeError: A rank trains on another batch, or on none.
         """
-        while (agreed := self._round(self.next_batch, wish, mark)).lowest < self.next_batch:
+        while (agreed := self._round(self.next_batch, batch, wish)).lowest < self.next_batch:
             self._drop_unclaimed(None)
-        if not agreed.is_alike:
-            raise _uneven()
-        return agreed.fewest
+        assert agreed.wish is not None, "this rank has sent one"
+        return agreed.wish
 
     def meet_and_release(self) -> None:
         """After a forward without backward: nothing stays whole. Collective."""
@@ -264,9 +274,10 @@ class Gathering:
             self._drop_unclaimed(None)
 
 
-def _uneven() -> RuntimeError:
+def _not_about_to_train() -> RuntimeError:
     return RuntimeError(
-        "one rank is about to train on a batch, and another is not. Give all ranks equally many "
-        "(Lightning's own sampler does; limit_train_batches and drop_last=True help), and let all "
-        "run every forward in stage 3, or enter `with lightning_zero.lockstep(module)`."
+        "one rank is about to train on a batch, and another is not: it has none left, or alone "
+        "calls a collective (trainer.log_dir, self.all_gather, self.log(..., sync_dist=True)) or, "
+        "in stage 3, a forward. Give all ranks equally many batches, as Lightning's own sampler "
+        "does, and let all make the same calls, or enter `with lightning_zero.lockstep(module)`."
     )

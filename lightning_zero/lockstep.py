@@ -5,8 +5,9 @@ others (its samples end earlier, it has fewer batches) leaves the loop early and
 what the others still gather, in rounds, until all have left: see [Note: Same order on every rank]
 in schedule.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
-While one is under way, a collective of another kind could pair with a round of a rank that is
-elsewhere, so it comes after `wait_for_collective`, which every rank must come to, or all fail.
+A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
+in another batch or behind the last: those of the strategy come after `meet_for_collective`, and
+each batch after `meet_for_batch`, which every rank must come to, or all fail.
 """
 
 from __future__ import annotations
@@ -128,14 +129,14 @@ class Lockstep:
         """As `wait_for_collective`, outside of a loop too: ranks that do not come are found out."""
         self._gathering.meet(self._gathering.together)
 
-    def meet_for_batch(self, wish: int, mark: int) -> int:
+    def meet_for_batch(self, batch: int, wish: int) -> int:
         """Between two batches of training: the lowest wish of all ranks.
 
         Args:
-            wish: Not negative.
-            mark: Names the batch, in less than 62 bits.
+            batch: Its number, of less than 62 bits.
+            wish: Likewise.
 
         Raises:
             RuntimeError: Another rank trains on another batch, or has none left.
         """
-        return self._gathering.meet_for_batch(wish, mark)
+        return self._gathering.meet_for_batch(batch, wish)

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
-from lightning_zero.world import broadcast_object, has_world, wait_for_world
+from lightning_zero.world import broadcast_object, has_world, is_world, wait_for_world
 
 __all__ = ["ProcessStrategy"]
 
@@ -141,25 +141,25 @@ class ProcessStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- small collectives
 
-    def _before_collective(self) -> None:
-        """Where a subclass brings ranks together that are not at the same point."""
+    def _meets(self, *, everyone: bool = True) -> bool:
+        """Whether a collective of every rank, or of some, is possible; else there is none.
+
+        Where a subclass brings ranks together that are not at the same point.
+        """
+        return has_world()
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if has_world():
-            self._before_collective()
+        if self._meets():
             wait_for_world(self.root_device)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if has_world():
-            self._before_collective()
-        return broadcast_object(obj, src)
+        return broadcast_object(obj, src) if self._meets() else obj
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        if isinstance(tensor, Tensor):
-            self._before_collective()
+        if isinstance(tensor, Tensor) and self._meets(everyone=is_world(group)):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
@@ -167,5 +167,6 @@ class ProcessStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        self._before_collective()
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        if self._meets(everyone=is_world(group)):
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return tensor

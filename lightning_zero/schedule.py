@@ -21,8 +21,8 @@
   agreements stay those of all ranks: averages over replicas, and a failure, concern all of them,
   and one order on all is enough for each.
 * Likewise a rank that has left a loop in which ranks use the module a different number of times
-  (lockstep.py) takes part until all have left it. Inside the loop, any other collective first waits
-  for a round in which every rank asks for one.
+  (lockstep.py) takes part until all have left it. Any other collective of the strategy, and every
+  batch of training, first waits for a round in which every rank asks for the same.
 * Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
   latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody

@@ -49,15 +49,15 @@ class Trained:
         if request is not None:
             self._under_way = self._control.begin_agreement(request, 0, self._mark)
 
-    def agree(self, request: int, num_issued: int, mark: int | None = None) -> Round:
-        """See `Control.agree`; a mark that is given is for the caller to look at.
+    def agree(
+        self, request: int, num_issued: int, *, batch: int | None = None, wish: int | None = None
+    ) -> Round:
+        """See `Control.agree`.
 
         Raises:
             RuntimeError: Ranks train different parameters.
         """
-        if mark is not None:
-            return self._control.agree(request, num_issued, mark)
-        agreed = self._control.agree(request, num_issued, self._mark)
+        agreed = self._control.agree(request, num_issued, self._mark, batch=batch, wish=wish)
         self._check(agreed)
         return agreed
 

@@ -17,6 +17,7 @@ __all__ = [
     "broadcast_object",
     "gather_objects",
     "has_world",
+    "is_world",
     "leave_world",
     "raise_together",
     "wait_for_world",
@@ -31,6 +32,11 @@ _T = TypeVar("_T")
 def has_world() -> bool:
     """Whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def is_world(group: Any) -> bool:
+    """Whether `group` is the default process group, which None means too."""
+    return group is None or group is dist.group.WORLD
 
 
 def world_size() -> int:

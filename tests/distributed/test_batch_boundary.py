@@ -5,121 +5,229 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.distributed.ranks import RankError, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
 STAGES = [0, 1, 2, 3]
+NOT_ABOUT_TO = "RuntimeError: one rank is about to train on a batch, and another is not"
+IN_VAIN = "RuntimeError: a rank waits in its backward for gradients that another does not reduce"
+ABORTED = "PeerAbortedError: "
+
+
+def _outcome(trainer, module):
+    """What ended the fit, as text."""
+    try:
+        trainer.fit(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    except SystemExit as error:
+        return f"{type(error).__name__}: {error.code}"
+    return "trained"
+
+
+def _errors(world_size, fn, *args):
+    """Of every rank, which come within a time far below any timeout."""
+    start = time.monotonic()
+    errors = run_ranks(world_size, fn, *args, has_group=False)
+    assert time.monotonic() - start < 20
+    return errors
 
 
 class UnevenModule(MLPModule):
-    """Rank 1 has one batch more."""
+    """Every rank has one batch more than the one before it."""
 
     def train_dataloader(self):
-        batches = list(super().train_dataloader())
-        return batches[: 2 + self.global_rank]
+        return list(super().train_dataloader())[: 2 + self.global_rank]
 
 
 def _fit_uneven(rank, world_size, stage, logs):
     module = UnevenModule(ranks=world_size)
     if logs:
         module.on_train_epoch_end = lambda: module.log("mean", float(rank), sync_dist=True)
-    make_trainer(settings(stage), max_epochs=2, use_distributed_sampler=False).fit(module)
+    return _outcome(make_trainer(settings(stage), max_epochs=2), module)
 
 
 @pytest.mark.parametrize("logs", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
-    start = time.monotonic()
-    with pytest.raises(RankError) as raised:
-        run_ranks(2, _fit_uneven, stage, logs, has_group=False)
-    text = str(raised.value)
-    assert text.count("RuntimeError: one rank is about to train on a batch, and another") >= 2, text
-    assert time.monotonic() - start < 30
+    for error in _errors(2, _fit_uneven, stage, logs):
+        assert error.startswith(NOT_ABOUT_TO)
 
 
-class Peeking(Callback):
-    """Rank 0 alone looks what the module says."""
+def test_three_uneven_ranks_all_end_with_an_error():
+    for error in _errors(3, _fit_uneven, 3, False):
+        assert error.startswith((NOT_ABOUT_TO, ABORTED))
+
+
+class ManualModule(MLPModule):
+    """Rank 1 leaves out a backward, as where its loss is NaN."""
+
+    def __init__(self, logs, **kwargs):
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        self.logs = logs
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx != 1 or self.global_rank == 0:
+            self.manual_backward(self.part_loss(batch, self.global_rank))
+        if self.logs:
+            self.log("x", 1.0, on_step=True, sync_dist=True)
+
+
+def _fit_manually(rank, world_size, stage, logs):
+    return _outcome(make_trainer(settings(stage)), ManualModule(logs, ranks=world_size))
+
+
+@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_of_one_rank_alone_is_an_error_on_all(stage, logs):
+    for error in _errors(2, _fit_manually, stage, logs):
+        assert error.startswith((NOT_ABOUT_TO, IN_VAIN, ABORTED, "RuntimeError: a rank wants")), (
+            error
+        )
+
+
+class Alone(Callback):
+    """Rank 0 alone does something that takes every rank."""
+
+    def __init__(self, what):
+        self.what = what
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_global_zero:
             with torch.no_grad():
-                pl_module(batch[0])
+                self.what(trainer, pl_module, batch)
 
 
-def _fit_peeking(rank, world_size):
-    make_trainer(settings(3), callbacks=[Peeking()]).fit(MLPModule(ranks=world_size))
+def _look(trainer, module, batch):
+    module(batch[0])
 
 
-def test_a_forward_of_one_rank_alone_between_batches_is_an_error_on_all():
-    with pytest.raises(RankError) as raised:
-        run_ranks(2, _fit_peeking, has_group=False)
-    assert str(raised.value).count("let all run every forward in stage 3") >= 2
+def _log_dir(trainer, module, batch):
+    return trainer.log_dir
+
+
+def _fit_alone(rank, world_size, what):
+    trainer = make_trainer(settings(3), callbacks=[Alone(what)])
+    return _outcome(trainer, MLPModule(ranks=world_size))
+
+
+@pytest.mark.parametrize("what", [_look, _log_dir])
+def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
+    for error in _errors(2, _fit_alone, what):
+        assert error.startswith(NOT_ABOUT_TO)
+
+
+class WithinPairs(Callback):
+    """Collectives of some ranks, in a group of the user's own."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            self.group = dist.new_group([0, 1], backend="gloo")
+        if trainer.global_rank < 2:
+            got = pl_module.all_gather(torch.tensor(trainer.global_rank), group=self.group)
+            assert got.tolist() == [0, 1]
+
+
+def _fit_with_pairs(rank, world_size):
+    trainer = make_trainer(settings(2), callbacks=[WithinPairs()])
+    return _outcome(trainer, MLPModule(ranks=world_size))
+
+
+def test_a_collective_of_some_ranks_needs_no_others():
+    assert _errors(3, _fit_with_pairs) == ["trained"] * 3
 
 
 class RaisesAfterBatch(Callback):
-    """On rank 1, where Lightning's next collective is the one between batches."""
+    """On rank 1, where the others go on to the next batch."""
+
+    def __init__(self, error):
+        self.error = error
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_rank == 1 and batch_idx == 1:
-            raise ArithmeticError("out of luck")
+            raise self.error("out of luck")
 
 
-def _fit_and_raise(rank, world_size, stage):
-    callbacks = [RaisesAfterBatch(), OnExceptionCheckpoint("saved")]
-    trainer = make_trainer(settings(stage), callbacks=callbacks, enable_checkpointing=True)
-    try:
-        trainer.fit(MLPModule(ranks=world_size))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", os.path.exists("saved/on_exception.ckpt")
-    return None
+def _fit_and_raise(rank, world_size, stage, error):
+    outcomes = []
+    for name in ("first", "second"):  # the second in the groups that the first has left
+        callbacks = [RaisesAfterBatch(error), OnExceptionCheckpoint(name)]
+        trainer = make_trainer(settings(stage), callbacks=callbacks, enable_checkpointing=True)
+        outcome = _outcome(trainer, MLPModule(ranks=world_size))
+        outcomes.append((outcome, os.path.exists(f"{name}/on_exception.ckpt")))
+    return outcomes
 
 
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_that_fails_between_batches_is_not_waited_for(stage):
-    start = time.monotonic()
-    other, failed = run_ranks(2, _fit_and_raise, stage, has_group=False)
-    assert other[0].startswith("PeerAbortedError: rank 0 stops because rank 1 raised")
-    assert failed[0] == "ArithmeticError: out of luck"
-    assert other[1], "saved by all ranks, which have come together"
-    assert time.monotonic() - start < 20
+def test_a_rank_that_fails_between_batches_is_not_waited_for(stage, error):
+    others, failed = _errors(2, _fit_and_raise, stage, error)
+    end = "SystemExit: 1" if error is KeyboardInterrupt else "ArithmeticError: out of luck"
+    for outcome, is_saved in others:
+        assert outcome.startswith(f"{ABORTED}rank 0 stops because rank 1 raised")
+        assert is_saved, "by all ranks, which have come together"
+    assert [outcome for outcome, _ in failed] == [end, end]
 
 
 class Terminated(Callback):
-    """SIGTERM finds rank 1 alone, in its second batch."""
+    """SIGTERM finds some ranks, once."""
 
-    def __init__(self):
-        self.batches = []
+    def __init__(self, ranks, hook, at_batch):
+        self.ranks = ranks
+        self.num_batches = 0
+        setattr(self, hook, partial(self.receive, at_batch))
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.batches.append(batch_idx)
-        if trainer.global_rank == 1 and batch_idx == 1:
+    def receive(self, at_batch, trainer, pl_module, *args):
+        self.num_batches += 1
+        if trainer.global_rank in self.ranks and self.num_batches == at_batch + 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _fit_until_sigterm(rank, world_size, stage):
-    callback = Terminated()
+def _fit_until_sigterm(rank, world_size, stage, ranks, hook, at_batch):
+    callback = Terminated(ranks, hook, at_batch)
     before = signal.getsignal(signal.SIGTERM)
-    trainer = make_trainer(settings(stage), callbacks=[callback], max_epochs=2)
-    with pytest.raises((SIGTERMException, RuntimeError)) as raised:
-        trainer.fit(MLPModule(ranks=world_size))
+    options = {"limit_val_batches": 3} if "validation" in hook else {}
+    trainer = make_trainer(settings(stage), callbacks=[callback], max_epochs=3, **options)
+    outcome = _outcome(trainer, MLPModule(ranks=world_size))
     assert signal.getsignal(signal.SIGTERM) == before
     names = set(vars(trainer.fit_loop.epoch_loop)) | set(vars(trainer._signal_connector))
     assert not names & {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn"}
-    return type(raised.value).__name__, callback.batches
+    return outcome, trainer.global_step
 
 
+BATCHES = 4  # of an epoch
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("at_batch", [1, BATCHES - 1])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_sigterm_on_one_rank_ends_the_training_of_all(stage):
-    start = time.monotonic()
-    first, second = run_ranks(2, _fit_until_sigterm, stage, has_group=False)
-    assert first[1] == second[1] == [0, 1]
-    assert second[0] == "SIGTERMException"
-    assert time.monotonic() - start < 20
+def test_sigterm_on_any_rank_ends_the_training_of_all_before_the_same_batch(stage, at_batch, ranks):
+    hook = "on_train_batch_start"
+    results = _errors(2, _fit_until_sigterm, stage, ranks, hook, at_batch)
+    assert results == [("SIGTERMException: 143", at_batch + 1)] * 2
+
+
+def test_sigterm_in_a_validation_ends_all_ranks():
+    first, second = _errors(2, _fit_until_sigterm, 3, [1], "on_validation_batch_start", 0)
+    assert first[0].startswith((ABORTED, "SIGTERMException: 143"))
+    assert second[0] == "SIGTERMException: 143"
+
+
+def _fit_alone_until_sigterm(rank, world_size):
+    return _fit_until_sigterm(rank, world_size, 2, [0], "on_train_batch_start", 1)
+
+
+def test_sigterm_ends_the_training_of_one_process():
+    assert _errors(1, _fit_alone_until_sigterm) == [("SIGTERMException: 143", 2)]
+    assert SIGTERMException().code is None, "Lightning's own would say that all is done"

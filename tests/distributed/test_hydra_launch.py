@@ -160,7 +160,6 @@ def test_a_rank_that_is_gone_while_rank_0_needs_it_is_named_with_its_exit_code(t
             assert "all ranks of this node are killed" in printed
 
 
-@pytest.mark.slow
 def test_under_torchrun_no_rank_is_started_again(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     run_script(*torchrun, APP, "x=3", f"hydra.run.dir={tmp_path}/run")
@@ -170,7 +169,6 @@ def test_under_torchrun_no_rank_is_started_again(tmp_path):
     assert ranks[0]["pid"] != ranks[1]["parent"]
 
 
-@pytest.mark.slow
 def test_a_module_run_by_name_and_a_config_dir_of_the_command_line_reach_the_children(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "extra.yaml").write_text("defaults: [config, _self_]\nname: extra\n")
