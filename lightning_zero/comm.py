@@ -227,7 +227,7 @@ class Communicator:
             self.abort()
 
     def abort(self) -> None:
-        """Makes the other ranks fail where they wait for this one. Never waits itself."""
+        """Makes the other ranks fail where they wait for this one. Does not wait for them."""
         if not self.control.is_open or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True

@@ -280,7 +280,7 @@ class Control:
     # ---------------------------------------------------------------- abort and the end
 
     def abort(self) -> None:
-        """Makes the other ranks fail where they wait for this one. Local: never waits itself.
+        """Makes the other ranks fail where they wait for this one. Local: does not wait for them.
 
         Whatever they do next on this plane, or do already, finds the connection closed. A message
         would pair with what this rank was about to take part in, which may be of another size.

@@ -65,6 +65,7 @@ def test_both_ranks_share_a_run_dir_with_odd_characters_after_chdir_and_flags_be
     assert not list((tmp_path / "start").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.shows("Hydra, sweeps with `-m`", stages=(3,))
 def test_a_sweep_over_device_counts_runs_every_job_once_on_its_own_ranks(tmp_path):
     run_script(APP, "-m", "devices=2,1,2", "x=5", "hydra.sweep.dir=../sweep of mine", timeout_s=200)
