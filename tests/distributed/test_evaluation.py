@@ -122,7 +122,7 @@ def _normalizations(rank, world_size, spec):
 
 @pytest.mark.shows("evaluation in inference mode")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", [GPTModule, ConvModule])
+@pytest.mark.parametrize("model", [pytest.param(GPTModule, marks=pytest.mark.slow), ConvModule])
 def test_evaluation_in_inference_mode_between_fits_equals_ddp(model, stage):
     factory = partial(model, ranks=2)
     ours = run_ranks(2, _fit_with_inference_mode, settings(stage), factory, has_group=False)
@@ -172,7 +172,7 @@ def _fit_with_inference_mode(rank, world_size, spec, factory):
 
 @pytest.mark.shows("validate, test and predict before and after fit; a second fit")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", [MLPModule, ConvModule])
+@pytest.mark.parametrize("model", [pytest.param(MLPModule, marks=pytest.mark.slow), ConvModule])
 def test_evaluation_before_and_after_fit_and_a_second_fit_equal_ddp(model, stage):
     factory = partial(model, ranks=2)
     ours = run_ranks(2, _life, settings(stage), factory, has_group=False)

@@ -26,7 +26,7 @@ MODELS = {"gpt": GPTModule, "conv": ConvModule}
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", list(MODELS))
 def test_losses_and_parameters_equal_ddp(model, world_size, accumulation, stage):
     factory = partial(MODELS[model], ranks=world_size, num_batches=3 * accumulation)

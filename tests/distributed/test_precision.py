@@ -118,7 +118,7 @@ STEPS = partial(SmallStepModule, ranks=2, num_batches=200)
 
 
 @pytest.mark.shows("precision bf16-true, with float32 masters")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)), 3])
 def test_bf16_true_keeps_small_steps_that_plain_bf16_loses(stage):
     options = {"precision": "bf16-true"}
     plain = fit_reference(2, STEPS, options)
@@ -127,7 +127,7 @@ def test_bf16_true_keeps_small_steps_that_plain_bf16_loses(stage):
         np.testing.assert_allclose(outcome.state["layer.weight"], 0.98, atol=0.002)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)), 3])
 def test_bf16_mixed_loses_no_small_step_and_ends_in_fp32(stage):
     for outcome in fit_ranks(2, settings(stage), STEPS, {"precision": "bf16-mixed"}):
         assert outcome.state["layer.weight"].dtype == np.float32

@@ -76,11 +76,13 @@ def test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp(slurm, tmp_path, never_
     ("options", "devices", "nodes", "launcher", "text"),
     [
         (["--nodes=1", "--ntasks-per-node=1"], 2, 1, "srun", "gave 1 node(s) with 1 task(s)"),
-        pytest.param(
-            *(["--nodes=2", "--ntasks-per-node=1"], 1, 1, "srun", "gave 2 node(s) with 1 task(s)"),
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (["--nodes=2", "--ntasks-per-node=1"], 1, 1, "srun", "gave 2 node(s) with 1 task"),
+                (["--nodes=1", "--ntasks-per-node=2"], 2, 1, "", "started without srun"),
+            )
         ),
-        (["--nodes=1", "--ntasks-per-node=2"], 2, 1, "", "started without srun"),
     ],
 )
 def test_a_wrong_layout_ends_at_once_with_the_lines_to_use(
