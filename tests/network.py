@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["Host", "hosts", "why_no_hosts"]
+
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def hosts(num_hosts: int, folder: Path, *, megabits_per_s: int | None = None) ->
     Yields:
         A tuple: the address of this machine on the bridge, and the hosts.
     """
-    tag, subnet = os.getpid(), f"10.{100 + os.getpid() // 250 % 100}.{os.getpid() % 250}"
+    pid, number = os.getpid(), next(_numbers)  # several networks may be up at a time
+    tag, subnet = f"{pid}{number}", f"10.{100 + (pid // 250 + 37 * number) % 100}.{pid % 250}"
     bridge = f"zb{tag}"
     file = folder / "hosts"
     made = [Host(f"z{tag}n{i}", f"{subnet}.{10 + i}", file) for i in range(num_hosts)]
