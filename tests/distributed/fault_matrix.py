@@ -1,0 +1,322 @@
+"""Faults, the places where they happen, and what must be true of the end of a job after each.
+
+A cell is one job with one fault on one rank. `cover` chooses cells that have each pair of values
+together, and `run_cell` runs one with `scripts/fault.py`; what must hold is in `problems_of`.
+
+    LIGHTNING_ZERO_FAULT_RESULTS=FILE    each cell appends a line of JSON to FILE, of which
+                                         `python -m tests.distributed.fault_table FILE` makes tables
+    LIGHTNING_ZERO_TEST_SLOWDOWN=2.5     times are that much longer, on a machine that is not quiet
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.fault_server import Ending, Order
+from tests.distributed.ranks import free_port
+
+__all__ = [
+    "AXES",
+    "BOUND_S",
+    "Cell",
+    "FaultServer",
+    "Report",
+    "all_cells",
+    "cover",
+    "problems_of",
+    "run_cell",
+    "tuples_of",
+]
+
+SLOWDOWN = float(os.environ.get("LIGHTNING_ZERO_TEST_SLOWDOWN", "1"))
+BOUND_S = 10 * SLOWDOWN  # from the fault until the last process has gone
+_LIMIT_S = 3 * BOUND_S  # until all are killed, and the test fails
+_START_S = 60 * SLOWDOWN  # from the start of the job until the fault
+
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
+_OF_A_LAUNCH = ("MASTER_", "NODE_", "LOCAL_", "WORLD_", "RANK", "TORCHELASTIC", "SLURM_")
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "fault": ("exception", "sys.exit", "os._exit", "SIGKILL", "SIGINT", "SIGTERM"),
+    "place": (
+        *("setup", "configure_model", "first_forward", "mid_forward", "backward", "step"),
+        *("between_batches", "validation", "save", "in_worker", "teardown"),
+    ),
+    "workers": ("0workers", "2workers", "2persistent"),
+    "strategy": ("zero1", "zero3"),
+    "launcher": ("popen", "torchrun"),
+    "rank": (0, 1),
+}
+_BEFORE_A_BATCH = ("first_forward", "mid_forward", "backward", "step", "between_batches", "save")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One job; see `AXES`."""
+
+    fault: str
+    place: str
+    workers: str
+    strategy: str
+    launcher: str
+    rank: int
+    world_size: int = 2
+
+    def __str__(self) -> str:
+        parts = [self.fault, self.place, self.workers, self.strategy, self.launcher]
+        return "-".join([*parts, f"rank{self.rank}", f"of{self.world_size}"])
+
+    @property
+    def is_possible(self) -> bool:
+        """Nothing can go wrong in a worker where there is none."""
+        return self.place != "in_worker" or self.workers != "0workers"
+
+    @property
+    def has_parent(self) -> bool:
+        """Whether the faulty rank is the child of a process of the job, which learns its status.
+
+        The Trainer's own launcher makes the process that was started rank 0.
+        """
+        return self.launcher == "torchrun" or self.rank > 0
+
+
+# -------------------------------------------------------------------- which cells
+
+
+def all_cells(axes: Mapping[str, Sequence[Any]], world_size: int) -> list[Cell]:
+    """Every combination that is possible."""
+    cells = (Cell(*values, world_size) for values in itertools.product(*axes.values()))
+    return [cell for cell in cells if cell.is_possible]
+
+
+def tuples_of(cell: Cell, num_axes: int) -> set[tuple[tuple[str, Any], ...]]:
+    """The values that `cell` has together, `num_axes` at a time, each with the name of its axis."""
+    values = [(f.name, v) for f, v in zip(fields(cell), astuple(cell), strict=True)]
+    return set(itertools.combinations(values[: len(AXES)], num_axes))
+
+
+def cover(cells: Iterable[Cell], first: Sequence[Cell], count: int, seed: int) -> list[Cell]:
+    """At least `count` cells, or all, with each pair that there is and as many triples as can be.
+
+    Greedy: the next cell has the most pairs that are new, and among those the most new triples.
+
+    Args:
+        cells: To choose from.
+        first: Are taken in any case.
+        count: As many, and more where pairs are still missing.
+        seed: Decides among equals.
+    """
+    waiting = sorted(set(cells) - set(first), key=str)
+    random.Random(seed).shuffle(waiting)
+    numbers: dict[Any, int] = {}  # a bit for each pair and triple: fast sets
+    bits: dict[Cell, tuple[int, int]] = {}
+    for cell in (*first, *waiting):
+        pairs, triples = (
+            sum(1 << numbers.setdefault(one, len(numbers)) for one in tuples_of(cell, n))
+            for n in (2, 3)
+        )
+        bits[cell] = pairs, triples
+    missing = [0, 0]
+    for pairs, triples in bits.values():
+        missing = [missing[0] | pairs, missing[1] | triples]
+    chosen: list[Cell] = []
+    queue = list(first)
+    while queue or (waiting and (missing[0] or len(chosen) < count)):
+        if queue:
+            cell = queue.pop(0)
+        else:
+            cell = max(
+                waiting,
+                key=lambda c: tuple(
+                    (new & left).bit_count() for new, left in _pairs(bits[c], missing)
+                ),
+            )
+            waiting.remove(cell)
+        chosen.append(cell)
+        missing = [left & ~new for new, left in _pairs(bits[cell], missing)]
+    return chosen
+
+
+def _pairs(new: Sequence[int], left: Sequence[int]) -> Iterable[tuple[int, int]]:
+    return zip(new, left, strict=True)
+
+
+# -------------------------------------------------------------------- run
+
+
+class FaultServer:
+    """A process that has imported everything and runs jobs; see `fault_server.py`."""
+
+    def __init__(self) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCH)}
+        env |= {
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",  # what was printed is seen although the process is killed
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.fault_server"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, order: Order) -> Ending:
+        """Waits until nothing is left of the job."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(asdict(order)), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, "the server has died; see its error above"
+        return Ending(**json.loads(answer))
+
+    def close(self) -> None:
+        """Ends it, and what still runs of a job."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._process.stdout.close()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a job that is over.
+
+    Attributes:
+        ending: When and how its processes have ended.
+        output: Of all of them.
+        batches: Of training, that each rank has begun.
+    """
+
+    ending: Ending
+    output: str
+    batches: tuple[tuple[str, ...], ...]
+
+
+def run_cell(cell: Cell, server: FaultServer, folder: Path) -> Report:
+    """Runs the job of `cell` in the empty `folder`; fault "none" trains to the end."""
+    order = Order(_command(cell, folder), str(folder), str(folder / "fault"), _START_S, _LIMIT_S)
+    ending = server.run(order)
+    batches = [folder / f"batches-{rank}" for rank in range(cell.world_size)]
+    report = Report(
+        ending,
+        (folder / "output").read_text(errors="replace"),
+        tuple(tuple(f.read_text().split()) if f.exists() else () for f in batches),
+    )
+    if path := os.environ.get("LIGHTNING_ZERO_FAULT_RESULTS"):
+        with open(path, "a") as file:
+            file.write(json.dumps(_line(cell, report)) + "\n")
+    return report
+
+
+def _command(cell: Cell, folder: Path) -> list[str]:
+    script = [str(_HERE / "scripts" / "fault.py"), cell.fault, cell.place, cell.workers]
+    script += [cell.strategy, str(cell.rank), str(cell.world_size), str(folder)]
+    if cell.launcher == "popen":
+        return script
+    port = ["--master-port", str(free_port())]
+    return ["torchrun", "--nproc-per-node", str(cell.world_size), *port, *script]
+
+
+def _line(cell: Cell, report: Report) -> dict[str, Any]:
+    problems = problems_of(cell, report)
+    return {
+        "cell": str(cell),
+        **asdict(cell),
+        "seconds": report.ending.seconds,
+        "first_seconds": report.ending.first_seconds,
+        "status": report.ending.status,
+        "killed": len(report.ending.left),
+        "verdict": "failed" if problems else "passed",
+        "problems": problems,
+    }
+
+
+# -------------------------------------------------------------------- what must hold
+
+
+def problems_of(cell: Cell, report: Report) -> list[str]:
+    """What is wrong with the end of a job; nothing is if all is well."""
+    ending = report.ending
+    problems = []
+    if cell.fault != "none" and ending.seconds is None:
+        problems.append("the fault did not happen")
+    if ending.left:
+        problems.append(f"still ran when all were killed: {'; '.join(ending.left)}")
+    elif ending.seconds is not None and ending.seconds > BOUND_S:
+        problems.append(f"ended {ending.seconds:.1f} s after the fault, expected {BOUND_S:g} s")
+    if (ending.status == 0) != (cell.fault == "none"):
+        problems.append(f"the exit status is {ending.status}")
+    if cell.fault == "SIGTERM" and cell.place in _BEFORE_A_BATCH:
+        problems += _problems_of_stop(cell, report)
+    for pattern in expected_text(cell):
+        if not re.search(pattern, report.output):
+            problems.append(f"the output does not say {pattern!r}")
+    return problems
+
+
+def _problems_of_stop(cell: Cell, report: Report) -> list[str]:
+    """SIGTERM: all ranks end before the same batch, with status 143."""
+    problems = []
+    if len(set(report.batches)) > 1:
+        problems.append(f"ranks ended before different batches: {report.batches}")
+    if cell.launcher == "popen" and report.ending.status != 143:
+        problems.append(f"the exit status is {report.ending.status}, expected 143")
+    if cell.launcher == "torchrun" and not re.search(r"exitcode *: 143\b", report.output):
+        problems.append("torchrun does not report exit code 143")  # its own is 1 in any case
+    return problems
+
+
+def expected_text(cell: Cell) -> list[str]:
+    """Regular expressions that the output must match: of rank and cause."""
+    rank = rf"\brank {cell.rank}\b"
+    if cell.fault == "none":
+        return []
+    if cell.place == "in_worker":
+        return _text_of_worker(cell, rank)
+    if cell.fault == "exception":
+        # Before the end the other ranks are told; there, they may be gone already.
+        tells = rf"{rank}.*out of luck"
+        return [tells if cell.place != "teardown" else rf"({tells}|\[rank{cell.rank}\]:.*luck)"]
+    if cell.fault == "SIGTERM":
+        # Otherwise it finds no handler, or one that is Lightning's.
+        return [rf"{rank}.*SIGTERM"] if cell.place in _BEFORE_A_BATCH else []
+    tells = {
+        "sys.exit": rf"{rank} (raised SystemExit.*3|ended with exit code 3)",
+        "os._exit": rf"{rank} ended with exit code 3",
+        "SIGKILL": rf"{rank} was killed by SIGKILL",
+        "SIGINT": rf"{rank} (raised KeyboardInterrupt|ended with exit code 1|was killed by SIGINT)",
+    }[cell.fault]
+    if not cell.has_parent:
+        # How it ended is its status, which the shell that started it has; and Ctrl-C is no riddle.
+        tells += {
+            "SIGINT": "|Detected KeyboardInterrupt",
+        }.get(cell.fault, rf"|{rank} (was killed|ended|died|has died|has gone|is gone)")
+    return [tells]
+
+
+def _text_of_worker(cell: Cell, rank: str) -> list[str]:
+    """The rank has an exception then, which is torch's."""
+    if cell.fault == "exception":
+        return [rf"{rank}.*(DataLoader worker|out of luck)", "out of luck"]
+    killed = {
+        "SIGKILL": "is killed by signal: Killed",
+        "SIGTERM": "is killed by signal: Terminated",
+    }
+    text = killed.get(cell.fault, "exited unexpectedly")
+    return [rf"{rank}.*DataLoader worker \(pid.*{text}"]

@@ -1,0 +1,98 @@
+"""Every fault ends the whole job soon, with a status and a text that say so.
+
+The cells that CI does not run are an hour on two cores, and two run at a time where two shells have
+a half each:
+
+    pytest tests/distributed/test_fault_matrix.py -k popen
+    pytest tests/distributed/test_fault_matrix.py -k torchrun
+
+The names of the values work likewise: `-k "SIGKILL and zero3"`, `-k "save and of2"`, `-k of4`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed import fault_table
+from tests.distributed.fault_matrix import (
+    AXES,
+    SLOWDOWN,
+    Cell,
+    FaultServer,
+    all_cells,
+    cover,
+    problems_of,
+    run_cell,
+    tuples_of,
+)
+
+pytestmark = pytest.mark.timeout(60 + 120 * SLOWDOWN)
+
+SAMPLE = [
+    Cell("exception", "mid_forward", "2workers", "zero3", "popen", 1),
+    Cell("sys.exit", "setup", "0workers", "zero3", "popen", 0),
+    Cell("os._exit", "between_batches", "2persistent", "zero3", "torchrun", 0),
+    Cell("SIGKILL", "backward", "0workers", "zero1", "popen", 1),
+    Cell("SIGINT", "validation", "2persistent", "zero1", "popen", 1),
+    Cell("SIGTERM", "step", "2workers", "zero1", "popen", 0),
+]
+ALL_CELLS = all_cells(AXES, world_size=2)
+CELLS = cover(ALL_CELLS, SAMPLE, count=160, seed=0)
+ON_FOUR = cover(all_cells({**AXES, "rank": (0, 3)}, world_size=4), [], count=12, seed=0)[:12]
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = FaultServer()
+    yield made
+    made.close()
+
+
+def _param(cell):
+    return pytest.param(cell, marks=() if cell in SAMPLE else pytest.mark.slow, id=str(cell))
+
+
+@pytest.mark.parametrize("cell", list(map(_param, [*CELLS, *ON_FOUR])))
+def test_a_fault_on_one_rank_ends_the_job_and_is_named(cell, server, tmp_path):
+    report = run_cell(cell, server, tmp_path)
+    problems = problems_of(cell, report)
+    assert not problems, "\n".join([*problems, "--- output:", report.output])
+
+
+@pytest.mark.parametrize("launcher", ["popen", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_without_a_fault_the_same_script_trains_to_its_end(launcher, server, tmp_path):
+    cell = Cell("none", "save", "2workers", "zero3", launcher, 0)
+    report = run_cell(cell, server, tmp_path)
+    assert not problems_of(cell, report), report.output
+    assert [len(batches) for batches in report.batches] == [12, 12]
+
+
+def test_the_cells_have_each_pair_of_values_together():
+    possible = set().union(*(tuples_of(cell, 2) for cell in ALL_CELLS))
+    assert set().union(*(tuples_of(cell, 2) for cell in CELLS)) == possible
+    sizes = [len(values) for values in AXES.values()]
+    num_pairs = (sum(sizes) ** 2 - sum(size**2 for size in sizes)) // 2
+    assert len(possible) == num_pairs - 1, "all but a worker where there is none"
+    assert len(CELLS) == len(set(CELLS)) >= 150
+    assert set(SAMPLE) < set(CELLS)
+
+
+def test_on_four_ranks_each_fault_and_each_place_is_seen():
+    assert len(ON_FOUR) == 12
+    assert {cell.fault for cell in ON_FOUR} == set(AXES["fault"])
+    assert {cell.place for cell in ON_FOUR} == set(AXES["place"])
+
+
+def test_the_table_has_the_last_seconds_of_each_cell(tmp_path, capsys):
+    old = {"cell": "a", "fault": "SIGKILL", "place": "save", "seconds": 99.0, "killed": 2}
+    old |= {"verdict": "failed", "problems": ["still ran"], "world_size": 2}
+    new = old | {"seconds": 2.0, "killed": 0, "verdict": "passed", "problems": []}
+    other = new | {"cell": "b", "place": "step", "seconds": 4.0}
+    lines = tmp_path / "results.jsonl"
+    lines.write_text("\n".join(map(json.dumps, [old, new, other])))
+    fault_table.main([str(lines)])
+    printed = capsys.readouterr().out
+    assert "| SIGKILL | 2 | 2 | 0 | 2.0 | 3.0 | 4.0 |" in printed
+    assert "| save | 1 | 1 | 0 | 2.0 | 2.0 | 2.0 |" in printed
