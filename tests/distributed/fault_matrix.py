@@ -257,7 +257,8 @@ def problems_of(cell: Cell, report: Report) -> list[str]:
     if cell.fault != "none" and ending.seconds is None:
         problems.append("the fault did not happen")
     if ending.left:
-        problems.append(f"still ran when all were killed: {'; '.join(ending.left)}")
+        left = ", ".join(ending.left)
+        problems.append(f"{len(ending.left)} processes had not ended and were killed: {left}")
     elif ending.seconds is not None and ending.seconds > BOUND_S:
         problems.append(f"ended {ending.seconds:.1f} s after the fault, expected {BOUND_S:g} s")
     if (ending.status == 0) != (cell.fault == "none"):

@@ -56,7 +56,7 @@ class Ending:
         status: Exit code of its first process, or minus the signal that has killed it.
         seconds: From the fault until the last of its processes was gone; None without a fault.
         first_seconds: Likewise until its first process was gone.
-        left: The processes that had to be killed, by their command lines.
+        left: The processes that had to be killed.
     """
 
     status: int = 0
@@ -121,7 +121,7 @@ def _watch(job: int, order: Order) -> Ending:
         deadline = begin + order.start_s if fault_at is None else fault_at + order.limit_s
         is_alone = bool(select.select([0], [], [], 0)[0])  # nobody waits for the answer
         if now > deadline or is_alone:
-            ending.left = ending.left or [_command(pid) for pid in _descendants()]
+            ending.left = ending.left or [_description(pid) for pid in _descendants()]
             for pid in _descendants():
                 _kill(pid)
         time.sleep(_POLL_S)
@@ -158,11 +158,15 @@ def _descendants() -> list[int]:
     return found
 
 
-def _command(pid: int) -> str:
+def _description(pid: int) -> str:
     try:
-        return f"{pid}: {_read(pid, 'cmdline').replace(chr(0), ' ').strip()}"
+        command = _read(pid, "cmdline").split(chr(0))
+        parent = _read(pid, "stat").rpartition(")")[2].split()[1]
     except OSError:
         return f"{pid}"
+    # A fork of this process has our command line.
+    started = "no program of its own" if __spec__.name in command else " ".join(command[1:3])
+    return f"{pid} of {parent} ({started})"
 
 
 def _read(pid: int, name: str) -> str:

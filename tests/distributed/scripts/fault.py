@@ -81,6 +81,18 @@ class Block(nn.Module):
         return self.second(FireInBackward.apply(x, lambda: self.in_backward()))
 
 
+class FaultySGD(torch.optim.SGD):
+    """Calls something when it has stepped what it was given: a part of the model, perhaps."""
+
+    in_step = None
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if FaultySGD.in_step is not None:
+            FaultySGD.in_step()
+        return loss
+
+
 class Samples(Dataset):
     """Rows of ones; a worker fires where it is asked for the faulty batch."""
 
@@ -171,11 +183,8 @@ class FaultyModule(LightningModule):
         self.at("teardown")
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-        optimizer.register_step_pre_hook(
-            lambda *_: self.at("step", self.is_stepping and self.is_due())
-        )
-        return optimizer
+        FaultySGD.in_step = lambda: self.at("step", self.is_stepping and self.is_due())
+        return FaultySGD(self.parameters(), lr=0.01, momentum=0.9)
 
     def train_dataloader(self):
         return self.loader("in_worker")
