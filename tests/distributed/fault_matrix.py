@@ -291,9 +291,10 @@ def expected_text(cell: Cell) -> list[str]:
     if cell.place == "in_worker":
         return _text_of_worker(cell, rank)
     if cell.fault == "exception":
-        # Before the end the other ranks are told; there, they may be gone already.
-        tells = rf"{rank}.*out of luck"
-        return [tells if cell.place != "teardown" else rf"({tells}|\[rank{cell.rank}\]:.*luck)"]
+        named = rf"{rank} (raised|ended with exit code 1)"
+        # In the end the other ranks may be gone; torch says whose traceback it is.
+        named += rf"|\[rank{cell.rank}\]:.*luck" if cell.place == "teardown" else ""
+        return [named, "out of luck"]
     if cell.fault == "SIGTERM":
         # Otherwise it finds no handler, or one that is Lightning's.
         return [rf"{rank}.*SIGTERM"] if cell.place in _BEFORE_A_BATCH else []
@@ -313,11 +314,12 @@ def expected_text(cell: Cell) -> list[str]:
 
 def _text_of_worker(cell: Cell, rank: str) -> list[str]:
     """The rank has an exception then, which is torch's."""
+    named = rf"{rank} (raised|ended with exit code 1)"
     if cell.fault == "exception":
-        return [rf"{rank}.*(DataLoader worker|out of luck)", "out of luck"]
+        return [named, "out of luck"]
     killed = {
         "SIGKILL": "is killed by signal: Killed",
         "SIGTERM": "is killed by signal: Terminated",
     }
     text = killed.get(cell.fault, "exited unexpectedly")
-    return [rf"{rank}.*DataLoader worker \(pid.*{text}"]
+    return [named, rf"DataLoader worker \(pid.*{text}"]
