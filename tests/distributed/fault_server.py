@@ -79,7 +79,9 @@ def main() -> None:
             answers.close()
             _become(order)
             return _run(order)
-        print(json.dumps(asdict(_watch(job, order))), file=answers, flush=True)
+        ending = _watch(job, order)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            print(json.dumps(asdict(ending)), file=answers, flush=True)
 
 
 def _become(order: Order) -> None:

@@ -1,7 +1,6 @@
 """Every fault ends the whole job soon, with a status and a text that say so.
 
-The cells that CI does not run are an hour on two cores, and two run at a time where two shells have
-a half each:
+CI runs a few cells. Of all of them two run at a time where two shells have a half each:
 
     pytest tests/distributed/test_fault_matrix.py -k popen
     pytest tests/distributed/test_fault_matrix.py -k torchrun
