@@ -39,7 +39,7 @@ def gathered(
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
-        buckets[0].lockstep.wait_for_collective()
+        buckets[0].lockstep.meet_in_loop("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         for bucket in buckets:
             stack.enter_context(_writable(bucket) if writeback else _readable(bucket))

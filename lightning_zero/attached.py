@@ -143,7 +143,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 optimizer,
                 found,
                 examine=self._examine,
-                before=self._schedule.reducing.reduce_local,
+                before=self._schedule.reducing.before_step,
                 order=self._schedule.reducing.step_order,
                 storage=self._storage,
                 worker=self._worker,

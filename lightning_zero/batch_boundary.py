@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.lockstep import Lockstep
 
-__all__ = ["BatchBoundary", "batch_number", "with_status"]
+__all__ = ["BatchBoundary", "name_of_batch", "with_status"]
 
 # There is no hook between batches that may end a training, nor one for the handler.
 _AGREE = "_broadcast_sigterm_tensor"
@@ -69,7 +69,7 @@ class BatchBoundary:
         assert self._trainer is not None
         assert self._lockstep is not None
         wish = _STOP if self._is_told else _GO_ON
-        if self._lockstep.meet_for_batch(batch_number(self._trainer), wish) == _STOP:
+        if self._lockstep.meet_for(name_of_batch(self._trainer), wish) == _STOP:
             rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
             raise with_status(SIGTERMException())
 
@@ -89,7 +89,7 @@ def with_status(exception: SIGTERMException) -> SIGTERMException:
     return exception
 
 
-def batch_number(trainer: Trainer, *, is_over: bool = False) -> int:
+def name_of_batch(trainer: Trainer, *, is_over: bool = False) -> str:
     """Of the batch that comes next, or of the one that is over: the same on every rank."""
-    in_epoch = trainer.fit_loop.epoch_loop.batch_idx + (not is_over)
-    return (trainer.current_epoch << 33) + 2 * in_epoch + is_over
+    number = trainer.fit_loop.epoch_loop.batch_idx + (not is_over)
+    return f"{'the end of ' * is_over}batch {number} of epoch {trainer.current_epoch}"

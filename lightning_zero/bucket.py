@@ -339,7 +339,7 @@ class Bucket:
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
-        self.lockstep.meet_for_collective()
+        self.lockstep.meet_for("torch.equal of parameters")
         return equal(one, other, self.comm)
 
     def absorb_changes(self) -> None:

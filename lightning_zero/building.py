@@ -21,6 +21,7 @@ parameter as it is cut would wait for rank 0 at every layer.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +42,7 @@ from lightning_zero.guard import (
     unguard,
 )
 from lightning_zero.piece import Piece
+from lightning_zero.watchdog import Watchdog
 
 __all__ = ["Building"]
 
@@ -59,11 +61,18 @@ class Building:
     Args:
         device: Where the module is built and will compute.
         timeout: Of collectives; None: the backend's.
+        watchdog: Tells of the failures of other ranks; None: one of its own.
     """
 
-    def __init__(self, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        *,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.device = device
-        self._comm = Communicator(device, timeout=timeout)
+        self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
         self._pieces: list[Piece] = []
         self._whole: dict[Piece, None] = {}  # those that are whole, the last used at the end
         self._current: nn.Module | None = None  # the module that registers parameters
@@ -140,7 +149,7 @@ class Building:
 
     def abort(self) -> None:
         """Makes the other ranks fail where they wait for this one. Local."""
-        self._comm.abort()
+        self._comm.abort(sys.exc_info()[1])
 
     # ---------------------------------------------------------------- registration
 

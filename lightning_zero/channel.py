@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_zero.watchdog import cut_connections
+
 __all__ = ["Channel"]
 
 _T = TypeVar("_T")
@@ -55,6 +57,12 @@ class Channel:
         if self._lock.acquire(blocking=False):
             self._destroy()
             self._lock.release()
+
+    def cut(self) -> None:
+        """Whoever waits here waits no longer. From any thread."""
+        group = self._group
+        if group is not None:
+            cut_connections(group)
 
     def gather(self, value: _T) -> list[_T] | None:
         """Every rank's value, on rank 0; None elsewhere."""

@@ -11,9 +11,12 @@ Two planes, each on process groups of the engine's own, for WORLD is Lightning's
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -22,11 +25,12 @@ from torch import Tensor
 from lightning_zero.axes import AllReduce, Axes, open_axes, replica_exchange
 from lightning_zero.buffer import Scratch
 from lightning_zero.channel import Channel
-from lightning_zero.control import Control, hang_up
+from lightning_zero.control import Control
 from lightning_zero.exchange import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
 from lightning_zero.mesh import Mesh
 from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Kind
+from lightning_zero.watchdog import Watchdog, cut_connections
 
 __all__ = ["Communicator", "Pending"]
 
@@ -40,6 +44,8 @@ class Communicator:
         device: Of the data plane.
         timeout: Of collectives; None: the backend's.
         group_size: Ranks that share one set of shards; None: all.
+        watchdog: Tells of the failures of other ranks; None: one of its own.
+        report_after_s: Of a watchdog of its own.
 
     Attributes:
         rank: In the world, as agreements count.
@@ -47,6 +53,8 @@ class Communicator:
         mesh: Which ranks share shards with this one, and which hold the same.
         recorder: Of what goes on in this process.
         control: What ranks tell each other.
+        meet: Brings the ranks together before a collective on request, and finds out those that do
+            not come; whoever decides on the order of collectives puts it here.
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
@@ -58,6 +66,7 @@ class Communicator:
     mesh: Mesh
     recorder: Recorder
     control: Control
+    meet: Callable[[str], object]
 
     def __init__(
         self,
@@ -65,6 +74,8 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
+        watchdog: Watchdog | None = None,
+        report_after_s: float | None = None,
     ) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -76,12 +87,14 @@ class Communicator:
         self.rank = dist.get_rank() if is_distributed else 0
         self.size = dist.get_world_size() if is_distributed else 1
         self.device = device
+        self.meet = lambda name: None
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = Scratch(device)
         self._timeout = timeout
         self._group: Any = None  # small sums and broadcasts
         self._axes: Axes | None = None  # data; the group above among them
-        self._is_aborted = False
+        self._is_aborted = False  # by this rank
+        self._is_cut = False  # nothing collective is possible
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
         self._replicas: AllReduce | None = None
@@ -89,8 +102,20 @@ class Communicator:
         # The fake backend stands for N ranks in one process; gloo would wait for the others.
         backend = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
         self.control = Control(
-            self.recorder, rank=self.rank, size=self.size, backend=backend, timeout=timeout
+            self.recorder,
+            rank=self.rank,
+            size=self.size,
+            backend=backend,
+            timeout=timeout,
+            watchdog=watchdog or Watchdog("", rank=self.rank, size=1),
         )
+        self._owns_watchdog = watchdog is None
+        if self._owns_watchdog:
+            name = self.control.broadcast_object(uuid4().hex)
+            self.control.watchdog = Watchdog(
+                name, rank=self.rank, size=self.size, report_after_s=report_after_s
+            )
+        self.control.watchdog.on_failure(self._cut)
         self._check_group_size(group_size)
         self.mesh = Mesh.of(self.rank, self.size, group_size)
         self._exchange: Exchange = self._open_exchange()
@@ -150,7 +175,7 @@ class Communicator:
         """
         sent = _sent(whole.nbytes, self.mesh.num_shards)
         issue = self._exchange.all_gather
-        return self.recorder.watch(Kind.GATHER, name, sent, issue, whole, source, cuts, name)
+        return self._issue(Kind.GATHER, name, sent, issue, whole, source, cuts, name)
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None
@@ -167,45 +192,63 @@ class Communicator:
         dtype = whole.dtype if isinstance(self._exchange, PeerToPeer) else out.dtype
         sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
         issue = self._exchange.reduce_scatter
-        return self.recorder.watch(Kind.REDUCE, name, sent, issue, whole, out, cuts)
+        return self._issue(Kind.REDUCE, name, sent, issue, whole, out, cuts)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks that hold the same one."""
         assert self._replicas is not None, "there is one replica"
         sent = 2 * _sent(shard.nbytes, self.mesh.num_replicas)
-        return self.recorder.watch(Kind.AVERAGE, name, sent, self._replicas.all_reduce, shard)
+        return self._issue(Kind.AVERAGE, name, sent, self._replicas.all_reduce, shard)
 
     def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
         """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
         assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
         sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
-        return self.recorder.watch(Kind.AVERAGE, name, sent, self._exchange.all_reduce, whole)
+        return self._issue(Kind.AVERAGE, name, sent, self._exchange.all_reduce, whole)
 
-    def sum_over_shards_(self, tensor: Tensor) -> Tensor:
+    def _issue(
+        self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
+    ) -> Pending:
+        """Issues a collective; a failure of another rank is told where this one waits for it."""
+        waiting = partial(self.control.watchdog.waiting, f"the {kind.value} of {name}")
+        with waiting():
+            pending = self.recorder.watch(kind, name, nbytes, issue, *args)
+        is_on_host = self.size > 1 and isinstance(self._exchange, PeerToPeer)
+        return _Awaited(pending, waiting) if is_on_host else pending
+
+    def sum_over_shards_(self, tensor: Tensor, name: str = "a sum over shards") -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
 
         Replicas hold equal shards, of which the first counts.
+
+        Args:
+            tensor: Of any shape and dtype.
+            name: What it is of: the same on every rank.
         """
         if self.mesh.replica_rank:
             tensor.zero_()
-        return self._all_reduce_small(tensor, dist.ReduceOp.SUM)
+        return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name)
 
-    def max_(self, tensor: Tensor) -> Tensor:
+    def max_(self, tensor: Tensor, name: str = "a maximum over ranks") -> Tensor:
         """Takes the elementwise maximum of a small tensor over ranks in place and waits.
 
         A NaN of any rank stays one, which backends do not promise.
+
+        Args:
+            tensor: Of any shape and dtype.
+            name: What it is of: the same on every rank.
         """
         if not tensor.is_floating_point():
-            return self._all_reduce_small(tensor, dist.ReduceOp.MAX)
+            return self._all_reduce_small(tensor, dist.ReduceOp.MAX, name)
         is_nan = tensor.isnan()
         both = torch.stack([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
-        highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX).unbind()
+        highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Copies rank 0's tensor to every rank, in place, and waits."""
         if self._group is not None and self.size > 1:
-            with self.control.waiting("broadcast"):
+            with self.control.waiting("a broadcast of rank 0"):
                 dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
@@ -226,17 +269,26 @@ class Communicator:
         except RuntimeError:
             self.abort()
 
-    def abort(self) -> None:
-        """Makes the other ranks fail where they wait for this one. Does not wait for them."""
+    def abort(self, error: BaseException | None = None) -> None:
+        """Makes the other ranks fail where they wait for this one. Does not wait for them.
+
+        Args:
+            error: Why; they read of it.
+        """
         if not self.control.is_open or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True
+        self.control.watchdog.abort(error)
+        self._cut()  # also where nobody could be told
         self._close_channels()
-        self.control.abort()
         self._close_data()
 
-    def rally(self, deadline: timedelta) -> bool:
+    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """After an exception: waits until every rank has come here, then makes fresh groups.
+
+        Args:
+            deadline: How long to wait.
+            error: The exception of this rank.
 
         Returns:
             Whether all came in time. If not, no collective is possible any more.
@@ -245,16 +297,26 @@ class Communicator:
             return True
         if not self.control.is_open:
             return False  # closed
-        self.abort()
-        if not self.control.rally(deadline):
+        self.abort(error)
+        if not self.control.watchdog.rally(deadline):
             return False
-        self.close()
+        self._close_groups()
         self._forgotten.clear()
         self._open_group()
         self.control.open()
         self._exchange = self._open_exchange()
-        self._is_aborted = False
+        self._is_aborted = self._is_cut = False
+        self.control.watchdog.on_failure(self._cut)
         return True
+
+    def _cut(self) -> None:
+        """Whoever waits for another rank waits no longer. From any thread."""
+        self._is_cut = True
+        self.control.cut()
+        for channel in self._channels:
+            channel.cut()
+        for group in self._axes.groups if self._axes is not None else ():
+            cut_connections(group)
 
     def wait_for_sent(self, is_from_cpu: bool) -> None:
         """Before CPU memory is written to from which gathers copied: waits for the copies."""
@@ -267,6 +329,13 @@ class Communicator:
 
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""
+        self._close_groups()
+        if self._owns_watchdog:
+            self.control.watchdog.leave()
+            self.control.watchdog.stop()
+
+    def _close_groups(self) -> None:
+        self.control.watchdog.forget(self._cut)
         self._close_data()
         self._close_channels()
         self.control.close()
@@ -276,30 +345,40 @@ class Communicator:
             channel.close()
 
     def _close_data(self) -> None:
-        is_gloo = isinstance(self._exchange, PeerToPeer)
         self._exchange = Closed()
         self._replicas = None
         for group in self._axes.groups if self._axes is not None else ():
-            if not dist.is_initialized():
-                continue
-            if self._is_aborted and self.device.type == "cuda":
-                # Destroying it would wait for kernels that wait for a rank that has failed.
-                dist.distributed_c10d._abort_process_group(group)
-                continue
-            if self._is_aborted and is_gloo:
-                hang_up(group)
-            dist.destroy_process_group(group)
+            # Those of NCCL are gone once they are cut.
+            if dist.is_initialized() and not (self._is_cut and self.device.type == "cuda"):
+                dist.destroy_process_group(group)
         self._group = self._axes = None
 
-    def _all_reduce_small(self, tensor: Tensor, op: Any) -> Tensor:
+    def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         if self._group is not None and self.size > 1:
+            self.meet(name)
             # Offloaded gradients are summed on the CPU.
             travelling = tensor.to(self.device)
-            with self.control.waiting("reduction"):
+            with self.control.waiting(name):
                 dist.all_reduce(travelling, op=op, group=self._group)
             if travelling is not tensor:
                 tensor.copy_(travelling)
         return tensor
+
+
+class _Awaited:
+    """A collective for which the host waits."""
+
+    def __init__(
+        self, pending: Pending, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.marks = pending.marks
+        self._pending = pending
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        with self._waiting():
+            self._pending.wait()
 
 
 def _sent(nbytes: int, size: int) -> int:

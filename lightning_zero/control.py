@@ -1,20 +1,16 @@
 """The control plane: what ranks tell each other besides data, between CPUs, over gloo.
 
 Single integers, small masks and objects, so that all ranks, whatever their group, agree on what
-comes next without making a device wait. Here a rank also learns that another one has failed: at
-once, for an aborting rank closes its connections, and by whom, for it leaves its number in the
-store that the ranks have met by.
+comes next without making a device wait.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
-from uuid import uuid4
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -22,16 +18,12 @@ from torch import Tensor
 
 from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Kind
+from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
 
-__all__ = ["Control", "PeerAbortedError", "PeerFailedError", "Round", "hang_up"]
+__all__ = ["Control", "PeerFailedError", "Round", "topic_of"]
 
 _FAILED = -1
 _NO_MARK = 2**62
-_STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
-
-
-class PeerAbortedError(RuntimeError):
-    """Another rank stopped with an exception of its own, which is the one to read."""
 
 
 class PeerFailedError(RuntimeError):
@@ -45,8 +37,13 @@ class Round(NamedTuple):
     fewest: int  # reductions that any rank has issued
     highest: int  # request of all ranks
     is_alike: bool = True  # those that sent a mark sent the same one
-    is_same_batch: bool = True  # those that sent a batch sent the same one
+    is_same_topic: bool = True  # those that sent a topic sent the same one
     wish: int | None = None  # the lowest of those that sent one
+
+
+def topic_of(name: str) -> int:
+    """A number for what ranks meet for, so that they find out whether it is the same."""
+    return crc32(name.encode())
 
 
 class Control:
@@ -58,6 +55,10 @@ class Control:
         size: Of the world.
         backend: Of the group: "gloo", or "fake", which stands for all ranks in one process.
         timeout: Of collectives; None: the backend's.
+        watchdog: Tells of the failures of others.
+
+    Attributes:
+        watchdog: That one.
     """
 
     def __init__(
@@ -68,22 +69,21 @@ class Control:
         size: int,
         backend: str,
         timeout: timedelta | None,
+        watchdog: Watchdog,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.watchdog = watchdog
         self._recorder = recorder
         self._backend = backend
         self._timeout = timeout
         self._group: Any = None
-        self._name = ""  # in the store, which may outlive many groups
         self.open()
 
     def open(self) -> None:
         """Makes the group, where there is a world."""
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(timeout=self._timeout, backend=self._backend)
-            name = uuid4().hex
-            self._name = name if self._backend == "fake" else self.broadcast_object(name)
 
     @property
     def is_open(self) -> bool:
@@ -95,30 +95,11 @@ class Control:
         """Around waiting for other ranks, not for data. Local.
 
         Raises:
-            PeerAbortedError: One of them, or this one, called `abort`.
+            PeerAbortedError: One of them, or this one, has failed.
             RuntimeError: One does not come.
         """
-        try:
-            with self._recorder.span(Kind.AGREE, name, is_wait=True):
-                yield
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except RuntimeError as error:
-            rank = self._aborted_by()
-            if rank == self.rank:
-                raise PeerAbortedError(f"rank {rank} has ended with an exception before.") from None
-            if rank is not None:
-                raise PeerAbortedError(
-                    f"rank {self.rank} stops because rank {rank} raised an exception; its "
-                    "traceback, in that rank's output, tells the cause."
-                ) from error
-            raise RuntimeError(
-                f"rank {self.rank} waited in vain for the other ranks to come to the same point. "
-                "Every rank must run forward and backward together, with equally many batches (in "
-                "stage 3 also a forward for a sample or an image, which `if rank == 0` would run "
-                "on one rank alone; inside `with lightning_zero.lockstep(module)` on every rank, "
-                "ranks may run different numbers of them); or another rank has died."
-            ) from error
+        with self.watchdog.waiting(name), self._recorder.span(Kind.AGREE, name, is_wait=True):
+            yield
 
     # ---------------------------------------------------------------- values
 
@@ -185,8 +166,9 @@ class Control:
         num_issued: int = 0,
         mark: int | None = None,
         *,
-        batch: int | None = None,
+        topic: int | None = None,
         wish: int | None = None,
+        name: str = "the next round",
     ) -> Round:
         """One round.
 
@@ -194,14 +176,15 @@ class Control:
             request: What this rank asks for; not negative.
             num_issued: How many reductions it has issued in this backward.
             mark: Of what it trains; all ranks that send one should send the same.
-            batch: Number of a batch, likewise.
+            topic: What the request is about, likewise.
             wish: Of which the lowest is told. These three are of less than 62 bits.
+            name: What this rank waits for, to be read by people.
 
         Raises:
-            PeerAbortedError: Another rank called `abort`.
+            PeerAbortedError: Another rank has failed.
             PeerFailedError: Another rank called `fail`.
         """
-        return self.begin_agreement(request, num_issued, mark, batch=batch, wish=wish)()
+        return self.begin_agreement(request, num_issued, mark, topic=topic, wish=wish, name=name)()
 
     def begin_agreement(
         self,
@@ -209,19 +192,21 @@ class Control:
         num_issued: int = 0,
         mark: int | None = None,
         *,
-        batch: int | None = None,
+        topic: int | None = None,
         wish: int | None = None,
+        name: str = "the next round",
     ) -> Callable[[], Round]:
         """As `agree`, but what it returns waits for the other ranks, and raises."""
         if self.size == 1:
             return lambda: Round(request, num_issued, request, wish=wish)
-        numbers = [request, -request, num_issued, *_both_ways(mark), *_both_ways(batch)]
+        numbers = [request, -request, num_issued, *_both_ways(mark), *_both_ways(topic)]
         agreed = torch.tensor([*numbers, _NO_MARK if wish is None else wish], dtype=torch.int64)
-        work = dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        return lambda: self._end_agreement(request, work, agreed)
+        with self.watchdog.waiting(name):
+            work = dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        return lambda: self._end_agreement(request, work, agreed, name)
 
-    def _end_agreement(self, request: int, work: Any, agreed: Tensor) -> Round:
-        with self.waiting("round"):
+    def _end_agreement(self, request: int, work: Any, agreed: Tensor, name: str) -> Round:
+        with self.waiting(name):
             work.wait()
         lowest, highest, fewest, *marks, wish = agreed.tolist()
         if lowest == _FAILED and request != _FAILED:
@@ -231,7 +216,7 @@ class Control:
             fewest,
             -highest,
             is_alike=_is_one(*marks[:2]),
-            is_same_batch=_is_one(*marks[2:]),
+            is_same_topic=_is_one(*marks[2:]),
             wish=None if wish == _NO_MARK else wish,
         )
 
@@ -279,78 +264,17 @@ class Control:
 
     # ---------------------------------------------------------------- abort and the end
 
-    def abort(self) -> None:
-        """Makes the other ranks fail where they wait for this one. Local: does not wait for them.
-
-        Whatever they do next on this plane, or do already, finds the connection closed. A message
-        would pair with what this rank was about to take part in, which may be of another size.
-        """
-        own = str(self.rank)
-        _ask_store(lambda store: store.compare_set(self._key("abort"), "", own))
-        hang_up(self._group)
-
-    def _aborted_by(self) -> int | None:
-        """The rank that was the first to abort."""
-        key = self._key("abort")
-        rank = _ask_store(lambda store: store.get(key) if store.check([key]) else None)
-        return None if rank is None else int(rank)
-
-    def rally(self, deadline: timedelta) -> bool:
-        """After an abort: waits until every rank has come here, also without any connection.
-
-        Returns:
-            Whether all came in time.
-        """
-        key, seconds = self._key("rally"), deadline.total_seconds()
-
-        def come(store: Any) -> bool:
-            store.add(key, 1)
-            until = time.monotonic() + seconds
-            while store.add(key, 0) < self.size:
-                if time.monotonic() > until:
-                    return False
-                time.sleep(0.02)
-            return True
-
-        return bool(_ask_store(come, seconds + _STORE_TIMEOUT_S))
-
-    def _key(self, name: str) -> str:
-        return f"lightning_zero/{self._name}/{name}"
+    def cut(self) -> None:
+        """Whoever waits here waits no longer. Local, from any thread."""
+        group = self._group
+        if group is not None:
+            cut_connections(group)
 
     def close(self) -> None:
         """Destroys the group. Local: ranks may come here at different times."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
-
-
-def hang_up(group: Any) -> None:
-    """Closes a gloo group's connections, so that what is under way on it fails on both sides.
-
-    Destroying it does not while anything, a transfer or a traceback, refers to it. A receive that
-    times out does; but where the peer has gone it fails, and closes nothing else.
-    """
-    if dist.get_backend(group) != "gloo":
-        return
-    nothing = torch.empty(1)
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
-
-
-def _ask_store(question: Callable[[Any], Any], timeout_s: float = _STORE_TIMEOUT_S) -> Any:
-    """What the store answers; None where it has gone with rank 0, or does not answer in time."""
-    answer: list[Any] = []
-
-    def ask() -> None:
-        with suppress(RuntimeError, ValueError):  # ValueError: there is no default group any more
-            answer.append(question(dist.distributed_c10d._get_default_store()))
-
-    thread = threading.Thread(target=ask, daemon=True, name="lightning-zero-store")
-    thread.start()
-    thread.join(timeout_s)
-    return answer[0] if answer else None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _both_ways(mark: int | None) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.schedule import Schedule
 from lightning_zero.tiers.budget import local_world_size
+from lightning_zero.watchdog import Watchdog
 from lightning_zero.worker import StepWorker
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class Engine:
         device: Where to compute; parameters move there bucket by bucket, so that the device never
             holds the whole model in stage 3. None: where they are.
         timeout: Of collectives; None: the backend's.
+        wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing,
+            in the output of rank 0; None: never.
+        watchdog: Tells of the failures of other ranks; None: one of its own.
 
     Attributes:
         plan: Units and buckets.
@@ -82,6 +86,8 @@ class Engine:
         *,
         device: torch.device | None = None,
         timeout: timedelta | None = None,
+        wait_report_s: float | None = 30.0,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.module = module
         self.config = config = config or ZeroConfig()
@@ -90,7 +96,13 @@ class Engine:
         look = partial(examine, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in optimizers]
         group_size = config.group_size(local_world_size=local_world_size())
-        self.comm = comm = Communicator(device, timeout=timeout, group_size=group_size)
+        self.comm = comm = Communicator(
+            device,
+            timeout=timeout,
+            group_size=group_size,
+            watchdog=watchdog,
+            report_after_s=wait_report_s,
+        )
         self.recorder = comm.recorder
         self.plan = plan_together(module, config, comm, examined)
         self.storage = open_storage(config, self.plan, comm)
@@ -114,8 +126,8 @@ class Engine:
             )
             for optimizer, found in examined:
                 self.optimizers.take(optimizer, found)
-        except BaseException:
-            comm.abort()  # the others may wait for this rank's next broadcast
+        except BaseException as error:
+            comm.abort(error)  # the others may wait for this rank's next broadcast
             self._worker.close()
             self.storage.close()
             raise
@@ -241,10 +253,14 @@ class Engine:
         self.optimizers.reset()
         self.schedule.reset()
 
-    def rally(self, deadline: timedelta) -> bool:
+    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """After an exception: brings the ranks together again, at rest and with fresh groups.
 
-        The other ranks learn of the exception at their next agreement, fail too and come here.
+        The other ranks learn of the exception, fail too where they wait for others, and come here.
+
+        Args:
+            deadline: How long to wait for them.
+            error: The exception of this rank.
 
         Returns:
             Whether all of them came before the deadline; if not, no collective is possible any
@@ -253,7 +269,7 @@ class Engine:
         self._worker.drain()  # it waits for no rank, and needs the groups that go
         self.optimizers.reset()
         self.lockstep.is_in_loop = False
-        if not self.comm.rally(deadline):
+        if not self.comm.rally(deadline, error):
             return False
         self.schedule.recover()
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ from lightning_zero.checkpoint import load_masters, narrow_masters
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.left_out import forget_left_out
+from lightning_zero.watchdog import Watchdog
 
 __all__ = ["RALLY_DEADLINE", "EngineLife", "run_state"]
 
@@ -60,6 +62,7 @@ class EngineLife:
         self._building: Building | None = None
         self._masters_to_load: Mapping[str, Tensor] = {}
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
+        self._watchdog: Watchdog | None = None
 
     @property
     def engine(self) -> Engine:
@@ -82,14 +85,19 @@ class EngineLife:
 
     # ---------------------------------------------------------------- before
 
-    def start(self) -> None:
-        """A run begins: a failure of the one before is over."""
+    def start(self, watchdog: Watchdog | None) -> None:
+        """A run begins: a failure of the one before is over.
+
+        Args:
+            watchdog: Of the run.
+        """
+        self._watchdog = watchdog
         self._has_rallied = self._keeps_whole = None
 
     @contextmanager
     def watching(self, device: torch.device) -> Iterator[None]:
         """Around `configure_model`: what it makes is sharded as it is made. Collective."""
-        self._building = Building(device, self._timeout)
+        self._building = Building(device, self._timeout, watchdog=self._watchdog)
         with self._building.watching():
             yield
 
@@ -133,7 +141,14 @@ class EngineLife:
         device: torch.device,
     ) -> None:
         """Makes the engine; see its arguments there. Collective."""
-        self.current = Engine(module, optimizers, config, device=device, timeout=self._timeout)
+        self.current = Engine(
+            module,
+            optimizers,
+            config,
+            device=device,
+            timeout=self._timeout,
+            watchdog=self._watchdog,
+        )
         forget_left_out(module)
         self.load_masters(self._masters_to_load)
         self._masters_to_load = {}
@@ -151,8 +166,12 @@ class EngineLife:
         else:
             load_masters(self.current, masters)
 
-    def meets(self, *, everyone: bool) -> bool:
+    def meets(self, name: str, *, everyone: bool) -> bool:
         """Before a collective on WORLD, of every rank or of some: whether it is possible.
+
+        Args:
+            name: Of the collective: the same on every rank.
+            everyone: All ranks take part.
 
         Raises:
             RuntimeError: Another rank has failed, or is elsewhere, and will not come to it.
@@ -161,7 +180,7 @@ class EngineLife:
             return False
         if self.current is not None:
             lockstep = self.current.lockstep
-            (lockstep.meet_for_collective if everyone else lockstep.wait_for_collective)()
+            (lockstep.meet_for if everyone else lockstep.meet_in_loop)(name)
         return True
 
     # ---------------------------------------------------------------- failure and the end
@@ -182,12 +201,12 @@ class EngineLife:
         within the deadline go on with fresh process groups, at rest.
         """
         if self.current is None:
-            return True
+            return self._watchdog is None or self._watchdog.verdict is None
         if run_state(self.current.module).status != TrainerStatus.INTERRUPTED:
             return True
         if self._has_rallied is None:
             deadline = min(self._timeout or RALLY_DEADLINE, RALLY_DEADLINE)
-            self._has_rallied = self.current.rally(deadline)
+            self._has_rallied = self.current.rally(deadline, sys.exc_info()[1])
         return self._has_rallied
 
     def end(self, device: torch.device) -> None:
@@ -219,7 +238,8 @@ class EngineLife:
     def _is_kept_whole(self) -> bool:
         """Whether every rank gets the module when this run has ended. Collective."""
         if self._keeps_whole is None:
-            self.engine.lockstep.meet_for_collective()  # a rank may have a batch or forward more
+            # A rank may have a batch or a forward more.
+            self.engine.lockstep.meet_for("the end of the run")
             # Only what a fit leaves is saved before it goes.
             is_free = self._whole_after_fit == "auto" and not self._was_fitting()
             self._keeps_whole = is_free or keeps_whole(

@@ -55,6 +55,7 @@ class EngineStrategy(ProcessStrategy):
     Args:
         settings: The engine's.
         timeout: Of collectives; None: the backend's.
+        wait_report_s: See `ProcessStrategy`.
         whole_after_fit: See `EngineLife`.
         **of_processes: As in `ProcessStrategy`.
     """
@@ -64,6 +65,7 @@ class EngineStrategy(ProcessStrategy):
         settings: Settings,
         *,
         timeout: timedelta | None,
+        wait_report_s: float | None,
         whole_after_fit: WholeAfterFit,
         **of_processes: Any,
     ) -> None:
@@ -72,7 +74,7 @@ class EngineStrategy(ProcessStrategy):
         self._boundary = BatchBoundary()
         self._evaluation = LockstepEvaluation()
         self._grad_scaler_kwargs: dict[str, Any] = {}
-        super().__init__(timeout=timeout, **of_processes)
+        super().__init__(timeout=timeout, wait_report_s=wait_report_s, **of_processes)
 
     @property
     def config(self) -> ZeroConfig:
@@ -165,7 +167,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._life.start()
+        self._life.start(self._watchdog)
         check_none_left_out(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
@@ -267,8 +269,8 @@ class EngineStrategy(ProcessStrategy):
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
-    def _meets(self, *, everyone: bool = True) -> bool:
-        return super()._meets(everyone=everyone) and self._life.meets(everyone=everyone)
+    def _meets(self, name: str, *, everyone: bool = True) -> bool:
+        return super()._meets(name, everyone=everyone) and self._life.meets(name, everyone=everyone)
 
     # ---------------------------------------------------------------- failure and the end
 
@@ -278,6 +280,10 @@ class EngineStrategy(ProcessStrategy):
             self._life.hurry()
         elif isinstance(exception, SIGTERMException):
             with_status(exception)  # Lightning's own says that all is done
+        if self._watchdog is not None:
+            if self._life.current is None:
+                self._watchdog.abort(exception)
+            self._watchdog.explain(exception)
         self._life.is_together()
 
     @override
@@ -285,6 +291,8 @@ class EngineStrategy(ProcessStrategy):
         self._boundary.end()
         self._evaluation.end()
         self._life.end(_CPU)
+        if self._watchdog is not None:
+            self._watchdog.leave()
         release_children()  # nothing collective comes from here on
         self._give_module_back()
         assert self.accelerator is not None

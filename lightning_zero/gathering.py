@@ -5,19 +5,19 @@ A request is one integer, of which the lowest of all ranks goes first:
     0 .. n-1       a unit, in forward by its place in the layout
     n .. 2n-1      a unit, in backward from the end of the layout on
     2n             `_waiting`: for a reduction that other ranks have not issued
-    2n+1 .. 2n+4   `together`, `next_batch`, `done`, `left`: for no unit any more
+    2n+1 .. 2n+3   `together`, `done`, `left`: for no unit any more
 
 Why there are rounds at all is told in [Note: Same order on every rank] in schedule.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.control import Round
+from lightning_zero.control import Round, topic_of
 from lightning_zero.recorder import Recorder
 from lightning_zero.trained import Trained
 from lightning_zero.unit import Trace, Unit
@@ -58,6 +58,7 @@ class Gathering:
         self._config = config
         self._forward, self._backward = Trace(), Trace()
         self._trace = self._forward
+        self._passing: Callable[[], Round] | None = None
         self._unclaimed: set[Unit] = set()  # gathered because another rank asked, or ahead of use
 
     # ---------------------------------------------------------------- passes
@@ -82,6 +83,7 @@ class Gathering:
     def forget(self) -> None:
         """What was under way has ended, or never will. Local."""
         self._trace = self._forward
+        self._passing = None
         self._unclaimed.clear()
         self.num_issued = 0
         self.is_mid_round = False
@@ -173,34 +175,39 @@ class Gathering:
 
     @property
     def together(self) -> int:
-        """The request of a rank that wants another collective."""
+        """The request of a rank that wants something which all ranks do together."""
         return 2 * len(self.units) + 1
-
-    @property
-    def next_batch(self) -> int:
-        """The request of a rank that is about to train on another batch."""
-        return 2 * len(self.units) + 2
 
     @property
     def done(self) -> int:
         """The request of a rank that has ended its step, or its backward."""
-        return 2 * len(self.units) + 3
+        return 2 * len(self.units) + 2
 
     @property
     def left(self) -> int:
         """The request of a rank that has left a lockstep loop of steps."""
-        return 2 * len(self.units) + 4
+        return 2 * len(self.units) + 3
 
     def _gather_next(self, wanted: Unit) -> None:
         """One round in which this rank asks for `wanted`."""
         # Backward comes after forward, and walks the layout from its end.
         last = 2 * len(self.units) - 1
         is_backward = self._trace is self._backward
-        self._round(last - wanted.index if is_backward else wanted.index)
+        request = last - wanted.index if is_backward else wanted.index
+        self._round(request, f"the gather of {wanted.name}")
 
-    def _round(self, request: int, batch: int | None = None, wish: int | None = None) -> Round:
-        """Every rank gathers the unit that the lowest request names."""
-        agreed = self._trained.agree(request, self.num_issued, batch=batch, wish=wish)
+    def _round(
+        self, request: int, name: str, *, topic: int | None = None, wish: int | None = None
+    ) -> Round:
+        """Every rank gathers the unit that the lowest request names.
+
+        Args:
+            request: Of this rank.
+            name: What it waits for, to be read by people.
+            topic: See `Control.agree`.
+            wish: Likewise.
+        """
+        agreed = self._trained.agree(request, self.num_issued, name=name, topic=topic, wish=wish)
         count, lowest = len(self.units), agreed.lowest
         is_waiting = lowest == self._waiting and agreed.fewest == self._num_issued_by_all
         self._num_in_vain = self._num_in_vain + 1 if is_waiting else 0
@@ -218,38 +225,50 @@ class Gathering:
                 "a rank waits in its backward for gradients that another does not reduce: run "
                 "equally many backwards on every rank, and the same collectives in each."
             )
-        elif lowest == self.next_batch < agreed.highest or not agreed.is_same_batch:
-            raise _not_about_to_train()
-        elif lowest == self.together < agreed.highest:
-            if agreed.highest == self.next_batch:
-                raise _not_about_to_train()
-            raise RuntimeError(
-                "a rank wants a collective (such as self.log(..., on_step=True, sync_dist=True), "
-                "or torch.equal of sharded parameters) that another, which has fewer batches or "
-                "calls, will not take part in; give all ranks equally many, or log with "
-                "on_epoch=True only."
-            )
+        elif lowest == self.together and (lowest < agreed.highest or not agreed.is_same_topic):
+            raise _alone(name)
         return agreed
 
-    def meet(self, request: int) -> None:
+    def meet(self, request: int, name: str = "the end of the pass on all ranks") -> None:
         """Takes part in what other ranks still ask for, until none asks for less than `request`.
 
         Raises:
             RuntimeError: A rank wants a collective that others will not take part in.
         """
-        while self._round(request).lowest < request:
+        while self._round(request, name).lowest < request:
             self._drop_unclaimed(None)
 
-    def meet_for_batch(self, batch: int, wish: int) -> int:
-        """The lowest wish of all ranks, each of which is about to train on the same batch.
+    def meet_for(self, name: str, wish: int | None = None) -> int | None:
+        """As `meet`, before something that all ranks do together: the lowest wish of any rank.
+
+        Args:
+            name: What that is: the same on every rank.
+            wish: Of this rank, if it has one; of less than 62 bits.
 
         Raises:
-            RuntimeError: A rank trains on another batch, or on none.
+            RuntimeError: Another rank has come to something else.
         """
-        while (agreed := self._round(self.next_batch, batch, wish)).lowest < self.next_batch:
+        topic = topic_of(name)
+        while True:
+            agreed = self._round(self.together, name, topic=topic, wish=wish)
+            if agreed.lowest == self.together:
+                return agreed.wish
             self._drop_unclaimed(None)
-        assert agreed.wish is not None, "this rank has sent one"
-        return agreed.wish
+
+    def pass_by(self, name: str) -> None:
+        """Tells ranks that wait for this one elsewhere that it comes to something else.
+
+        Where units are gathered before use, the next forward does. Waits for nobody. Collective.
+        """
+        if not self.is_needed:
+            self.finish_passing()
+            self._passing = self._trained.begin(self.done, name)
+
+    def finish_passing(self) -> None:
+        """Waits until all ranks have passed by, as they long have."""
+        passing, self._passing = self._passing, None
+        if passing is not None and (agreed := passing()).lowest < agreed.highest:
+            raise _alone("a step of the optimizer")
 
     def meet_and_release(self) -> None:
         """After a forward without backward: nothing stays whole. Collective."""
@@ -264,20 +283,22 @@ class Gathering:
         backward, which none of them can have left.
         """
         if self.is_needed and not self._has_met:
-            self._round(self._waiting)
+            self._round(self._waiting, "a comparison of what is trained")
             self._drop_unclaimed(None)
 
     def wait_until_issued(self) -> None:
         """Takes part until every rank has issued the reductions that this one has."""
         while self._num_issued_by_all < self.num_issued:
-            self._round(self._waiting)
+            self._round(self._waiting, "a reduction that all ranks issue")
             self._drop_unclaimed(None)
 
 
-def _not_about_to_train() -> RuntimeError:
+def _alone(name: str) -> RuntimeError:
     return RuntimeError(
-        "one rank is about to train on a batch, and another is not: it has none left, or alone "
-        "calls a collective (trainer.log_dir, self.all_gather, self.log(..., sync_dist=True)) or, "
-        "in stage 3, a forward. Give all ranks equally many batches, as Lightning's own sampler "
-        "does, and let all make the same calls, or enter `with lightning_zero.lockstep(module)`."
+        f"this rank has come to {name}, and another rank to something else: it has fewer or more "
+        "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
+        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "
+        "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
+        "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
+        "enter `with lightning_zero.lockstep(module)` on every rank."
     )

@@ -6,8 +6,8 @@ what the others still gather, in rounds, until all have left: see [Note: Same or
 in schedule.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
-in another batch or behind the last: those of the strategy come after `meet_for_collective`, and
-each batch after `meet_for_batch`, which every rank must come to, or all fail.
+in another batch or behind the last: those of the strategy, and each batch, come after `meet_for`,
+to which every rank must come with the same name of it, or all fail.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Lockstep:
         self._comm = comm
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
+        comm.meet = self.meet_for
         for bucket in buckets:
             bucket.lockstep = self
 
@@ -98,7 +99,7 @@ class Lockstep:
         if isinstance(error, Exception) and not self._gathering.is_mid_round:
             self._comm.fail(error)
         else:
-            self._comm.abort()  # others may wait for data of this rank, which goes away
+            self._comm.abort(error)  # others may wait for data of this rank, which goes away
 
     def begin_loop(self) -> None:
         """Before a loop of steps, of which each rank takes as many as it likes. Collective."""
@@ -116,27 +117,22 @@ class Lockstep:
         """Every rank's picklable object, on every rank. Collective, outside of a loop."""
         return self._comm.control.gather_objects(value)
 
-    def wait_for_collective(self) -> None:
-        """Inside a loop, before a collective that is no gather: waits until every rank comes here.
-
-        Raises:
-            RuntimeError: Another rank has left the loop, or ended the step, and will not come.
-        """
+    def meet_in_loop(self, name: str) -> None:
+        """As `meet_for`, but only inside a loop, where another rank may have left it."""
         if self.is_in_loop or self._depth:
-            self.meet_for_collective()
+            self.meet_for(name)
 
-    def meet_for_collective(self) -> None:
-        """As `wait_for_collective`, outside of a loop too: ranks that do not come are found out."""
-        self._gathering.meet(self._gathering.together)
-
-    def meet_for_batch(self, batch: int, wish: int) -> int:
-        """Between two batches of training: the lowest wish of all ranks.
+    def meet_for(self, name: str, wish: int | None = None) -> int | None:
+        """Before something that all ranks do together, such as another collective, or a batch.
 
         Args:
-            batch: Its number, of less than 62 bits.
-            wish: Likewise.
+            name: What that is: the same on every rank.
+            wish: Of this rank, if it has one; of less than 62 bits.
+
+        Returns:
+            The lowest wish of any rank.
 
         Raises:
-            RuntimeError: Another rank trains on another batch, or has none left.
+            RuntimeError: Another rank has come to something else.
         """
-        return self._gathering.meet_for_batch(batch, wish)
+        return self._gathering.meet_for(name, wish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
+from lightning_zero.launcher.children import how_child_ended
+from lightning_zero.watchdog import Watchdog, next_name
 from lightning_zero.world import broadcast_object, has_world, is_world, wait_for_world
 
 __all__ = ["ProcessStrategy"]
@@ -31,6 +34,8 @@ class ProcessStrategy(ParallelStrategy):
     Args:
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: Of collectives; None: the backend's.
+        wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing;
+            None: never.
         start_method: How the ranks are started where nobody else has.
         **of_lightning: As in every Lightning strategy.
 
@@ -43,6 +48,7 @@ class ProcessStrategy(ParallelStrategy):
         *,
         process_group_backend: str | None,
         timeout: timedelta | None,
+        wait_report_s: float | None,
         start_method: StartMethod,
         **of_lightning: Any,
     ) -> None:
@@ -51,7 +57,9 @@ class ProcessStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._wait_report_s = wait_report_s
         self._start_method: StartMethod = start_method
+        self._watchdog: Watchdog | None = None  # of the running run, and until the next one
         super().__init__(**of_lightning)
 
     # ---------------------------------------------------------------- who and where
@@ -128,6 +136,19 @@ class ProcessStrategy(ParallelStrategy):
             device_id=device_id,
         )
         check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._watchdog = Watchdog(
+            next_name(self.global_rank),
+            rank=self.global_rank,
+            size=self.world_size,
+            report_after_s=self._wait_report_s,
+            rallies=True,
+            how_ended=how_child_ended,
+        )
 
     def set_world_ranks(self) -> None:
         """Tells the environment and Lightning's rank-zero helpers who this rank is."""
@@ -141,32 +162,55 @@ class ProcessStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- small collectives
 
-    def _meets(self, *, everyone: bool = True) -> bool:
+    def _meets(self, name: str, *, everyone: bool = True) -> bool:
         """Whether a collective of every rank, or of some, is possible; else there is none.
 
         Where a subclass brings ranks together that are not at the same point.
+
+        Args:
+            name: Of the collective: the same on every rank.
+            everyone: All ranks take part.
         """
         return has_world()
 
+    def _waiting(self, name: str) -> AbstractContextManager[None]:
+        return self._watchdog.waiting(name) if self._watchdog is not None else nullcontext()
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._meets():
-            wait_for_world(self.root_device)
+        name = f"the barrier {name!r}" if name else "a barrier"
+        if self._meets(name):
+            with self._waiting(name):
+                wait_for_world(self.root_device)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return broadcast_object(obj, src) if self._meets() else obj
+        name = f"an object of rank {src}"
+        if not self._meets(name):
+            return obj
+        with self._waiting(name):
+            return broadcast_object(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        if isinstance(tensor, Tensor) and self._meets(everyone=is_world(group)):
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = f"a {reduce_op} over ranks of {_shape_of(tensor)}"
+        if not self._meets(name, everyone=is_world(group)):
+            return tensor
+        with self._waiting(name):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        if self._meets(everyone=is_world(group)):
+        name = f"an all-gather of {_shape_of(tensor)}"
+        if not self._meets(name, everyone=is_world(group)):
+            return tensor
+        with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        return tensor
+
+
+def _shape_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

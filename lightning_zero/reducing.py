@@ -76,6 +76,7 @@ class Reducing:
         self._arrived = []
         self._num_eager = 0
         self._is_tail = False
+        self._gathering.finish_passing()
         self._trained.look()
         if self._reduces:
             # Where nothing is gathered, a backward has no rounds.
@@ -202,6 +203,11 @@ class Reducing:
             first = [self._buckets[index] for index in self._comm.control.broadcast_object(mine)]
             rest = [bucket for bucket in self._order if bucket not in first]
             self._order = first + rest
+
+    def before_step(self) -> None:
+        """Before an optimizer's step: means are there. Collective."""
+        self.reduce_local()
+        self._gathering.pass_by("a step of the optimizer")
 
     def reduce_local(self) -> None:
         """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""

@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zero.batch_boundary import batch_number
+from lightning_zero.batch_boundary import name_of_batch
 from lightning_zero.checkpoint.directory import recover
 from lightning_zero.checkpoint_io import on_rank_zero
 
@@ -137,8 +137,8 @@ class Requeueing:
             RequeuedExit: They stop; everything is saved.
         """
         engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
-        batch = batch_number(self.trainer, is_over=True)
-        agreed = Request(engine.lockstep.meet_for_batch(batch, request))
+        batch = name_of_batch(self.trainer, is_over=True)
+        agreed = Request(engine.lockstep.meet_for(batch, request))
         if agreed is Request.NOTHING:
             return
         rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")

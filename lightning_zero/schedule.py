@@ -111,6 +111,8 @@ class Schedule:
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
         self.hooks = Hooks(module, units, buckets, self)
+        self._last_used = ""  # the unit whose forward or backward has begun last
+        comm.control.watchdog.describe = self._describe
 
     # ---------------------------------------------------------------- forward
 
@@ -188,8 +190,14 @@ class Schedule:
         else:
             self.close()
 
+    def _describe(self) -> str:
+        """What the loop is doing, for people; from any thread."""
+        in_pass = self.moment in (Moment.FORWARD, Moment.BACKWARD)
+        return f"{self.moment.value}{f' of {self._last_used}' * in_pass}"
+
     def before_forward(self, unit: Unit) -> None:
         """The module of `unit` is called."""
+        self._last_used = unit.name
         self.gathering.unshard(unit)
         self._recorder.enter(Kind.FORWARD, unit.name)
         self._awaits_backward = True
@@ -272,6 +280,7 @@ class Schedule:
 
     def before_backward_of(self, unit: Unit) -> None:
         """Backward has come to an output of `unit`."""
+        self._last_used = unit.name
         if self.moment is Moment.BACKWARD:
             with record_function(f"zero::before_backward {unit.name}"):
                 self.gathering.unshard(unit)

@@ -97,6 +97,8 @@ class ZeroStrategy(CheckpointStrategy):
         precision_plugin: One of Lightning's own; replaced by ours of the same precision.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
         timeout: Of every collective.
+        wait_report_s: When a rank has waited so many seconds for others, rank 0's output tells what
+            every rank is doing, once. None: never.
         start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
 
     Raises:
@@ -136,6 +138,7 @@ class ZeroStrategy(CheckpointStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
+        wait_report_s: float | None = 30.0,
         start_method: StartMethod = "popen",
     ) -> None:
         given = locals()  # every setting of the engine, by its name
@@ -149,6 +152,7 @@ class ZeroStrategy(CheckpointStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            wait_report_s=wait_report_s,
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )

@@ -50,16 +50,28 @@ class Trained:
             self._under_way = self._control.begin_agreement(request, 0, self._mark)
 
     def agree(
-        self, request: int, num_issued: int, *, batch: int | None = None, wish: int | None = None
+        self,
+        request: int,
+        num_issued: int,
+        *,
+        name: str,
+        topic: int | None = None,
+        wish: int | None = None,
     ) -> Round:
         """See `Control.agree`.
 
         Raises:
             RuntimeError: Ranks train different parameters.
         """
-        agreed = self._control.agree(request, num_issued, self._mark, batch=batch, wish=wish)
+        agreed = self._control.agree(
+            request, num_issued, self._mark, topic=topic, wish=wish, name=name
+        )
         self._check(agreed)
         return agreed
+
+    def begin(self, request: int, name: str) -> Callable[[], Round]:
+        """Begins an agreement that compares nothing; what it returns waits for the others."""
+        return self._control.begin_agreement(request, name=name)
 
     def finish(self) -> None:
         """Waits for the agreement that `compare` has begun, if any; raises as `agree`."""

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_zero.launcher.untouched import Untouched
 
-__all__ = ["Children", "release_children"]
+__all__ = ["Children", "how_child_ended", "release_children"]
 
-_POLL_S = 1.0
-_GRACE_S = 10.0  # from a rank's failure until those that still wait for it are killed
+_POLL_S = 0.2
+_GRACE_S = 8.0  # from a rank's failure until those that still wait for it are killed
 _GRACE_OF_SUCCESS_S = 60.0  # longer: it may have ended because this process needs it no more
 _END_S = 90.0  # longer than ranks wait for each other after an exception
 
@@ -51,6 +51,21 @@ class Children(threading.Thread):
     def current(cls) -> Children | None:
         """The ranks that this process has started; None before, and in the children."""
         return next((t for t in threading.enumerate() if isinstance(t, cls)), None)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        atexit.register(self._see_out)
+        super().start()
+
+    def _see_out(self) -> None:
+        """The job has ended when all its ranks have: the shell gets its prompt then."""
+        if self._is_over.is_set() or self._has_failed:
+            return
+        for process in self.processes:
+            process.wait()
+        failed = [process for process in self.processes if process.returncode]
+        if failed:
+            _say(f"{self._names(failed)}, after rank 0 had come to its end.")
 
     def add(self, command: Sequence[str], environment: dict[str, str], cwd: str | None) -> None:
         """Starts one more rank."""
@@ -88,7 +103,8 @@ class Children(threading.Thread):
                 continue
             if gone_at is None:
                 gone_at = time.monotonic()
-                _say(f"{self._names(gone)}, while rank 0 still needs it.")
+                if any(p.returncode for p in gone):
+                    _say(f"{self._names(gone)}, while rank 0 still needs it.")
             grace_s = _GRACE_S if any(p.returncode for p in gone) else _GRACE_OF_SUCCESS_S
             if time.monotonic() - gone_at > grace_s:
                 _say(
@@ -136,8 +152,7 @@ class Children(threading.Thread):
         for rank, process in enumerate(self.processes, self._first_rank):
             if process in processes:
                 code = process.returncode
-                state = "still ran" if code is None else f"ended with exit code {code}"
-                texts.append(f"rank {rank} (process {process.pid}) {state}")
+                texts.append(f"rank {rank} {'still ran' if code is None else _how(code)}")
         return ", ".join(texts)
 
 
@@ -146,6 +161,21 @@ def release_children() -> None:
     children = Children.current()
     if children is not None:
         children.release()
+
+
+def how_child_ended(pid: int) -> str | None:
+    """How a rank has ended that this process has started; None where nothing is known of it."""
+    children = Children.current()
+    for process in children.processes if children is not None else ():
+        if process.pid == pid and process.poll() is not None:
+            return _how(process.returncode)
+    return None
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
 
 
 def _say(text: str) -> None:

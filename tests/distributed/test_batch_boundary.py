@@ -19,7 +19,7 @@ from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
 STAGES = [0, 1, 2, 3]
-NOT_ABOUT_TO = "RuntimeError: one rank is about to train on a batch, and another is not"
+ELSEWHERE = "RuntimeError: this rank has come to "
 IN_VAIN = "RuntimeError: a rank waits in its backward for gradients that another does not reduce"
 ABORTED = "PeerAbortedError: "
 
@@ -61,12 +61,12 @@ def _fit_uneven(rank, world_size, stage, logs):
 @pytest.mark.parametrize("stage", STAGES)
 def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
     for error in _errors(2, _fit_uneven, stage, logs):
-        assert error.startswith(NOT_ABOUT_TO)
+        assert error.startswith(ELSEWHERE)
 
 
 def test_three_uneven_ranks_all_end_with_an_error():
     for error in _errors(3, _fit_uneven, 3, False):
-        assert error.startswith((NOT_ABOUT_TO, ABORTED))
+        assert error.startswith((ELSEWHERE, ABORTED))
 
 
 class ManualModule(MLPModule):
@@ -92,9 +92,7 @@ def _fit_manually(rank, world_size, stage, logs):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_backward_of_one_rank_alone_is_an_error_on_all(stage, logs):
     for error in _errors(2, _fit_manually, stage, logs):
-        assert error.startswith((NOT_ABOUT_TO, IN_VAIN, ABORTED, "RuntimeError: a rank wants")), (
-            error
-        )
+        assert error.startswith((ELSEWHERE, IN_VAIN, ABORTED)), error
 
 
 class Alone(Callback):
@@ -125,7 +123,7 @@ def _fit_alone(rank, world_size, what):
 @pytest.mark.parametrize("what", [_look, _log_dir])
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
     for error in _errors(2, _fit_alone, what):
-        assert error.startswith(NOT_ABOUT_TO)
+        assert error.startswith(ELSEWHERE)
 
 
 class WithinPairs(Callback):

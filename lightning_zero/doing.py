@@ -1,0 +1,139 @@
+"""What a rank is doing, as told to the others while its main thread waits."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Doing", "frame_of", "is_in_collective", "report", "user_frames"]
+
+_NUM_FRAMES = 3
+# The innermost Python frame of a thread that waits in a collective which the engine did not call.
+_COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
+_DISTRIBUTED = os.path.dirname(dist.__file__)
+_PACKAGE = os.path.dirname(__file__)
+_NOT_USERS = tuple(
+    {
+        os.path.realpath(path) + os.sep
+        for path in (
+            _PACKAGE,
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("purelib"),
+            sysconfig.get_path("platlib"),
+            site.getusersitepackages(),
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What one rank is doing.
+
+    Attributes:
+        moment: Of the engine, such as "in forward of blocks.3"; empty without one.
+        wait: What it waits for; empty: it does not wait for other ranks, as far as it knows.
+        waited_s: For how long.
+        is_engines: The wait is one of the engine's.
+        frames: Innermost calls of the user's own code, the innermost last.
+        since: Marks the wait: the same number as long as it is the same one.
+    """
+
+    moment: str
+    wait: str
+    waited_s: float
+    is_engines: bool
+    frames: tuple[str, ...]
+    since: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of_dict(cls, values: Mapping[str, Any]) -> Doing:
+        """From JSON."""
+        return cls(**{**values, "frames": tuple(values["frames"])})
+
+    def lines(self) -> tuple[str, ...]:
+        """As text, without the time, so that ranks that do the same say the same."""
+        moment = self.moment or "outside of the engine"
+        wait = f"waits for {self.wait}" if self.wait else "computes, or waits for no other rank"
+        return (f"{moment}; {wait}", *(f"    {frame}" for frame in self.frames))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread; None: it has ended."""
+    return sys._current_frames().get(thread)
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Whether `frame` is a call of torch.distributed that waits for other ranks."""
+    if frame is None:
+        return False
+    folder, name = os.path.split(frame.f_code.co_filename)
+    return folder == _DISTRIBUTED and name in _COLLECTIVES
+
+
+def collective_of(frame: FrameType | None) -> str:
+    """Name of the collective in which `frame` waits."""
+    name = ""
+    while frame is not None and is_in_collective(frame):
+        if frame.f_code.co_name != "wrapper":  # torch's decorators
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return f"torch.distributed.{name}"
+
+
+def user_frames(frame: FrameType | None) -> tuple[str, ...]:
+    """The innermost calls that are neither the library's nor an installed package's."""
+    found: list[str] = []
+    while frame is not None and len(found) < _NUM_FRAMES:
+        path = frame.f_code.co_filename
+        is_real = os.path.isabs(path) or os.path.exists(path)
+        if is_real and not os.path.realpath(path).startswith(_NOT_USERS):
+            found.append(f"{path}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def report(head: str, answers: Sequence[Doing | None]) -> str:
+    """What every rank is doing, ranks that do the same together.
+
+    Args:
+        head: First line.
+        answers: By rank; None: it has not answered.
+    """
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    silent = ("no answer: it has ended, is stopped, or its node is out of reach",)
+    for rank, doing in enumerate(answers):
+        ranks_of.setdefault(silent if doing is None else doing.lines(), []).append(rank)
+    lines = [head]
+    for (first, *rest), ranks in ranks_of.items():
+        longest = max(((answers[rank] or _NOTHING).waited_s for rank in ranks), default=0.0)
+        time = f" ({longest:.0f} s)" if longest else ""
+        lines += [f"  {_ranks(ranks)}: {first}{time}", *rest]
+    return "\n".join(lines)
+
+
+_NOTHING = Doing("", "", 0.0, False, ())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

@@ -1,0 +1,300 @@
+"""Whoever waits for other ranks learns why they do not come, and what they are doing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.doing import Doing, report
+from lightning_zero.peers import how_ended
+from lightning_zero.watchdog import PeerAbortedError, Watchdog
+from tests.distributed.ranks import run_ranks
+from tests.fitting import make_trainer, settings
+from tests.models import MLPModule
+
+
+def _error_of(action):
+    """What `action` raises, as text, and how long it took."""
+    start = time.monotonic()
+    try:
+        action()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def _engine(stage=1, **options):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine = Engine(module, [optimizer], ZeroConfig(stage=stage), **options)
+    return engine, lambda: engine.backward(module(torch.ones(2, 6)).square().mean())
+
+
+# ---------------------------------------------------------------- ends
+
+
+class FaultyModule(MLPModule):
+    def __init__(self, fault, num_workers=0, **kwargs):
+        super().__init__(**kwargs)
+        self.fault, self.num_workers = fault, num_workers
+
+    def train_dataloader(self):
+        data = list(super().train_dataloader())
+        return DataLoader(data, batch_size=None, num_workers=self.num_workers)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.fault()
+        return super().training_step(batch, batch_idx)
+
+
+def _raise():
+    raise ArithmeticError("out of luck")
+
+
+def _fit_with_fault(rank, world_size, stage, fault, num_workers):
+    module = FaultyModule(fault, num_workers, ranks=world_size)
+    trainer = make_trainer(settings(stage), limit_train_batches=3)
+    return _error_of(lambda: trainer.fit(module))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exception_beside_workers_of_a_data_loader_ends_all_ranks(stage):
+    first, second = run_ranks(2, _fit_with_fault, stage, _raise, 1, has_group=False)
+    assert second[0] == "ArithmeticError: out of luck"
+    assert first[0].startswith("PeerAbortedError: rank 0 stops because rank 1 raised Arithmetic")
+    assert "out of luck" in first[0]
+
+
+class _NothingOnRank0(IterableDataset):
+    def __iter__(self):
+        return iter([] if dist.get_rank() == 0 else [[torch.ones(4, 8), torch.ones(4, 3)]] * 3)
+
+
+class EmptyModule(MLPModule):
+    def train_dataloader(self):
+        return DataLoader(_NothingOnRank0(), batch_size=None)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.part_loss(batch, self.global_rank)
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def _fit_empty(rank, world_size, stage):
+    trainer = make_trainer(settings(stage))
+    return _error_of(lambda: trainer.fit(EmptyModule(ranks=world_size)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_any_batch_is_an_error_on_all_ranks(stage):
+    for error, seconds in run_ranks(2, _fit_empty, stage, has_group=False):
+        assert "come to something else" in error or "this rank has come to" in error, error
+        assert seconds < 20
+
+
+def _norm_alone(rank, world_size, stage, moment):
+    engine, backward = _engine(stage)
+    weight = engine.module[1].weight
+
+    def step():
+        backward()
+        if rank == 0 and moment == "before":
+            weight.grad.norm()
+        engine.step()
+        if rank == 0 and moment == "after":
+            weight.grad.norm()
+        engine.zero_grad()
+
+    return _error_of(lambda: [step() for _ in range(3)])
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(stage, moment):
+    for error, _ in run_ranks(2, _norm_alone, stage, moment, timeout_s=30):
+        assert "this rank has come to" in error, error
+
+
+# ---------------------------------------------------------------- reports
+
+
+class SlowModule(MLPModule):
+    """Rank 1 is late by three seconds, once."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.dawdle()
+        return super().training_step(batch, batch_idx)
+
+    def dawdle(self):
+        time.sleep(3)
+
+
+def _fit_slowly(rank, world_size, stage):
+    with open("err", "w") as file:
+        if rank == 0:
+            os.dup2(file.fileno(), 2)
+    trainer = make_trainer(settings(stage, wait_report_s=1.0), limit_train_batches=3)
+    trainer.fit(SlowModule(ranks=world_size))
+    with open("err") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_long_wait_reports_once_what_every_rank_is_doing(stage):
+    text = run_ranks(2, _fit_slowly, stage, has_group=False)[0]
+    assert text.count("has waited 1 s for other ranks; what every rank is doing:") == 1, text
+    late = next(line for line in text.splitlines() if line.startswith("  rank 1:"))
+    assert "waits for no other rank" in late
+    waiting = next(line for line in text.splitlines() if line.startswith("  rank 0:"))
+    assert "waits for" in waiting
+    assert "test_watchdog.py" in text
+    assert "in dawdle" in text
+
+
+def _take_branches(rank, world_size):
+    engine, _ = _engine(3, wait_report_s=1.0)
+    first, second = engine.module
+
+    def step():
+        with engine.forward_context():
+            if rank == 0:
+                first(torch.ones(2, 6))
+                dist.all_reduce(torch.ones(1))
+            else:
+                second(torch.ones(2, 6))
+                first(torch.ones(2, 6))
+
+    return _error_of(step)
+
+
+def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
+    errors = run_ranks(2, _take_branches, timeout_s=40)
+    assert "all ranks wait for each other" in errors[1][0], errors
+    assert "torch.distributed.all_reduce" in errors[1][0]
+    assert errors[0][0], "the collective of rank 0 is cut"
+
+
+def test_a_report_tells_ranks_that_do_the_same_together():
+    same = Doing("in forward of blocks.1", "the gather of blocks.1", 31.0, True, ("a.py:3 in f",))
+    text = report("what:", [same, same, None, same])
+    assert text.splitlines() == [
+        "what:",
+        "  ranks 0-1, 3: in forward of blocks.1; waits for the gather of blocks.1 (31 s)",
+        "    a.py:3 in f",
+        "  rank 2: no answer: it has ended, is stopped, or its node is out of reach",
+    ]
+
+
+# ---------------------------------------------------------------- the watchdog itself
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("os._exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(code, text, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.replace("DIE", code))
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(script), str(tmp_path / "store")]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    _, errors = ranks[0].communicate(timeout=60)
+    ranks[1].communicate()
+    assert f"PeerAbortedError: rank 0 stops because rank 1 {text}" in errors, errors
+
+
+_SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from lightning_zero import Engine, ZeroConfig
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+module = torch.nn.Linear(4, 4)
+engine = Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=1))
+if rank == 1:
+    pid = os.fork()  # as a data loader does: it keeps the connections open
+    if pid == 0:
+        import time; time.sleep(8); os._exit(0)
+    DIE
+engine.backward(module(torch.ones(2, 4)).sum())
+"""
+
+
+def _rally_late(rank, world_size):
+    watchdog = Watchdog("late", rank=rank, size=world_size)
+    if rank == 1:
+        time.sleep(1.5)  # until long after the deadline of the other
+    watchdog.abort(ArithmeticError("out of luck") if rank == 0 else None)
+    outcome = watchdog.rally(timedelta(seconds=0.5))
+    watchdog.stop()
+    return outcome
+
+
+def test_a_rank_that_comes_to_a_rally_too_late_does_not_believe_that_all_came():
+    assert run_ranks(2, _rally_late) == [False, False]
+
+
+def _rally(rank, world_size):
+    watchdog = Watchdog("twice", rank=rank, size=world_size)
+    outcomes = []
+    for _ in range(2):
+        if rank == 1:
+            watchdog.abort(ArithmeticError("out of luck"))
+        error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
+        outcomes.append((error, watchdog.rally(timedelta(seconds=20)), watchdog.verdict))
+    watchdog.stop()
+    return outcomes
+
+
+def _wait_for_verdict(watchdog):
+    with watchdog.waiting("the other rank"):
+        watchdog.await_verdict(20)
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_ranks_rally_again_and_again_and_start_afresh_each_time():
+    first, second = run_ranks(2, _rally)
+    for error, has_rallied, verdict in first:
+        assert error == (
+            "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
+        )
+        assert has_rallied
+        assert verdict is None
+    assert all(has_rallied for _, has_rallied, _ in second)
+
+
+def test_statuses_are_told_in_words():
+    assert how_ended(9) == "was killed by SIGKILL"
+    assert how_ended(3 << 8) == "ended with exit code 3"
+
+
+def test_there_is_nothing_to_watch_without_other_ranks():
+    watchdog = Watchdog("alone", rank=0, size=1)
+    with watchdog.waiting("nobody"):
+        pass
+    with pytest.raises(PeerAbortedError), watchdog.waiting("nobody"):
+        raise PeerAbortedError
+    watchdog.leave()
+    watchdog.stop()
