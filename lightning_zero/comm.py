@@ -210,7 +210,8 @@ class Communicator:
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
         """Issues a collective; a failure of another rank is told where this one waits for it."""
-        waiting = partial(self.control.watchdog.waiting, f"the {kind.value} of {name}")
+        what = f"the {kind.value} of {name}"
+        waiting = partial(self.control.watchdog.waiting, what, is_for_data=True)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
         is_on_host = self.size > 1 and isinstance(self._exchange, PeerToPeer)

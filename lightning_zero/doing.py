@@ -42,7 +42,7 @@ class Doing:
         moment: Of the engine, such as "in forward of blocks.3"; empty without one.
         wait: What it waits for; empty: it does not wait for other ranks, as far as it knows.
         waited_s: For how long.
-        is_engines: The wait is one of the engine's.
+        is_for_data: Much may be under way, so that the wait may last.
         frames: Innermost calls of the user's own code, the innermost last.
         since: Marks the wait: the same number as long as it is the same one.
     """
@@ -50,7 +50,7 @@ class Doing:
     moment: str
     wait: str
     waited_s: float
-    is_engines: bool
+    is_for_data: bool
     frames: tuple[str, ...]
     since: float = 0.0
 

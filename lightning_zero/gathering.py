@@ -221,13 +221,20 @@ class Gathering:
             unit.gather()
             self.is_mid_round = False
         elif self._num_in_vain > _MOST_IN_VAIN:
-            raise RuntimeError(
-                "a rank waits in its backward for gradients that another does not reduce: run "
-                "equally many backwards on every rank, and the same collectives in each."
-            )
+            raise self._give_up(name if request == self.together else None)
         elif lowest == self.together and (lowest < agreed.highest or not agreed.is_same_topic):
-            raise _alone(name)
+            raise self._give_up(name)
         return agreed
+
+    def _give_up(self, name: str | None) -> RuntimeError:
+        """The other ranks are elsewhere, and may wait for this one: they are told.
+
+        Args:
+            name: Of what this rank has come to; None: it waits in its backward.
+        """
+        error = _waits_in_vain() if name is None else _is_alone(name)
+        self._trained.abort(error)
+        return error
 
     def meet(self, request: int, name: str = "the end of the pass on all ranks") -> None:
         """Takes part in what other ranks still ask for, until none asks for less than `request`.
@@ -268,7 +275,7 @@ class Gathering:
         """Waits until all ranks have passed by, as they long have."""
         passing, self._passing = self._passing, None
         if passing is not None and (agreed := passing()).lowest < agreed.highest:
-            raise _alone("a step of the optimizer")
+            raise self._give_up("a step of the optimizer")
 
     def meet_and_release(self) -> None:
         """After a forward without backward: nothing stays whole. Collective."""
@@ -293,7 +300,14 @@ class Gathering:
             self._drop_unclaimed(None)
 
 
-def _alone(name: str) -> RuntimeError:
+def _waits_in_vain() -> RuntimeError:
+    return RuntimeError(
+        "a rank waits in its backward for gradients that another does not reduce: run equally many "
+        "backwards on every rank, and the same collectives in each."
+    )
+
+
+def _is_alone(name: str) -> RuntimeError:
     return RuntimeError(
         f"this rank has come to {name}, and another rank to something else: it has fewer or more "
         "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "

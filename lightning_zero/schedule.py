@@ -193,7 +193,9 @@ class Schedule:
     def _describe(self) -> str:
         """What the loop is doing, for people; from any thread."""
         in_pass = self.moment in (Moment.FORWARD, Moment.BACKWARD)
-        return f"{self.moment.value}{f' of {self._last_used}' * in_pass}"
+        return (
+            f"{self.moment.value}{f' of {self._last_used}' * (in_pass and bool(self._last_used))}"
+        )
 
     def before_forward(self, unit: Unit) -> None:
         """The module of `unit` is called."""

@@ -69,6 +69,10 @@ class Trained:
         self._check(agreed)
         return agreed
 
+    def abort(self, error: Exception) -> None:
+        """Tells the other ranks that this one is not where they are. Local."""
+        self._control.watchdog.abort(error)
+
     def begin(self, request: int, name: str) -> Callable[[], Round]:
         """Begins an agreement that compares nothing; what it returns waits for the others."""
         return self._control.begin_agreement(request, name=name)

@@ -87,6 +87,7 @@ class _Wait:
     name: str
     since: float  # time.monotonic()
     is_engines: bool = True
+    is_for_data: bool = False  # which may take its time
 
 
 class Watchdog:
@@ -159,6 +160,10 @@ class Watchdog:
             self._thread.start()
             _stop_at_exit(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, in another process say, watches nobody."""
+        return partial(Watchdog, "", rank=self._rank, size=1), ()
+
     # ---------------------------------------------------------------- for the main thread
 
     @property
@@ -183,11 +188,12 @@ class Watchdog:
                 self._cuts.remove(cut)
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
+    def waiting(self, name: str, *, is_for_data: bool = False) -> Iterator[None]:
         """Around waiting for other ranks.
 
         Args:
             name: What for, as in "rank 0 waits for the gather of layers.3".
+            is_for_data: Much may be under way, so that a long wait is no sign of a fault.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
@@ -196,7 +202,7 @@ class Watchdog:
         self.raise_if_failed()
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        self._waits[thread] = _Wait(name, time.monotonic())
+        self._waits[thread] = _Wait(name, time.monotonic(), is_for_data=is_for_data)
         try:
             yield
         except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
@@ -530,7 +536,7 @@ class Watchdog:
         if wait is None:
             return Doing(moment, "", 0.0, False, frames)
         waited = time.monotonic() - wait.since
-        return Doing(moment, wait.name, waited, wait.is_engines, frames, wait.since)
+        return Doing(moment, wait.name, waited, wait.is_for_data, frames, wait.since)
 
     def _answer(self, number: int, news: dict[str, Any]) -> None:
         """Tells what this rank is doing; rank 0 reads all answers and writes the report."""
@@ -589,10 +595,9 @@ class Watchdog:
 
 
 def _may_be_circle(answers: list[Doing | None]) -> bool:
-    """Whether every rank waits, some in the engine and some in a collective that is not its."""
-    if any(answer is None or not answer.wait for answer in answers):
-        return False
-    return len({answer.is_engines for answer in answers if answer is not None}) == 2
+    """Whether every rank waits, not all for the same, and none for data under way."""
+    waits = {None if a is None or a.is_for_data or not a.wait else a.wait for a in answers}
+    return None not in waits and len(waits) > 1
 
 
 def _clone(store: Any) -> Any:

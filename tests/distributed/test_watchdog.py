@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -124,7 +125,7 @@ def _norm_alone(rank, world_size, stage, moment):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(stage, moment):
     for error, _ in run_ranks(2, _norm_alone, stage, moment, timeout_s=30):
-        assert "this rank has come to" in error, error
+        assert re.search("this rank has come to|waits in its backward", error), error
 
 
 # ---------------------------------------------------------------- reports
@@ -188,7 +189,7 @@ def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
 
 
 def test_a_report_tells_ranks_that_do_the_same_together():
-    same = Doing("in forward of blocks.1", "the gather of blocks.1", 31.0, True, ("a.py:3 in f",))
+    same = Doing("in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",))
     text = report("what:", [same, same, None, same])
     assert text.splitlines() == [
         "what:",
