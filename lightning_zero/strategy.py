@@ -29,9 +29,10 @@ from lightning_zero.checkpoint_strategy import CheckpointStrategy
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.launcher import StartMethod
 from lightning_zero.offload import OffloadConfig
+from lightning_zero.precision import ZeroDoublePrecision
 from lightning_zero.saving import CheckpointForm, Saving
 from lightning_zero.settings import Settings
-from lightning_zero.world import DEFAULT_TIMEOUT
+from lightning_zero.world import DEFAULT_TIMEOUT, as_timeout
 
 __all__ = ["ZeroStrategy"]
 
@@ -96,7 +97,7 @@ class ZeroStrategy(CheckpointStrategy):
             `ZeroCheckpointIO`.
         precision_plugin: One of Lightning's own; replaced by ours of the same precision.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: Of every collective.
+        timeout: Of every collective: a `timedelta`, or seconds. None: the backend's.
         start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
 
     Raises:
@@ -135,7 +136,7 @@ class ZeroStrategy(CheckpointStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
     ) -> None:
         given = locals()  # every setting of the engine, by its name
@@ -148,7 +149,7 @@ class ZeroStrategy(CheckpointStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=as_timeout(timeout),  # the engine's too
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )
@@ -193,6 +194,17 @@ class ZeroStrategy(CheckpointStrategy):
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        is_double = isinstance(self.precision_plugin, ZeroDoublePrecision)
+        if self.config.param_dtype is torch.float64 and not is_double:
+            raise ValueError(
+                f'param_dtype="float64" needs precision="64-true", got '
+                f'precision="{self.precision_plugin.precision}", in which inputs are not float64; '
+                "set precision, or leave param_dtype out."
+            )
 
     @classmethod
     @override
