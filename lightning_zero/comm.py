@@ -11,7 +11,7 @@ Two planes, each on process groups of the engine's own, for WORLD is Lightning's
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,8 @@ class Communicator:
         device: Of the data plane.
         timeout: Of collectives; None: the backend's.
         group_size: Ranks that share one set of shards; None: all.
+        compare: Called on the control plane before any group is made that depends on settings;
+            what it raises, it raises on every rank.
 
     Attributes:
         rank: In the world, as agreements count.
@@ -50,7 +52,7 @@ class Communicator:
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
-        ValueError: The group size does not divide the world size, or differs by rank.
+        ValueError: The group size does not divide the world size.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
+        compare: Callable[[Control], None] | None = None,
     ) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -91,8 +94,13 @@ class Communicator:
         self.control = Control(
             self.recorder, rank=self.rank, size=self.size, backend=backend, timeout=timeout
         )
-        self._check_group_size(group_size)
-        self.mesh = Mesh.of(self.rank, self.size, group_size)
+        try:
+            if compare is not None:
+                compare(self.control)
+            self.mesh = Mesh.of(self.rank, self.size, group_size)
+        except BaseException:
+            self._close_first_groups()
+            raise
         self._exchange: Exchange = self._open_exchange()
 
     def free_scratch(self) -> None:
@@ -106,16 +114,11 @@ class Communicator:
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(timeout=self._timeout)
 
-    def _check_group_size(self, group_size: int | None) -> None:
-        """Before groups are made, on which ranks with other sizes would wait for ever."""
-        if group_size is None:
-            return
-        least, minus_most = self.control.min_ints([group_size, -group_size])
-        if least != -minus_most:
-            raise ValueError(
-                f"sharding_group_size must be the same on every rank, got {least} on some and "
-                f'{-minus_most} on others; "node" needs equally many ranks on every node.'
-            )
+    def _close_first_groups(self) -> None:
+        """Before there are others."""
+        self.control.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
     def _open_exchange(self) -> Exchange:
         """Makes the groups along the axes of the mesh. Collective."""

@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_zero.after_fit import WholeAfterFit
+from lightning_zero.alike import check_alike
 from lightning_zero.checkpoint_strategy import CheckpointStrategy
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.launcher import StartMethod
@@ -32,7 +33,7 @@ from lightning_zero.offload import OffloadConfig
 from lightning_zero.precision import ZeroDoublePrecision
 from lightning_zero.saving import CheckpointForm, Saving
 from lightning_zero.settings import Settings
-from lightning_zero.world import DEFAULT_TIMEOUT, as_timeout
+from lightning_zero.world import DEFAULT_TIMEOUT, as_timeout, gather_objects
 
 __all__ = ["ZeroStrategy"]
 
@@ -153,6 +154,11 @@ class ZeroStrategy(CheckpointStrategy):
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )
+        self._facts = {
+            "checkpoint": checkpoint,
+            "async_save": str(async_save),
+            "whole_after_fit": str(whole_after_fit),
+        }
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
         self.translation: Translation | None = None  # all that the DeepSpeed file says
 
@@ -205,6 +211,14 @@ class ZeroStrategy(CheckpointStrategy):
                 f'precision="{self.precision_plugin.precision}", in which inputs are not float64; '
                 "set precision, or leave param_dtype out."
             )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Before any rank does what the others would have to do with it.
+        fields = {**self._settings.facts(), **self._facts}
+        fields["precision"] = self.precision_plugin.precision
+        check_alike(gather_objects({"ZeroStrategy": fields}))
 
     @classmethod
     @override

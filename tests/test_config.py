@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_zero import OffloadConfig, ZeroConfig
+from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.launcher import check_numbering
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
@@ -74,6 +74,8 @@ def test_a_timeout_that_is_no_time_is_refused_with_what_to_give(timeout):
         TypeError, match=r"a datetime.timedelta or a number of seconds, got .*=3600"
     ):
         build_strategy(timeout=timeout)
+    with pytest.raises(TypeError, match=r"timeout=timedelta\(hours=1\)"):
+        Engine(torch.nn.Linear(1, 1), timeout=timeout)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.5, timedelta(0), float("nan"), float("inf"), 1e300])
