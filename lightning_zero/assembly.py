@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.attached import parameters_of
+from lightning_zero.alike import compare, config_facts, module_facts, optimizer_facts
+from lightning_zero.attached import as_optimizers, examine, parameters_of
 from lightning_zero.awaited import awaited_values, forget_awaited
 from lightning_zero.bucket import Bucket
 from lightning_zero.buffer import FlatBuffer
@@ -17,7 +19,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.grad_home import Landing
 from lightning_zero.guard import has_placement
-from lightning_zero.materialize import materialize
+from lightning_zero.materialize import check_can_materialize, materialize
 from lightning_zero.offload import Budgets
 from lightning_zero.piece import piece_of
 from lightning_zero.plan import BucketPlan, Plan, make_plan, nvme_bytes, parameters_by_name
@@ -27,8 +29,78 @@ from lightning_zero.tiers import Storage
 from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 from lightning_zero.unit import Unit
 from lightning_zero.worker import StepWorker
+from lightning_zero.world import has_world
 
-__all__ = ["Assembly", "find_device", "open_storage", "plan_together"]
+__all__ = ["Assembly", "Beginning", "begin_together", "open_storage", "plan_together"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What an engine knows before anything is planned: the same on every rank, but for the device.
+
+    Attributes:
+        device: To compute on.
+        examined: The optimizers with what they look at.
+        comm: The engine's.
+    """
+
+    device: torch.device
+    examined: Sequence[tuple[Optimizer, Findings]]
+    comm: Communicator
+
+
+def begin_together(
+    module: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    config: ZeroConfig,
+    *,
+    device: torch.device | None,
+    open_comm: Callable[..., Communicator],
+) -> Beginning:
+    """Looks at what an engine was given, and opens its groups if all ranks were given the same.
+
+    Collective: every rank, also where what it was given cannot be used, so that none waits for it.
+
+    Args:
+        module: As in `Engine`, as are the following.
+        optimizers: Fresh ones or with state.
+        config: Of the engine.
+        device: To compute on, if that is decided.
+        open_comm: `Communicator`, with what of its arguments does not depend on these.
+
+    Raises:
+        ValueError: Something cannot be used, or differs by rank. See `Engine`.
+        TypeError: An optimizer that is none.
+        RuntimeError: Another rank was given something that cannot be used.
+    """
+    group_size = config.group_size(local_world_size=local_world_size())
+    examined: list[tuple[Optimizer, Findings]] = []
+    facts: dict[str, dict[str, str]] = {}
+    failure: Exception | None = None
+    try:
+        device = find_device(module, device)
+        check_can_materialize(module)
+        look = partial(examine, module=module, config=config, device=device)
+        examined = [(optimizer, look(optimizer)) for optimizer in as_optimizers(optimizers)]
+        facts = module_facts(module, config)
+        names = {parameter: name for name, parameter in parameters_by_name(module).items()}
+        for number, (optimizer, found) in enumerate(examined):
+            facts |= optimizer_facts(number, optimizer, found, names)
+        facts["ZeroConfig"] = config_facts(config)
+        facts["sharding_group_size"] = {"number of ranks": str(group_size)}  # also of "node"
+    except Exception as error:
+        if not has_world():
+            raise
+        failure = error
+    comm = open_comm(
+        device or _CPU,
+        group_size=group_size,
+        compare=partial(compare, facts=facts, failure=failure),
+    )
+    assert device is not None, "else there is a failure, which `compare` has raised"
+    return Beginning(device, examined, comm)
 
 
 def find_device(module: nn.Module, device: torch.device | None) -> torch.device:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.alike import Facts, compare, optimizer_facts
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
@@ -26,7 +27,23 @@ from lightning_zero.tiers import Storage
 from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 from lightning_zero.worker import StepWorker
 
-__all__ = ["AttachedOptimizers", "examine", "parameters_of"]
+__all__ = ["AttachedOptimizers", "as_optimizers", "examine", "parameters_of"]
+
+
+def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """What a user gave as optimizers: one or several.
+
+    Raises:
+        TypeError: Something else.
+    """
+    optimizers = [given] if isinstance(given, Optimizer) else list(given)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "optimizers must be a torch.optim.Optimizer or a list of them, got "
+                f"{type(optimizer).__name__}; pass Engine(module, optimizers=[optimizer])."
+            )
+    return optimizers
 
 
 def examine(
@@ -114,14 +131,28 @@ class AttachedOptimizers(Sequence[Optimizer]):
     # ---------------------------------------------------------------- the beginning
 
     def attach(self, optimizer: Optimizer) -> None:
-        """As `take`, for one that the engine was made without.
+        """As `take`, for one that the engine was made without. Collective.
 
         Raises:
             ValueError: It holds foreign parameters, or cannot be sharded, or needs whole tensors
-                where the engine has cut them.
+                where the engine has cut them; or it differs by rank.
         """
-        found = self._examine(optimizer)
-        check_whole(optimizer, found)
+        found: Findings | None = None
+        facts: Facts = {}
+        failure: Exception | None = None
+        try:
+            found = self._examine(optimizer)
+            check_whole(optimizer, found)
+            names = {
+                parameter: slot.name
+                for bucket in self._buckets
+                for parameter, slot in zip(bucket.parameters, bucket.plan.layout.slots, strict=True)
+            }
+            facts = optimizer_facts(len(self), optimizer, found, names)
+        except Exception as error:
+            failure = error
+        compare(self._comm.control, facts, failure)
+        assert found is not None, "else there is a failure, which `compare` has raised"
         self.take(optimizer, found)
 
     def take(self, optimizer: Optimizer, found: Findings) -> None:

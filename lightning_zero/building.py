@@ -12,7 +12,9 @@ it is no argument of the call under way. So views, `.data` and arrays that a con
 valid.
 
 [Note: Equal values] Cut parts make one tensor only where all ranks have built the same values. So
-they draw the same random numbers while they build, and compare sums over the bits at the end.
+they draw the same random numbers while they build, and compare sums over the bits at the end. What
+they have registered, in which order and of which shape, is compared before anything is gathered
+whose size depends on it: see [Note: Alike] in alike.py.
 
 Alternatives considered: building on the meta device and calling `reset_parameters` gives other
 values than constructors that initialise in their own way; taking rank 0's values for each
@@ -34,6 +36,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.alike import compare
 from lightning_zero.comm import Communicator
 from lightning_zero.guard import (
     Placement,
@@ -74,6 +77,7 @@ class Building:
         self.device = device
         self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
         self._pieces: list[Piece] = []
+        self._facts: list[tuple[str, dict[str, str]]] = []  # of each piece
         self._whole: dict[Piece, None] = {}  # those that are whole, the last used at the end
         self._current: nn.Module | None = None  # the module that registers parameters
         self._is_busy = False  # calls of torch are our own
@@ -122,9 +126,10 @@ class Building:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
 
         Raises:
-            ValueError: Ranks have built different values.
+            ValueError: Ranks have built different parameters or values.
         """
         self._meet()
+        compare(self._comm.control, dict(self._facts))
         in_parts = self._comm.control.union([piece.part is not None for piece in self._pieces])
         for piece, is_in_parts in zip(self._pieces, in_parts, strict=True):
             if is_in_parts and piece.part is None and piece.parameter is not None:
@@ -178,6 +183,7 @@ class Building:
         piece = Piece(self, name, len(self._pieces), parameter)
         parameter.__dict__[_ATTRIBUTE] = piece
         self._pieces.append(piece)
+        self._facts.append(_facts_of(piece, parameter.dtype))
         self._whole[piece] = None
 
     # ---------------------------------------------------------------- cutting
@@ -283,12 +289,17 @@ class Building:
     def _round(self, request: int) -> int:
         agreed = self._comm.control.agree(request).lowest
         if agreed < _DONE:
+            self._check_alike(agreed)
             piece = self._pieces[agreed]
             values, parameter = self.gather(piece), piece.parameter
             if piece.part is not None and parameter is not None:
                 self.free(piece)
                 parameter.data = values.view(piece.shape)
         return agreed
+
+    def _check_alike(self, index: int) -> None:
+        """Before a gather: the piece has the same shape on every rank, where it exists."""
+        compare(self._comm.control, dict(self._facts[index : index + 1]))
 
     def _meet(self) -> None:
         """Takes part in what other ranks still ask for, until all are done."""
@@ -315,6 +326,11 @@ class _Uses(TorchFunctionMode):
         if used:
             self._building.used(used)
         return func(*args, **kwargs)
+
+
+def _facts_of(piece: Piece, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
+    subject = f"{piece.name}, number {piece.index + 1} of what configure_model has built"
+    return subject, {"shape": str(tuple(piece.shape)), "dtype": str(dtype)}
 
 
 def _is_ours_alone(parameter: nn.Parameter) -> bool:

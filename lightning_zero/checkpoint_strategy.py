@@ -1,7 +1,14 @@
-"""A strategy that answers for whole states, in checkpoints of any form, from an engine's shards."""
+"""A strategy that answers for whole states, in checkpoints of any form, from an engine's shards.
+
+[Note: Whole or for a file] Lightning asks `lightning_module_state_dict` for what goes into a
+checkpoint, and users ask it for the weights. In the sharded form the first are entries that each
+rank writes for itself; of these nobody but a save can make anything. So the Trainer's checkpoints
+get theirs by a way of their own, and all others whole tensors.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,14 +22,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.after_fit import save_unsaved
+from lightning_zero.batch_boundary import BatchBoundary
 from lightning_zero.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.checkpoints import Checkpoints
 from lightning_zero.engine_life import run_state
 from lightning_zero.engine_strategy import EngineStrategy
+from lightning_zero.evaluation import LockstepEvaluation
 from lightning_zero.saving import NOTE_KEY, Saving
 from lightning_zero.settings import Settings
 
 __all__ = ["CheckpointStrategy"]
+
+_FOR_CHECKPOINTS = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
 
 class CheckpointStrategy(EngineStrategy):
@@ -51,6 +62,7 @@ class CheckpointStrategy(EngineStrategy):
         super().__init__(settings, checkpoint_io=checkpoint_io, **of_processes)
         self._checkpoints = Checkpoints(self, self._life, saving)
         self.before_saving: Callable[[], object] | None = None  # called before tensors are gathered
+        self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @property
     @override
@@ -77,7 +89,11 @@ class CheckpointStrategy(EngineStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._saving.check_callbacks(trainer, is_sharded=self._checkpoints.is_sharded)
+        connector = trainer._checkpoint_connector
+        assert hasattr(type(connector), _FOR_CHECKPOINTS), "not in this release of Lightning"
+        setattr(connector, _FOR_CHECKPOINTS, self._module_state_for_checkpoint)
         super().setup(trainer)
+        self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._life.adopt_averages(callbacks, self._checkpoints.average_state)
 
@@ -112,10 +128,16 @@ class CheckpointStrategy(EngineStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
+        """Whole tensors on rank 0, whatever the form; on the meta device elsewhere. Collective."""
         if self.before_saving is not None:
             self.before_saving()
         return self._checkpoints.module_state()
+
+    def _module_state_for_checkpoint(self) -> dict[str, Any]:
+        """See [Note: Whole or for a file]. Collective."""
+        if self.before_saving is not None:
+            self.before_saving()
+        return self._checkpoints.module_entries()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -123,6 +145,12 @@ class CheckpointStrategy(EngineStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         owner = self._life.owner
+        if self._has_lost_states:
+            raise RuntimeError(
+                "the optimizer states are not there: the Trainer was pickled after a run, and the "
+                "ranks that hold them were not; save with weights_only=True, or resume from a "
+                "checkpoint (ckpt_path=...) that was saved before."
+            )
         if owner is None or optimizer not in owner.optimizers:
             return super().optimizer_state(optimizer)
         return self._checkpoints.optimizer_state(optimizer, owner)
@@ -166,3 +194,37 @@ class CheckpointStrategy(EngineStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(checkpoint["optimizer_states"])
+
+    # ---------------------------------------------------------------- pickling
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to a run; a copy begins runs of its own. Local.
+
+        Raises:
+            RuntimeError: In the middle of a run, whose shards other ranks hold.
+        """
+        if self._life.current is not None:
+            raise RuntimeError(
+                "a ZeroStrategy and its Trainer cannot be pickled or copied while the Trainer "
+                "runs: other ranks hold parts of the module; do it after fit, or use "
+                "trainer.save_checkpoint()."
+            )
+        state = super().__getstate__()
+        state["_has_lost_states"] |= self._life.owner is not None
+        launcher: Any = copy.copy(self._launcher)
+        if hasattr(launcher, "procs"):
+            launcher.procs = []  # what it has started is this process's
+        state["_launcher"] = launcher
+        renewed = {
+            "_life": self._life.renewed(),
+            "_boundary": BatchBoundary(),
+            "_evaluation": LockstepEvaluation(),
+            "_checkpoints": None,
+        }
+        return state | renewed
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._checkpoints = Checkpoints(self, self._life, self._saving)

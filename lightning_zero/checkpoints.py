@@ -75,21 +75,25 @@ class Checkpoints:
     # ---------------------------------------------------------------- what is saved
 
     def module_state(self) -> dict[str, Any]:
-        """Whole tensors on rank 0, nothing elsewhere; or shards on every rank. Collective."""
+        """Whole tensors on rank 0; elsewhere parameters are on the meta device. Collective."""
         life = self._life
         if not life.is_together():
             return {}
-        if life.owner is not None and self.is_sharded:
-            is_closed = life.current is None
-            state = self._saving.state_dict(life.owner, self._module, is_closed=is_closed)
-        elif life.current is None:
-            state = self._module.state_dict()
-        else:
-            state = full_state_dict(life.current)
+        engine = life.current
+        state = self._module.state_dict() if engine is None else full_state_dict(engine)
+        return with_saved_names(state)
+
+    def module_entries(self) -> dict[str, Any]:
+        """As `module_state`; in the sharded form, this rank's shards on every rank. Collective."""
+        life = self._life
+        if life.owner is None or not self.is_sharded or not life.is_together():
+            return self.module_state()
+        is_closed = life.current is None
+        state = self._saving.state_dict(life.owner, self._module, is_closed=is_closed)
         return with_saved_names(state)
 
     def average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
-        """As `module_state`, of a callback's averaged module. Collective."""
+        """As `module_entries`, of a callback's averaged module. Collective."""
         if not self._life.is_together():
             return {}
         if self.is_sharded:

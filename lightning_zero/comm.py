@@ -44,6 +44,8 @@ class Communicator:
         device: Of the data plane.
         timeout: Of collectives; None: the backend's.
         group_size: Ranks that share one set of shards; None: all.
+        compare: Called on the control plane before any group is made that depends on settings;
+            what it raises, it raises on every rank.
         watchdog: Tells of the failures of other ranks; None: one of its own.
         report_after_s: Of a watchdog of its own.
 
@@ -58,7 +60,7 @@ class Communicator:
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
-        ValueError: The group size does not divide the world size, or differs by rank.
+        ValueError: The group size does not divide the world size.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
+        compare: Callable[[Control], None] | None = None,
         watchdog: Watchdog | None = None,
         report_after_s: float | None = None,
     ) -> None:
@@ -98,6 +101,7 @@ class Communicator:
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
         self._replicas: AllReduce | None = None
+        self._exchange: Exchange = Closed()
         self._open_group()
         # The fake backend stands for N ranks in one process; gloo would wait for the others.
         backend = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
@@ -116,9 +120,14 @@ class Communicator:
                 name, rank=self.rank, size=self.size, report_after_s=report_after_s
             )
         self.control.watchdog.on_failure(self._cut)
-        self._check_group_size(group_size)
-        self.mesh = Mesh.of(self.rank, self.size, group_size)
-        self._exchange: Exchange = self._open_exchange()
+        try:
+            if compare is not None:
+                compare(self.control)
+            self.mesh = Mesh.of(self.rank, self.size, group_size)
+        except BaseException:
+            self.close()
+            raise
+        self._exchange = self._open_exchange()
 
     def free_scratch(self) -> None:
         """Frees what was kept for the next reduction."""
@@ -130,17 +139,7 @@ class Communicator:
         """Makes the group of all ranks for data. Collective."""
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(timeout=self._timeout)
-
-    def _check_group_size(self, group_size: int | None) -> None:
-        """Before groups are made, on which ranks with other sizes would wait for ever."""
-        if group_size is None:
-            return
-        least, minus_most = self.control.min_ints([group_size, -group_size])
-        if least != -minus_most:
-            raise ValueError(
-                f"sharding_group_size must be the same on every rank, got {least} on some and "
-                f'{-minus_most} on others; "node" needs equally many ranks on every node.'
-            )
+            self._axes = Axes(self._group, shard=self._group)  # until there are others
 
     def _open_exchange(self) -> Exchange:
         """Makes the groups along the axes of the mesh. Collective."""

@@ -177,7 +177,10 @@ def _set(config: ZeroConfig, name: str, value: object) -> None:
 
 def _check_stage(stage: object) -> None:
     if isinstance(stage, bool) or not isinstance(stage, int):
-        raise TypeError(f"stage must be one of 0, 1, 2, 3, got {stage!r} ({type(stage).__name__}).")
+        raise TypeError(
+            f"stage must be one of 0, 1, 2, 3, got {stage!r} ({type(stage).__name__}); "
+            'ZeroStrategy also takes "auto".'
+        )
     if stage not in STAGES:
         raise ValueError(f"stage must be one of 0, 1, 2, 3, got {stage!r}.")
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.assembly import Assembly, find_device, open_storage, plan_together
+from lightning_zero.assembly import Assembly, begin_together, open_storage, plan_together
 from lightning_zero.attached import AttachedOptimizers, examine
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
@@ -29,13 +29,12 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.counting import count_memory
 from lightning_zero.handover import give_back
 from lightning_zero.lockstep import Lockstep
-from lightning_zero.materialize import check_can_materialize
 from lightning_zero.memory import MemoryReport
 from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.schedule import Schedule
-from lightning_zero.tiers.budget import local_world_size
 from lightning_zero.watchdog import Watchdog
 from lightning_zero.worker import StepWorker
+from lightning_zero.world import as_timeout
 
 if TYPE_CHECKING:
     from lightning_zero.shadow import Shadow
@@ -46,19 +45,19 @@ __all__ = ["Engine"]
 class Engine:
     """Shards the state of `module` and `optimizers` over all ranks of the default process group.
 
-    Every rank must make it with the same module, and call its methods in the same order. Parameters
-    keep their identity: the optimizers are kept as they are, and their `step()` may be called
-    directly.
+    Every rank must make it with the same module, optimizers and settings, which are compared, and
+    call its methods in the same order. Parameters keep their identity: the optimizers are kept as
+    they are, and their `step()` may be called directly.
 
     Args:
         module: On the device where it computes, or on the meta device, to be initialised by its
             modules' `reset_parameters`. Rank 0's values are taken.
-        optimizers: Over parameters of `module`; fresh ones or with state. More can be attached
-            later.
+        optimizers: One or several over parameters of `module`; fresh ones or with state. More can
+            be attached later.
         config: Stage and sizes; None: stage 3 with defaults.
         device: Where to compute; parameters move there bucket by bucket, so that the device never
             holds the whole model in stage 3. None: where they are.
-        timeout: Of collectives; None: the backend's.
+        timeout: Of collectives, as a `timedelta` or in seconds; None: the backend's.
         wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing,
             in the output of rank 0; None: never.
         watchdog: Tells of the failures of other ranks; None: one of its own.
@@ -75,34 +74,35 @@ class Engine:
     Raises:
         ValueError: A module without parameters or on several devices; modules on the meta device
             that cannot initialise themselves; a module that another engine holds; an optimizer over
-            foreign parameters, or one that cannot be sharded; groups that do not divide the world.
+            foreign parameters, or one that cannot be sharded; groups that do not divide the world;
+            ranks with different models, optimizers or settings.
+        TypeError: An optimizer that is none, or a timeout that is none.
+        RuntimeError: Another rank was given something that cannot be used.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
+        optimizers: Optimizer | Sequence[Optimizer] = (),
         config: ZeroConfig | None = None,
         *,
         device: torch.device | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         wait_report_s: float | None = 30.0,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.module = module
         self.config = config = config or ZeroConfig()
-        self.device = device = find_device(module, device)
-        check_can_materialize(module)
-        look = partial(examine, module=module, config=config, device=device)
-        examined = [(optimizer, look(optimizer)) for optimizer in optimizers]
-        group_size = config.group_size(local_world_size=local_world_size())
-        self.comm = comm = Communicator(
-            device,
-            timeout=timeout,
-            group_size=group_size,
+        open_comm = partial(
+            Communicator,
+            timeout=as_timeout(timeout),
             watchdog=watchdog,
             report_after_s=wait_report_s,
         )
+        beginning = begin_together(module, optimizers, config, device=device, open_comm=open_comm)
+        self.device = device = beginning.device
+        self.comm = comm = beginning.comm
+        examined = beginning.examined
         self.recorder = comm.recorder
         self.plan = plan_together(module, config, comm, examined)
         self.storage = open_storage(config, self.plan, comm)
@@ -122,7 +122,7 @@ class Engine:
                 self.storage,
                 comm,
                 worker=self._worker if config.overlap_step else None,
-                examine=look,
+                examine=partial(examine, module=module, config=config, device=device),
             )
             for optimizer, found in examined:
                 self.optimizers.take(optimizer, found)
@@ -136,11 +136,11 @@ class Engine:
         self.schedule.use_out_of_turn(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Makes `optimizer` step this rank's slices from now on.
+        """Makes `optimizer` step this rank's slices from now on. Collective.
 
         Raises:
             ValueError: It holds foreign parameters, or cannot be sharded, or needs whole tensors
-                where the engine was made without it and has cut them.
+                where the engine was made without it and has cut them; or it differs by rank.
         """
         self.optimizers.attach(optimizer)
 

@@ -64,6 +64,12 @@ class EngineLife:
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
         self._watchdog: Watchdog | None = None
 
+    def renewed(self) -> EngineLife:
+        """Another, with the same settings, that has had no run but knows the last masters."""
+        other = EngineLife(self._timeout, self._whole_after_fit)
+        other.last_masters = self.last_masters
+        return other
+
     @property
     def engine(self) -> Engine:
         """The engine, meanwhile.

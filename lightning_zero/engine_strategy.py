@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class EngineStrategy(ProcessStrategy):
         self._precision_plugin: ZeroPrecision | None = None
         if precision_plugin is not None:
             self._precision_plugin = sharded_precision(
-                precision_plugin, lambda: self.engine, self._grad_scaler_kwargs
+                precision_plugin, partial(getattr, self, "engine"), self._grad_scaler_kwargs
             )
 
     # ---------------------------------------------------------------- before the engine

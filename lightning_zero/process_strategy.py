@@ -23,7 +23,14 @@ from typing_extensions import override
 from lightning_zero.launcher import START_METHODS, StartMethod, check_world_size, make_launcher
 from lightning_zero.launcher.children import how_child_ended
 from lightning_zero.watchdog import Watchdog, next_name
-from lightning_zero.world import broadcast_object, has_world, is_world, wait_for_world
+from lightning_zero.world import (
+    as_timeout,
+    broadcast_object,
+    check_backend,
+    has_world,
+    is_world,
+    wait_for_world,
+)
 
 __all__ = ["ProcessStrategy"]
 
@@ -33,30 +40,32 @@ class ProcessStrategy(ParallelStrategy):
 
     Args:
         process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: Of collectives; None: the backend's.
+        timeout: Of collectives, in seconds where it is a number; None: the backend's.
         wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing;
             None: never.
         start_method: How the ranks are started where nobody else has.
         **of_lightning: As in every Lightning strategy.
 
     Raises:
-        ValueError: An unknown start method.
+        ValueError: An unknown start method or backend, or a timeout that is not positive.
+        TypeError: A setting of the wrong type.
     """
 
     def __init__(
         self,
         *,
         process_group_backend: str | None,
-        timeout: timedelta | None,
+        timeout: timedelta | float | None,
         wait_report_s: float | None,
         start_method: StartMethod,
         **of_lightning: Any,
     ) -> None:
+        check_backend(process_group_backend)
         if start_method not in START_METHODS:
             raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._timeout = as_timeout(timeout)
         self._wait_report_s = wait_report_s
         self._start_method: StartMethod = start_method
         self._watchdog: Watchdog | None = None  # of the running run, and until the next one

@@ -84,6 +84,10 @@ class Saving:
         self._has_warned = False
         self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has the settings, and saves for itself.
+        return partial(Saving, is_async=self._is_async), (self._form,)
+
     # ---------------------------------------------------------------- which form
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:

@@ -245,9 +245,12 @@ class Schedule:
         if self.moment is Moment.IDLE:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
-                "forward and backward; use `with lightning_zero.gathered(...)` on every rank to "
-                "see it whole, with `writeback=True` to change it; and trainer.save_checkpoint() "
-                "or strategy.lightning_module_state_dict() for state dicts."
+                "forward and backward. To compute with it, as a call of a part of the module does, "
+                "be in a call of the whole module, in Lightning in training_step or the like, or "
+                "in `with engine.forward_context():`, on every rank. To look at it, use "
+                "`with lightning_zero.gathered(...)` on every rank, with `writeback=True` to "
+                "change it; and trainer.save_checkpoint() or "
+                "strategy.lightning_module_state_dict() for state dicts."
             )
         unit = self._unit_of[bucket]
         self._awaits_backward = True

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_zero.alike import config_facts
 from lightning_zero.auto import (
     AUTO,
     AutoChoice,
@@ -22,6 +23,7 @@ from lightning_zero.auto import (
     refuse_what_cannot,
 )
 from lightning_zero.config import ZeroConfig
+from lightning_zero.world import raise_together
 
 __all__ = ["Place", "Settings"]
 
@@ -77,6 +79,13 @@ class Settings:
         self.config = self._given
         self.choice: AutoChoice | None = None
 
+    def facts(self) -> dict[str, str]:
+        """What was given, to be compared between ranks; see `alike.config_facts`."""
+        fields = config_facts(self._given)
+        if self._is_auto:
+            fields["stage"] = AUTO
+        return {**fields, "check_memory": str(self._checks_memory)}
+
     def decide(
         self,
         trainer: Trainer,
@@ -109,7 +118,12 @@ class Settings:
             config = self.config = self.choice.config
         if is_checked:
             module = trainer.lightning_module
-            refuse_what_cannot(module, optimizers, config, room, **place.shape)
+            failure: Exception | None = None
+            try:
+                refuse_what_cannot(module, optimizers, config, room, **place.shape)
+            except ValueError as error:
+                failure = error
+            raise_together(failure, "begin")  # models are not compared yet
         return config
 
     def _choose(

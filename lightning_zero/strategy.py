@@ -25,13 +25,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_zero.after_fit import WholeAfterFit
+from lightning_zero.alike import check_alike
 from lightning_zero.checkpoint_strategy import CheckpointStrategy
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.launcher import StartMethod
 from lightning_zero.offload import OffloadConfig
+from lightning_zero.precision import ZeroDoublePrecision
 from lightning_zero.saving import CheckpointForm, Saving
 from lightning_zero.settings import Settings
-from lightning_zero.world import DEFAULT_TIMEOUT
+from lightning_zero.world import DEFAULT_TIMEOUT, as_timeout, gather_objects
 
 __all__ = ["ZeroStrategy"]
 
@@ -96,7 +98,7 @@ class ZeroStrategy(CheckpointStrategy):
             `ZeroCheckpointIO`.
         precision_plugin: One of Lightning's own; replaced by ours of the same precision.
         process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: Of every collective.
+        timeout: Of every collective: a `timedelta`, or seconds. None: the backend's.
         wait_report_s: When a rank has waited so many seconds for others, rank 0's output tells what
             every rank is doing, once. None: never.
         start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
@@ -137,7 +139,7 @@ class ZeroStrategy(CheckpointStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         wait_report_s: float | None = 30.0,
         start_method: StartMethod = "popen",
     ) -> None:
@@ -151,11 +153,16 @@ class ZeroStrategy(CheckpointStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=as_timeout(timeout),  # the engine's too
             wait_report_s=wait_report_s,
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )
+        self._facts = {
+            "checkpoint": checkpoint,
+            "async_save": str(async_save),
+            "whole_after_fit": str(whole_after_fit),
+        }
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
         self.translation: Translation | None = None  # all that the DeepSpeed file says
 
@@ -197,6 +204,25 @@ class ZeroStrategy(CheckpointStrategy):
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        is_double = isinstance(self.precision_plugin, ZeroDoublePrecision)
+        if self.config.param_dtype is torch.float64 and not is_double:
+            raise ValueError(
+                f'param_dtype="float64" needs precision="64-true", got '
+                f'precision="{self.precision_plugin.precision}", in which inputs are not float64; '
+                "set precision, or leave param_dtype out."
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Before any rank does what the others would have to do with it.
+        fields = {**self._settings.facts(), **self._facts}
+        fields["precision"] = self.precision_plugin.precision
+        check_alike(gather_objects({"ZeroStrategy": fields}))
 
     @classmethod
     @override

@@ -6,6 +6,7 @@ Without a process group the world is this process alone. They wait as long as it
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "as_timeout",
+    "check_backend",
     "broadcast_object",
     "gather_objects",
     "has_world",
@@ -27,6 +30,56 @@ __all__ = [
 DEFAULT_TIMEOUT = default_pg_timeout
 
 _T = TypeVar("_T")
+
+
+def as_timeout(value: object) -> timedelta | None:
+    """What a user gave as the timeout of collectives; None: the backend's.
+
+    Raises:
+        TypeError: Neither a `timedelta` nor a number of seconds.
+        ValueError: Not positive, or without end.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
+        raise TypeError(
+            "timeout must be a datetime.timedelta or a number of seconds, got "
+            f"{value!r}; one hour is timeout=timedelta(hours=1) or timeout=3600."
+        )
+    try:
+        timeout = value if isinstance(value, timedelta) else timedelta(seconds=value)
+    except (ValueError, OverflowError):  # NaN, and what has no end
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise ValueError(
+            f"timeout must be more than 0 seconds, and finite, got {value!r}; a day is "
+            "timeout=timedelta(days=1)."
+        )
+    return timeout
+
+
+def check_backend(value: object) -> None:
+    """Whether torch knows the backend that a user gave, such as "gloo" or "cpu:gloo,cuda:nccl".
+
+    Raises:
+        TypeError: No name.
+        ValueError: An unknown one.
+    """
+    if value is None or not dist.is_available():
+        return
+    if not isinstance(value, str):
+        raise TypeError(
+            f"process_group_backend must be a name such as 'gloo' or 'nccl', got {value!r}."
+        )
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for part in value.split(","):
+        name = part.rpartition(":")[2].strip().lower()
+        if name not in known:
+            raise ValueError(
+                f"process_group_backend must be one of {', '.join(known)}, or such as "
+                f"'cpu:gloo,cuda:nccl', got {value!r}; leave it out for nccl on CUDA and gloo on "
+                "the CPU. A backend of another package must be registered before: import it first."
+            )
 
 
 def has_world() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_zero import OffloadConfig, ZeroConfig
+from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.launcher import check_numbering
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
@@ -59,6 +60,61 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(build, stage):
 def test_a_stage_that_is_no_integer_is_refused(build, stage):
     with pytest.raises((TypeError, ValueError), match="stage must be one of 0, 1, 2, 3"):
         build(stage=stage)
+
+
+@pytest.mark.parametrize("stage", ["three", "3", None])
+def test_who_gives_no_number_is_told_that_auto_exists(build, stage):
+    with pytest.raises(TypeError, match='ZeroStrategy also takes "auto"'):
+        build(stage=stage)
+
+
+@pytest.mark.parametrize("timeout", ["1h", "30", True, [30]])
+def test_a_timeout_that_is_no_time_is_refused_with_what_to_give(timeout):
+    with pytest.raises(
+        TypeError, match=r"a datetime.timedelta or a number of seconds, got .*=3600"
+    ):
+        build_strategy(timeout=timeout)
+    with pytest.raises(TypeError, match=r"timeout=timedelta\(hours=1\)"):
+        Engine(torch.nn.Linear(1, 1), timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.5, timedelta(0), float("nan"), float("inf"), 1e300])
+def test_a_timeout_that_is_over_or_never_is_refused(timeout):
+    with pytest.raises(ValueError, match="timeout must be more than 0 seconds, and finite, got"):
+        build_strategy(timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [30, 30.0, timedelta(seconds=30)])
+def test_a_timeout_may_be_a_number_of_seconds(timeout):
+    strategy = build_strategy(timeout=timeout)
+    assert strategy._timeout == strategy._life._timeout == timedelta(seconds=30)
+    assert build_strategy(timeout=None)._timeout is None
+
+
+@pytest.mark.parametrize("backend", ["glo", "nccl2", "cpu:gloo,cuda:ncl", ""])
+def test_an_unknown_backend_is_refused_with_the_known_ones(backend):
+    with pytest.raises(
+        ValueError, match=r"process_group_backend must be one of .*gloo, .*nccl.*got"
+    ):
+        build_strategy(process_group_backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "GLOO", "nccl", "cpu:gloo,cuda:nccl", None])
+def test_the_backends_of_torch_are_taken(backend):
+    assert build_strategy(process_group_backend=backend).process_group_backend == backend
+
+
+def test_a_backend_that_is_no_name_is_refused():
+    with pytest.raises(TypeError, match="process_group_backend must be a name such as 'gloo'"):
+        build_strategy(process_group_backend=1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-true"])
+def test_float64_parameters_under_another_precision_are_refused_when_the_trainer_is_made(precision):
+    message = f'param_dtype="float64" needs precision="64-true", got precision="{precision}"'
+    with pytest.raises(ValueError, match=message):
+        make_trainer(settings(3, param_dtype="float64"), precision=precision, devices=2)
+    make_trainer(settings(3, param_dtype="float64"), precision="64-true", devices=2)
 
 
 def test_an_unknown_key_is_refused_by_name(build):

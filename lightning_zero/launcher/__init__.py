@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Literal
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_zero.launcher.children import Children
@@ -51,12 +52,20 @@ def check_world_size(environment: ClusterEnvironment, num_devices: int, num_node
     """
     asked = num_devices * num_nodes
     given = world_size() if has_world() else environment.world_size()
-    if given != asked:
+    if given == asked:
+        return
+    expects = f"Trainer(devices={num_devices}, num_nodes={num_nodes}) expects {asked} ranks, but "
+    if isinstance(environment, LightningEnvironment):  # nothing else has started them
         raise ValueError(
-            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) expects {asked} ranks, but "
-            f"{type(environment).__name__} started {given}; make devices x num_nodes equal to the "
-            "number of processes of torchrun (--nproc-per-node x --nnodes) or srun (--ntasks)."
+            f"{expects}an earlier Trainer of this script has begun with {given}, and a script "
+            "starts its ranks once; give all of its Trainers the same devices and num_nodes, or "
+            "run them as scripts of their own. Where you set LOCAL_RANK and WORLD_SIZE yourself, "
+            "start as many."
         )
+    raise ValueError(
+        f"{expects}{type(environment).__name__} started {given}; make devices x num_nodes equal to "
+        "the number of processes of torchrun (--nproc-per-node x --nnodes) or srun (--ntasks)."
+    )
 
 
 def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import warnings
 from functools import partial
 from pathlib import Path
@@ -174,3 +176,53 @@ def test_states_in_files_are_kept_where_they_fit_beside_the_module(tmp_path):
 def test_other_choices_are_refused(value):
     with pytest.raises(ValueError, match="whole_after_fit must be True, False or"):
         ZeroStrategy(whole_after_fit=value)
+
+
+def _pickle_trainer(rank, world_size, spec):
+    module, trainer, _ = _fit(spec, world_size)
+    file = io.BytesIO()
+    torch.save(trainer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    copied = loaded.lightning_module
+    for one, other in zip(module.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert loaded.optimizers[0].param_groups[0]["params"][0] is next(copied.parameters())
+    with pytest.raises(RuntimeError, match=r"the Trainer was pickled.*weights_only=True"):
+        loaded.save_checkpoint("late.ckpt")
+    loaded.save_checkpoint("weights.ckpt", weights_only=True)
+    assert loaded.validate(copied, verbose=False) == trainer.validate(module, verbose=False)
+    loaded.fit_loop.max_epochs = 2
+    loaded.fit(copied)
+    loaded.save_checkpoint("all.ckpt")
+    again = GPTModule.load_from_checkpoint("all.ckpt", ranks=world_size)
+    trainer.save_checkpoint("mine.ckpt")  # the one that was pickled goes on as well
+    return arrays(copied.state_dict()), arrays(again.state_dict())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [settings(1), settings(3, checkpoint="sharded", async_save=True)],
+    ids=["stage 1", "stage 3, sharded"],
+)
+def test_a_trainer_is_pickled_after_fit_and_its_copy_goes_on(spec):
+    for trained, loaded in run_ranks(2, _pickle_trainer, spec, has_group=False):
+        for name, value in trained.items():
+            np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+
+
+class PickledInside(GPTModule):
+    """Its strategy is in the middle of a run."""
+
+    def on_train_start(self):
+        for copies in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(RuntimeError, match="be pickled or copied while the Trainer runs"):
+                copies(self.trainer.strategy)
+
+
+def _pickle_inside(rank, world_size):
+    make_trainer(settings(3)).fit(PickledInside(ranks=world_size))
+
+
+def test_a_strategy_in_a_run_is_not_pickled():
+    run_ranks(2, _pickle_inside, has_group=False)

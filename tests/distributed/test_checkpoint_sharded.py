@@ -606,3 +606,37 @@ def _load_damaged(rank, world_size, spec):
         make_trainer(spec).validate(fresh, ckpt_path="a.ckpt")
     with pytest.raises(ValueError, match=r"is no checkpoint: a directory that holds notes\.txt"):
         make_trainer(spec).validate(fresh, ckpt_path="foreign")
+
+
+class Asks(Callback):
+    """Asks the strategy for the weights, as a user does, beside a checkpoint."""
+
+    def on_train_end(self, trainer, pl_module):
+        state = trainer.strategy.lightning_module_state_dict()
+        trainer.save_checkpoint("both.ckpt")
+        self.kinds = {type(value) for value in state.values()}
+        self.is_empty = all(value.is_meta for value in state.values())
+        if trainer.is_global_zero:
+            torch.save({name: value.clone() for name, value in state.items()}, "asked.pt")
+
+
+def _ask(rank, world_size, stage):
+    seed_everything(7, verbose=False)
+    asks, module = Asks(), GPTModule(ranks=2)
+    trainer = make_trainer(sharded(stage), callbacks=[asks], precision="bf16-mixed")
+    trainer.fit(module)
+    later = trainer.strategy.lightning_module_state_dict()
+    asked, saved = torch.load("asked.pt"), open_checkpoint("both.ckpt")["state_dict"]
+    assert asks.kinds == {torch.Tensor}
+    assert asks.is_empty == bool(rank)
+    assert list(asked) == list(saved) == list(later)
+    for name, value in asked.items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, saved[name].clone())
+        assert torch.equal(value, later[name])
+        assert torch.equal(pickle.loads(pickle.dumps(later[name])), value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_who_asks_for_the_weights_gets_whole_tensors_and_the_checkpoint_its_shards(stage):
+    run_ranks(2, _ask, stage, has_group=False)

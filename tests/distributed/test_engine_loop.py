@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import cache
 
 import numpy as np
@@ -427,3 +428,68 @@ def _without_group(rank, world_size):
 
 def test_ranks_without_a_process_group_are_an_error_that_says_so():
     run_ranks(2, _without_group, has_group=False)
+
+
+class Chunked(nn.Module):
+    """Its caller runs the head, chunk by chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def _chunked_loss(module, x, backward, no_sync):
+    hidden = module(x)
+    leaf = hidden.detach().requires_grad_()
+    with no_sync():
+        for chunk in leaf.chunk(3):
+            backward(module.head(chunk).square().mean())
+    backward(hidden, leaf.grad)
+
+
+def _use_parts(rank, world_size, stage):
+    from lightning_zero import full_grad
+    from lightning_zero.guard import BetweenStepsError
+
+    torch.manual_seed(0)
+    module = Chunked()
+    reference = copy.deepcopy(module)
+    engine = engine_for(module, torch.optim.SGD(module.parameters(), lr=0.1), stage)
+    x = torch.randn(6, 8)
+    if stage == 3:
+        with pytest.raises(BetweenStepsError, match=r"head.*with engine\.forward_context\(\):"):
+            _chunked_loss(module, x, engine.backward, engine.no_sync)
+        engine.reset()
+    for _ in range(2):
+        with engine.forward_context():
+            _chunked_loss(module, x, engine.backward, engine.no_sync)
+        _chunked_loss(reference, x, torch.Tensor.backward, contextlib.nullcontext)
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full_grad(ours), theirs.grad)
+            theirs.grad = None
+        engine.zero_grad()
+    engine.close()
+    parts = nn.ModuleDict({"in": nn.Linear(4, 4), "act": nn.Tanh(), "out": nn.Bilinear(4, 4, 2)})
+    engine = engine_for(parts, torch.optim.SGD(parts.parameters(), lr=0.1), stage)
+    if stage == 3:
+        with pytest.raises(BetweenStepsError, match=r"To compute with it.*part of the module"):
+            parts["in"](torch.ones(1, 4))
+        with pytest.raises(BetweenStepsError, match=r"To look at it.*lightning_zero\.gathered"):
+            parts["in"].weight.norm()
+    for _ in range(2):
+        with engine.forward_context():
+            hidden = parts["act"](parts["in"](torch.ones(1, 4)))
+            loss = parts["out"](hidden, hidden).sum()
+        engine.backward(loss)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_of_the_module_are_called_within_forward_context(stage):
+    run_ranks(2, _use_parts, stage)

@@ -114,6 +114,19 @@ def _fit_devices(rank, world_size, spec, devices):
     return None, dist.is_initialized()
 
 
+@pytest.mark.parametrize("devices", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 1)])
+def test_a_second_trainer_with_other_devices_is_told_that_a_script_starts_its_ranks_once(devices):
+    with start(SCRIPTS / "two_trainers.py", "zero3", *devices) as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    first, second = devices
+    assert (
+        f"Trainer(devices={second}, num_nodes=1) expects {second} ranks, but an earlier" in output
+    )
+    assert f"of this script has begun with {first}, and a script starts its ranks once" in output
+    assert "torchrun" not in output
+
+
 def test_a_notebook_gets_lightnings_message_for_the_plain_name(tmp_path):
     with start(SCRIPTS / "notebook.py", "zero3", tmp_path) as process:
         output, _ = process.communicate(timeout=60)
