@@ -121,6 +121,7 @@ def _fit(rank, world_size, spec, kinds, source, folder, max_epochs):
 
 def _opened(path, kind):
     module = BlockModule(kind)
+    builder_of(kind)  # which makes its classes known to torch.load
     numbers = {name: i for i, (name, _) in enumerate(module.named_parameters())}
     checkpoint = open_checkpoint(path)
     (states,) = checkpoint["optimizer_states"]
