@@ -74,6 +74,13 @@ class Blockwise(torch.optim.Optimizer):
                     self._update(p, group["lr"], self.state[p])
         return loss
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's, which makes floats of codes."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if isinstance(state["square"], dict):
+                state["square"]["codes"] = state["square"]["codes"].to(torch.int8)
+
     @staticmethod
     def _update(p: Tensor, lr: float, state: dict[str, Any]) -> None:
         if p.numel() < 4096 or p.numel() % BLOCK:

@@ -107,6 +107,7 @@ def _fit(rank, world_size, spec, kinds, source, folder, max_epochs):
     torch.serialization.add_safe_globals([Blocks])
     states = {}
     for kind in kinds:
+        builder_of(kind)  # which makes its classes known to torch.load
         torch.manual_seed(0)
         module = BlockModule(kind, ranks=2, batch_size=4, num_batches=2)
         trainer = make_trainer(spec, max_epochs=max_epochs)
