@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ __all__ = ["full_grad", "gathered"]
 def gathered(
     module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
     writeback: bool = False,
+    from_rank: int = 0,
 ) -> Iterator[None]:
     """Shows whole parameters on every rank, n-D, while the context lasts. Collective: every rank.
 
@@ -28,21 +29,34 @@ def gathered(
 
     Args:
         module_or_parameters: A module (all its parameters), one parameter or several.
-        writeback: Keep changes: at the end rank 0's values go to every rank, into masters and
-            parameters. The parameters then show their masters, in full precision. Without it they
-            show what the module computes with, and must not be changed.
+        writeback: Keep changes: at the end the values of one rank go to every rank, into masters
+            and parameters. Other ranks may change nothing, or the same in the same way. The
+            parameters show their masters, in full precision. Without `writeback` they show what
+            the module computes with, and must not be changed.
+        from_rank: With `writeback`, the rank whose values count; the same on every rank.
 
     Raises:
         RuntimeError: In the middle of an optimizer step; or changes without `writeback`, which are
             dropped where parameters rest as shards; elsewhere nobody has the old values.
-        ValueError: Data of another shape was put into a parameter; a RuntimeError on other ranks.
+        ValueError: There is no rank `from_rank`. With `writeback`, another rank has changed a
+            parameter to other values than `from_rank`, or ranks say different `from_rank`: all
+            changes are dropped, on every rank. Or data of another shape was put into a parameter;
+            a RuntimeError on other ranks.
     """
     buckets = _buckets_of(module_or_parameters)
+    for bucket in buckets:
+        if writeback and not 0 <= from_rank < bucket.comm.size:
+            raise ValueError(
+                f"gathered() expects a from_rank of 0 to {bucket.comm.size - 1}, got {from_rank}."
+            )
     if buckets:
         buckets[0].lockstep.meet_in_loop("lightning_zero.gathered(...)")
     with ExitStack() as stack:
-        for bucket in buckets:
-            stack.enter_context(_writable(bucket) if writeback else _readable(bucket))
+        if writeback:
+            stack.enter_context(_writable(buckets, from_rank))
+        else:
+            for bucket in buckets:
+                stack.enter_context(_readable(bucket))
         yield
 
 
@@ -127,24 +141,102 @@ def _check_unchanged(bucket: Bucket) -> None:
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
                 "lightning_zero.gathered(...), which shows values; use gathered(..., "
-                "writeback=True), which keeps the changes of rank 0. The change "
+                "writeback=True), which keeps the changes of one rank. The change "
                 f"{'is dropped' if bucket.is_gathered_before_use else 'stays on this rank'}."
             )
 
 
-@contextmanager
-def _writable(bucket: Bucket) -> Iterator[None]:
-    exact = bucket.masters.gather_whole()
-    bucket.masters.show(exact.views)
-    try:
-        yield
-    except BaseException:
-        bucket.masters.hide()
-        raise
-    shown = [parameter.data for parameter in bucket.parameters]
-    bucket.masters.hide()
-    with bucket.comm.control.failing_together():
-        for slot, view, data in zip(bucket.plan.layout.slots, exact.views, shown, strict=True):
+class _Shown:
+    """A bucket whose parameters show their masters, whole, to be written to.
+
+    Args:
+        bucket: Is gathered and shown. Collective.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._exact = bucket.masters.gather_whole()
+        self._prints = [Fingerprint(view.reshape(-1)) for view in self._exact.views]
+        self._data: list[Tensor] = []  # what the parameters had in the end
+        bucket.masters.show(self._exact.views)
+
+    def hide(self) -> None:
+        """The parameters are again what they were."""
+        self._data = [parameter.data for parameter in self._bucket.parameters]
+        self._bucket.masters.hide()
+
+    def take_replaced(self) -> None:
+        """Copies what was put in the place of a parameter's data."""
+        slots = self._bucket.plan.layout.slots
+        for slot, view, data in zip(slots, self._exact.views, self._data, strict=True):
             if not is_same_memory(data, view):
                 view.copy_(whole_values(data, slot))
-    bucket.masters.accept(exact)
+
+    def changes(self) -> dict[str, bytes]:
+        """By name, a digest of every parameter that this rank has changed."""
+        slots = self._bucket.plan.layout.slots
+        changed: dict[str, bytes] = {}
+        for slot, view, before in zip(slots, self._exact.views, self._prints, strict=True):
+            flat = view.reshape(-1)
+            if not before.matches(flat):
+                changed[slot.name] = Fingerprint(flat).digest()
+        return changed
+
+    def keep(self, from_rank: int) -> None:
+        """Takes the values of rank `from_rank`. Collective."""
+        self._bucket.masters.accept(self._exact, from_rank)
+
+
+@contextmanager
+def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
+    if not buckets:
+        yield
+        return
+    control = buckets[0].comm.control
+    with ExitStack() as hiding:
+        shown: list[_Shown] = []
+        for bucket in buckets:
+            shown.append(_Shown(bucket))
+            hiding.callback(shown[-1].hide)
+        yield
+    changes: dict[str, bytes] = {}
+    with control.failing_together():
+        for one in shown:
+            one.take_replaced()
+            changes.update(one.changes())
+    _check_one_writer(control.gather_objects((from_rank, changes)))
+    for one in shown:
+        one.keep(from_rank)
+
+
+def _check_one_writer(told: Sequence[tuple[int, dict[str, bytes]]]) -> None:
+    """Raises, alike on every rank, where more than the changes of one rank would be kept.
+
+    Args:
+        told: By rank, its `from_rank` and what it has changed.
+    """
+    asked = [from_rank for from_rank, _ in told]
+    if len(set(asked)) > 1:
+        raise ValueError(
+            f"gathered(..., writeback=True) was called with different from_rank: {asked} by rank; "
+            "say the same on every rank. All changes were dropped."
+        )
+    kept = told[asked[0]][1]
+    lost: dict[str, list[int]] = {}
+    for rank, (_, changes) in enumerate(told):
+        for name, digest in changes.items():
+            if kept.get(name) != digest:
+                lost.setdefault(name, []).append(rank)
+    if lost:
+        first = [f"{name} on {_ranks(ranks)}" for name, ranks in list(lost.items())[:4]]
+        more = f" and {len(lost) - len(first)} more" if len(lost) > len(first) else ""
+        raise ValueError(
+            "parameters were changed inside lightning_zero.gathered(..., writeback=True) to other "
+            f"values than those of rank {asked[0]}, which count: {', '.join(first)}{more}. Change "
+            "them on that rank only, or alike on every rank (with the same random numbers), or say "
+            "whose values count: from_rank=... All changes were dropped."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.alike import Facts, compare, optimizer_facts
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
+from lightning_zero.composite import map_tensors, plain_tensors
 from lightning_zero.config import ZeroConfig
 from lightning_zero.counting import held_bytes, whole_bytes
 from lightning_zero.offload import Tier
@@ -243,7 +244,8 @@ class AttachedOptimizers(Sequence[Optimizer]):
             if self._lacks_states or device is None:
                 optimizer.state.clear()
             elif keeps_shards:
-                _move_state(optimizer, device)
+                for parameter, state in optimizer.state.items():
+                    optimizer.state[parameter] = map_tensors(partial(_read_to, device), state)
             else:
                 join_optimizer_state(optimizer, self._buckets, device)
 
@@ -255,8 +257,8 @@ class AttachedOptimizers(Sequence[Optimizer]):
         nbytes = sum(
             home.nbytes for bucket in self._buckets for home in bucket.shards.state_homes.values()
         )
-        states = [optimizer.state for optimizer in self]
-        on_gpu = (t for t in tree_leaves(states) if isinstance(t, Tensor) and t.is_cuda)
+        states = [list(optimizer.state.values()) for optimizer in self]
+        on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         if nbytes and device.type == "cpu":
             nbytes += sum(whole_bytes(bucket) - held_bytes(bucket) for bucket in self._buckets)
@@ -277,10 +279,5 @@ class AttachedOptimizers(Sequence[Optimizer]):
             )
 
 
-def _move_state(optimizer: Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, StoredTensor):
-                state[key] = value.read().to(device)  # its file goes
-            elif isinstance(value, Tensor):
-                state[key] = value.to(device)
+def _read_to(device: torch.device, value: Tensor) -> Tensor:
+    return (value.read() if isinstance(value, StoredTensor) else value).to(device)  # its file goes

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.chunk import Chunk, chunks_of, part_of
+from lightning_zero.optim_state import check_slice
 from lightning_zero.recording import Kind
 from lightning_zero.stand_in import Slice, Template
 from lightning_zero.state_keys import is_elementwise_state
@@ -161,6 +162,7 @@ class BucketStep:
         if not self.is_in_chunks:
             if stepped.state:
                 self._state[parameter] = stepped.state
+                check_slice(self._template.optimizer, parameter)
             return
         own = self.bucket.shards.own_range(index)
         known = self._known.setdefault(index, {})  # in memory; other keys are in files

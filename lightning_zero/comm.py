@@ -245,11 +245,11 @@ class Communicator:
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
-    def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Copies rank 0's tensor to every rank, in place, and waits."""
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copies the tensor of rank `source` to every rank, in place, and waits."""
         if self._group is not None and self.size > 1:
-            with self.control.waiting("a broadcast of rank 0"):
-                dist.broadcast(tensor, group=self._group, group_src=0)
+            with self.control.waiting(f"a broadcast of rank {source}"):
+                dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
 
     def open_channel(self) -> Channel:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.comm import Communicator
+from lightning_zero.composite import plain_tensors
 from lightning_zero.guard import Placement, placement_of
 from lightning_zero.memory import MemoryReport
 from lightning_zero.offload import Tier
@@ -124,9 +124,8 @@ def _tiers_of(buckets: Sequence[Bucket]) -> list[Tier]:
 def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
     for parameter, state in optimizer.state.items():
         placement = placement_of(parameter)
-        for value in tree_leaves(state):
-            if isinstance(value, Tensor):
-                yield placement, value
+        for value in plain_tensors(state):
+            yield placement, value
 
 
 def _tier_in_memory(placement: Placement) -> Tier:
@@ -137,6 +136,7 @@ def _tier_in_memory(placement: Placement) -> Tier:
 
 def _whole_numel(placement: Placement, value: Tensor) -> int:
     """Elements that the whole tensor has of which `value` is this rank's part."""
-    is_owned = placement.bucket.shards.holds_whole_tensors
-    is_slice = not is_owned and (value.dim() == 1 or value.shape == placement.shape)
+    bucket = placement.bucket
+    is_whole = bucket.steps_whole or bucket.shards.holds_whole_tensors
+    is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()

@@ -141,11 +141,11 @@ class Masters:
                 target.copy_(part.reshape(-1))
         return self.gather_parts(joined).views
 
-    def accept(self, exact: FlatBuffer) -> None:
-        """Takes rank 0's values of `exact` into every rank's masters and parameters. Collective."""
+    def accept(self, exact: FlatBuffer, from_rank: int = 0) -> None:
+        """Takes one rank's values of `exact` into all masters and parameters. Collective."""
         bucket = self._bucket
         bucket.prints = None
-        bucket.comm.broadcast_(exact.tensor)
+        bucket.comm.broadcast_(exact.tensor, from_rank)
         with torch.no_grad():
             own = exact.tensor if bucket.steps_whole else exact.shard(bucket.comm.mesh.shard_rank)
             bucket.wait_for_sent()

@@ -3,6 +3,10 @@
 A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that
 the optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as
 they are. Where a rank owns whole parameters, it alone has all of their states (owned_state.py).
+
+States are saved as the optimizer keeps them, and not as a `state_dict` of its class may have
+rearranged them (bitsandbytes hides them from FSDP in a dict of their own), for that has slices. The
+class's `load_state_dict` takes either; dicts in a saved state are looked into.
 """
 
 from __future__ import annotations
@@ -15,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_zero.bucket import Bucket
+from lightning_zero.composite import is_composite, map_tensors
 from lightning_zero.guard import placement_of
 from lightning_zero.owned_state import gather_owned_states
 from lightning_zero.state_keys import SCALAR_KEYS, is_elementwise_state
 
 __all__ = [
+    "check_slice",
     "is_elementwise",
     "join_optimizer_state",
     "load_optimizer_state_dict",
@@ -43,6 +48,25 @@ def shard_initial_state(optimizer: Optimizer) -> None:
                 state[key] = placement.bucket.shards.slice_state(placement.index, value)
 
 
+def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank.
+
+    Raises:
+        RuntimeError: The optimizer has some, and was taken to treat every element by itself.
+    """
+    placement = placement_of(parameter)
+    if placement.bucket.steps_whole or placement.bucket.shards.holds_whole_tensors:
+        return
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if is_composite(value):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps {key} of {placement.name} as "
+                f"{type(value).__name__}, in blocks, and steps a slice of it: other values than on "
+                "one rank. Leave assume_elementwise=False, so that it steps whole tensors; where "
+                "it is, use stage 0."
+            )
+
+
 def optimizer_state_dict(
     optimizer: Optimizer, buckets: Sequence[Bucket], *, is_recipient: bool
 ) -> dict[str, Any]:
@@ -57,22 +81,23 @@ def optimizer_state_dict(
     """
     packed = optimizer.state_dict()
     ids = _parameter_ids(optimizer)
-    for parameter, key, whole in _joined(optimizer, buckets):
-        if is_recipient:
-            # The state dict shares its inner dicts with the optimizer: never write into them.
-            entry = dict(packed["state"][ids[parameter]])
-            entry[key] = whole.to("cpu", copy=True)
-            packed["state"][ids[parameter]] = entry
+    state: dict[int, dict[str, Any]] = {}
     for parameter, owned in gather_owned_states(optimizer, buckets):
         if is_recipient:
-            packed["state"][ids[parameter]] = tree_map(_on_cpu, owned)
+            state[ids[parameter]] = map_tensors(_on_cpu, owned)
+    for member in ids.keys() & optimizer.state.keys():
+        # Never write into the optimizer's own.
+        state.setdefault(ids[member], dict(optimizer.state[member]))
+    for parameter, key, joined in _joined(optimizer, buckets):
+        if is_recipient:
+            state[ids[parameter]][key] = joined.to("cpu", copy=True)
     if not is_recipient:
         return {}
-    state = packed["state"]
+    of_no_member = {k: v for k, v in packed["state"].items() if k not in set(ids.values())}
     packed["state"] = {
         number: {key: v.cpu() if isinstance(v, Tensor) else v for key, v in state[number].items()}
         for number in sorted(state)
-    }
+    } | of_no_member
     return packed
 
 
@@ -127,10 +152,12 @@ def _load_into_files(
 
 def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     placement = placement_of(parameter)
-    if _is_shaped_like(placement.shape, key, value):
+    if isinstance(value, dict):
+        return {name: _own_part(parameter, name, part) for name, part in value.items()}
+    is_cut = not placement.bucket.shards.holds_whole_tensors
+    if is_cut and _is_shaped_like(placement.shape, key, value):
         return placement.bucket.shards.slice_state(placement.index, value)
-    # A copy of what may be mapped from a file.
-    return tree_map_only(Tensor, Tensor.clone, value)
+    return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
 
 def _is_stepped(parameter: nn.Parameter) -> bool:
@@ -138,8 +165,8 @@ def _is_stepped(parameter: nn.Parameter) -> bool:
     return bool(placement.bucket.shards.is_stepped(placement.index))
 
 
-def _on_cpu(value: object) -> object:
-    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _on_cpu(value: Tensor) -> Tensor:
+    return value.to("cpu", copy=True)
 
 
 def _check_states(
@@ -157,12 +184,11 @@ def _check_states(
             continue
         placement = placement_of(by_number[number])
         wrong += [
-            f"{key} of {placement.name} with shape {tuple(value.shape)}, and the parameter has "
-            f"{tuple(placement.shape)}"
-            for key, value in entry.items()
-            if isinstance(value, Tensor)
-            and value.numel() > 1
-            and value.shape != placement.shape
+            f"{key} of {placement.name} as a {type(value).__name__} of shape "
+            f"{tuple(value.shape)}, and slices of {tuple(placement.shape)} are stepped"
+            for key, value in _named_tensors(entry)
+            if value.numel() > 1
+            and (value.shape != placement.shape or is_composite(value))
             and not placement.bucket.steps_whole
             and not placement.bucket.shards.holds_whole_tensors
         ]
@@ -175,6 +201,14 @@ def _check_states(
         )
 
 
+def _named_tensors(entry: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, value in entry.items():
+        if isinstance(value, Mapping):
+            yield from _named_tensors(value)
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
 def join_optimizer_state(
     optimizer: Optimizer, buckets: Sequence[Bucket], device: torch.device
 ) -> None:
@@ -184,7 +218,7 @@ def join_optimizer_state(
         for parameter, key, whole in _joined(optimizer, buckets)
     ]
     owned = [
-        (parameter, tree_map(partial(_at_home, device), state))
+        (parameter, map_tensors(partial(_at_home, device), state))
         for parameter, state in gather_owned_states(optimizer, buckets)
     ]
     for parameter, state in owned:
@@ -193,20 +227,18 @@ def join_optimizer_state(
         optimizer.state[parameter][key] = whole
 
 
-def _at_home(device: torch.device, value: object) -> object:
+def _at_home(device: torch.device, value: Tensor) -> Tensor:
     """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
-    if not isinstance(value, Tensor):
-        return value
     return value.to(device if value.dim() else value.device, copy=True)
 
 
 def _joined(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-    """Every elementwise state of every parameter, whole. Collective: exhaust it on every rank."""
+    """Every elementwise state of what is sliced, whole. Collective: exhaust it on every rank."""
     mine = set(_parameter_ids(optimizer))
     for bucket in buckets:
-        if bucket.shards.holds_whole_tensors:
+        if bucket.steps_whole or bucket.shards.holds_whole_tensors:
             continue
         states = [optimizer.state.get(p, {}) if p in mine else {} for p in bucket.parameters]
         keys = sorted({key for state in states for key in state})
@@ -224,7 +256,9 @@ def _joined(
 
 
 def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape and key not in SCALAR_KEYS
+    if not isinstance(value, Tensor) or is_composite(value):
+        return False
+    return value.shape == shape and key not in SCALAR_KEYS
 
 
 def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:

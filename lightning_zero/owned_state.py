@@ -1,8 +1,8 @@
 """Optimizer states of parameters that one rank owns whole.
 
 The owner alone has them, just as the optimizer made them: of any shape (Adafactor's rows and
-columns), numbers, lists. What other ranks need of them for a checkpoint is told by `Outline`s, and
-the values by one gather for each bucket, in which every rank sends what it owns.
+columns), quantised, numbers, lists. What other ranks need of them for a checkpoint is told by
+`Outline`s, and the values by one gather for each bucket, in which every rank sends what it owns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.bucket import Bucket
+from lightning_zero.composite import plain_tensors, put_together, take_apart
 
 __all__ = ["Outline", "gather_owned_states", "missing_state_bytes", "outline_owned_states"]
 
@@ -61,7 +62,7 @@ _Outlines = Mapping[nn.Parameter, Any]
 def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Outlines:
     """By owned parameter that has been stepped, its state with an outline for every tensor.
 
-    Collective: every rank.
+    Tensors made of tensors are taken apart. Collective: every rank.
 
     Args:
         optimizer: Its state has what this rank owns.
@@ -72,7 +73,7 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
         return {}
     own_buckets[0].wait_for_all_steps()
     own = {
-        (number, index): tree_map(Outline.of, optimizer.state[parameter])
+        (number, index): tree_map(Outline.of, take_apart(optimizer.state[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
         if bucket.shards.is_stepped(index) and parameter in optimizer.state
@@ -86,11 +87,16 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
 def gather_owned_states(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Every owned parameter with its state, on every rank. Collective: exhaust it on every rank.
+    """Every parameter that is stepped whole, with its state, on every rank.
 
-    One bucket is gathered at a time. Tensors are views on the device, to be copied at once; those
-    that the optimizer keeps on the CPU and that have no dimensions are there.
+    Collective: exhaust it on every rank. One bucket is gathered at a time; where every rank steps
+    all parameters, each has their states. Tensors are views on the device, to be copied at once;
+    those that the optimizer keeps on the CPU and that have no dimensions are there.
     """
+    for bucket in buckets:
+        if bucket.steps_whole:
+            states = optimizer.state  # a defaultdict: not to be asked for what it lacks
+            yield from ((p, states[p]) for p in bucket.parameters if p in states)
     outlines = outline_owned_states(optimizer, buckets)
     for bucket in _buckets_of(optimizer, buckets):
         packed = _gather_bucket(bucket, outlines, optimizer)
@@ -103,14 +109,15 @@ def gather_owned_states(
                 tensor = next(rest)
                 return tensor.cpu() if leaf.is_on_cpu and not leaf.shape else tensor
 
-            yield parameter, tree_map(restore, outlines[parameter])
+            yield parameter, put_together(tree_map(restore, outlines[parameter]))
 
 
 def missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
     """An estimate of the bytes of states that other ranks own. Local.
 
-    A parameter of another rank is taken to have what one of this rank with equally many dimensions
-    has, with its own sizes in the place of that one's; nothing where this rank has none of these.
+    A parameter of another rank is taken to have what the one of this rank has that is nearest in
+    size among those with equally many dimensions, with its own sizes in the place of that one's;
+    nothing where this rank has none of these.
     """
     nbytes = 0
     for bucket in _buckets_of(optimizer, buckets):
@@ -125,15 +132,15 @@ def _state_bytes_like(shape: tuple[int, ...], parameter: nn.Parameter, optimizer
     members = {p for group in optimizer.param_groups for p in group["params"]}
     if parameter not in members:
         return 0
-    for known, state in optimizer.state.items():
-        if len(known.shape) == len(shape):
-            tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-            return sum(
-                math.prod(_sizes_like(tuple(tensor.shape), tuple(known.shape), shape))
-                * tensor.dtype.itemsize
-                for tensor in tensors
-            )
-    return 0
+    alike = [known for known in optimizer.state if len(known.shape) == len(shape)]
+    if not alike:
+        return 0
+    nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
+    return sum(
+        math.prod(_sizes_like(tuple(tensor.shape), tuple(nearest.shape), shape))
+        * tensor.dtype.itemsize
+        for tensor in plain_tensors(optimizer.state[nearest])
+    )
 
 
 def _sizes_like(
@@ -182,8 +189,7 @@ def _gather_bucket(
                 views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
                 start += leaf.nbytes
     for parameter, _ in by_owner[mesh.shard_rank]:
-        state = tree_leaves(optimizer.state[parameter])
-        values = [leaf for leaf in state if isinstance(leaf, Tensor)]
+        values = plain_tensors(optimizer.state[parameter])
         for view, value in zip(views[parameter], values, strict=True):
             view.copy_(value)
     comm.all_gather(buffer, f"states of {bucket.plan.name}", cuts=cuts).wait()

@@ -301,7 +301,8 @@ def _kind(parameter: nn.Parameter, config: ZeroConfig, *, keeps_dtype: bool) -> 
     threshold = config.param_persistence_threshold or 0
     is_persistent = config.states.gathers_before_use and parameter.numel() < threshold
     own = parameter.dtype
-    if not own.is_floating_point:
+    # Codes of bitsandbytes' 4 bits may lie in a storage of any dtype: they are no numbers.
+    if not own.is_floating_point or hasattr(parameter, "quant_state"):
         return _Kind(own, own, parameter.requires_grad, None, is_persistent, is_whole=False)
     wanted = None if keeps_dtype else config.param_dtype
     assert not isinstance(wanted, str)

@@ -116,7 +116,8 @@ class _Tried:
         self._device = device
         self._dtype = dtype
         self._whole = whole
-        self.error: Exception | None = None  # of the last trial
+        self._results: dict[Trial, Tensor | Exception] = {Trial(): whole}
+        self.error: Exception | None = None  # of the last trial that failed
 
     def agrees(self, trial: Trial, tolerance: float) -> bool:
         """Whether a trial gives the same values, relative to each and to the largest."""
@@ -135,11 +136,19 @@ class _Tried:
         return StepKind.BY_BUCKET
 
     def _run(self, trial: Trial) -> Tensor | None:
-        try:
-            return run_trial(self._optimizer, self._device, self._dtype, trial)
-        except Exception as error:
-            self.error = error
+        if trial not in self._results:
+            try:
+                result: Tensor | Exception = run_trial(
+                    self._optimizer, self._device, self._dtype, trial
+                )
+            except Exception as error:
+                result = error
+            self._results[trial] = result
+        result = self._results[trial]
+        if isinstance(result, Exception):
+            self.error = result
             return None
+        return result
 
 
 def _refusal(name: str, reason: str) -> CannotShardError:

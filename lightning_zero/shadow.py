@@ -178,10 +178,10 @@ class ShadowBucket:
         """A new buffer with all elements on every rank. Collective; waits."""
         return self._bucket.masters.gather_parts(self.shard.to(self._bucket.device))
 
-    def accept(self, exact: FlatBuffer) -> None:
-        """Takes rank 0's values of `exact` on every rank. Collective."""
+    def accept(self, exact: FlatBuffer, from_rank: int = 0) -> None:
+        """Takes one rank's values of `exact` on every rank. Collective."""
         self.prints = None
-        self._comm.broadcast_(exact.tensor)
+        self._comm.broadcast_(exact.tensor, from_rank)
         own = exact.tensor if self.steps_whole else exact.shard(self._comm.mesh.shard_rank)
         self.shard.copy_(own)
 

@@ -251,11 +251,15 @@ class Shards:
     # ---------------------------------------------------------------- optimizer states
 
     def slice_state(self, index: int, whole: Tensor) -> Tensor:
-        """This rank's part of an optimizer state that is shaped like slot `index`, a copy."""
+        """This rank's part of an optimizer state that is shaped like slot `index`, a copy.
+
+        In the master's dtype, but for integers, which are codes of a kind.
+        """
         device = self.storage.step_device(self.plan.tiers.optim)
         owned = self.owned(index)
         part = read_flat(whole, owned.start, owned.stop).view(self.step_shape(index))
-        return part.to(device, self.plan.master_dtype, copy=True)
+        dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
+        return part.to(device, dtype, copy=True)
 
     def state_home(self, key: str, dtype: torch.dtype) -> Home:
         """The file of optimizer state `key`, as long as the shard; zeros at first."""

@@ -32,6 +32,7 @@ from lightning_zero.bucket_step import BucketStep
 from lightning_zero.chunk import chunks_of
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.offload import Tier
+from lightning_zero.optim_state import check_slice
 from lightning_zero.probe import Findings, StepKind
 from lightning_zero.recording import Kind
 from lightning_zero.stand_in import Template
@@ -137,7 +138,10 @@ class OptimizerStep:
                 bucket.masters.leave_step(is_changed=True)
             else:
                 bucket.grads.show()
-        self._stepping = []
+        stepped, self._stepping = self._stepping, []
+        if self.kind is StepKind.AT_ONCE:
+            for parameter in (p for bucket in stepped for p in bucket.parameters):
+                check_slice(optimizer, parameter)
 
     def _step_by_bucket(self) -> None:
         template = Template(self.optimizer)

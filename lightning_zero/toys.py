@@ -5,6 +5,11 @@ Muon), on sizes of one, and on whether it is large enough (Adafactor's variants 
 So each group has a toy for every such pattern among its parameters, as large as the largest of
 these up to a bound, and a small one beside it; groups that differ in numbers alone, as in rates by
 layer, share the large ones.
+
+[Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only where a tensor
+has at least 4096 of them and is a multiple of the block (torchao, bitsandbytes). So where a
+parameter has as many, its toy is a multiple of 4096: all of it is quantised, whatever block of a
+power of two up to that size is used. It is cut at an odd element, where no block ends.
 """
 
 from __future__ import annotations
@@ -24,8 +29,10 @@ __all__ = ["Trial", "raw_step", "run_trial"]
 
 _Shape = tuple[int, ...]
 
-_BOUNDS = {0: 1, 1: 136, 2: 136, 3: 40, 4: 16}  # of each size, by number of dimensions
+_BOUNDS = {0: 1, 1: 136, 2: 160, 3: 40, 4: 16}  # of each size, by number of dimensions
 _BOUND = 6  # of each size, beyond
+_BLOCK_NUMEL = 4096  # see [Note: Blocks]
+_BLOCKS = 4  # in a toy, where the parameter has as many
 _SMALL = (5, 7, 3, 2, 2, 2)
 _SCALES = (
     1.0,
@@ -87,7 +94,9 @@ class _Run:
         self._generator = torch.Generator().manual_seed(0)
         self._shapes: list[_Shape] = []  # of the toys, in order
         self._toys: dict[tuple[int, int], nn.Parameter] = {}  # by toy and piece: this rank's
-        with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad():
+        # Compiling takes seconds for each shape and gives the same values.
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
             self._clone = _clone_without_state(optimizer)
             self._fill_groups(optimizer)
             for scale in _SCALES[: trial.num_steps]:
@@ -143,7 +152,7 @@ class _Run:
         if not self._trial.is_cut:
             return [whole]
         flat = whole.reshape(-1)
-        cut = flat.numel() // 3  # in the middle of a row
+        cut = flat.numel() // 3 | 1  # in the middle of a row, and of a block
         return [flat[:cut].clone(), flat[cut:].clone()]
 
     def _is_mine(self, number: int, piece: int) -> bool:
@@ -170,8 +179,7 @@ def _shapes_like(
     for pattern, parameter in largest.items():
         if not math.prod(pattern):
             continue  # nothing to step
-        bound = _BOUNDS.get(len(pattern), _BOUND)
-        large = tuple(min(size, bound) for size in parameter.shape)
+        large = _large_shape(tuple(parameter.shape))
         if (large, repr(settings)) not in seen:
             shapes.append((large, parameter))
             seen.add((large, repr(settings)))
@@ -179,6 +187,22 @@ def _shapes_like(
         small = tuple(n if size > 1 else 1 for n, size in zip(sizes, pattern, strict=False))
         shapes.append((small, parameter))
     return shapes or [(_SMALL[:2], None)]
+
+
+def _large_shape(shape: _Shape) -> _Shape:
+    """The shape of a toy that behaves as a parameter of `shape`; see [Note: Blocks]."""
+    bound = _BOUNDS.get(len(shape), _BOUND)
+    if math.prod(shape) < _BLOCK_NUMEL:
+        return tuple(min(size, bound) for size in shape)
+    # The longest size makes a multiple of the block of what is a power of two without it.
+    sizes = [1 << min(size, bound).bit_length() - 1 for size in shape]
+    longest = max(range(len(shape)), key=lambda dim: shape[dim])
+    sizes[longest] = 1
+    others = math.prod(sizes)
+    step = max(1, _BLOCK_NUMEL // others)
+    wanted = min(shape[longest], max(bound, _BLOCKS * _BLOCK_NUMEL // others))
+    sizes[longest] = max(step, wanted // step * step)
+    return tuple(sizes)
 
 
 def _clone_without_state(optimizer: Optimizer) -> Optimizer:

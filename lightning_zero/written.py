@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -31,6 +32,13 @@ class Fingerprint:
     def matches(self, tensor: Tensor) -> bool:
         """Whether `tensor` still has those bits. Waits for its device."""
         return all(torch.equal(a, b) for a, b in zip(self._sums, _sums(tensor), strict=True))
+
+    def digest(self) -> bytes:
+        """The same for the same bits, on any device and rank. Waits for its device."""
+        digest = hashlib.sha256()
+        for sums in self._sums:
+            digest.update(sums.cpu().numpy().data)
+        return digest.digest()
 
 
 def _sums(tensor: Tensor) -> tuple[Tensor, Tensor]:

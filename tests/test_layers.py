@@ -26,6 +26,7 @@ LAYERS = {
         "channel",
         "comm",
         "comm_bench",
+        "composite",
         "control",
         "exchange",
         "flight",

@@ -78,6 +78,50 @@ def test_what_begins_at_a_size_is_seen_where_parameters_have_that_size():
     assert found(FactoredFrom(groups)) == OF_TENSORS
 
 
+class InBlocks(torch.optim.SGD):
+    """Scales each block of elements, where a tensor has at least 4096 in whole blocks."""
+
+    def __init__(self, params, block):
+        super().__init__(params, lr=0.1)
+        self.block = block
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel() >= 4096 and p.numel() % self.block == 0:
+                    blocks = p.grad.view(-1, self.block)
+                    blocks.div_(blocks.abs().amax(dim=1, keepdim=True))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("block", [32, 256, 2048, 4096])
+@pytest.mark.parametrize("shape", [(5000,), (300, 200), (63, 127), (3, 2000), (64, 3, 7, 7)])
+def test_blocks_of_elements_are_seen_whatever_the_shape(shape, block):
+    assert found(InBlocks(parameters(shape, (40, 9)), block)) == OF_TENSORS
+
+
+def test_what_is_too_small_for_blocks_is_elementwise():
+    assert found(InBlocks(parameters((40, 100), (300,)), 256)) == ELEMENTWISE
+
+
+def test_a_step_that_is_compiled_is_tried_without_compiling():
+    class Compiled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    torch.compile(_subtract, fullgraph=True)(p, p.grad)
+
+    torch._dynamo.utils.counters.clear()
+    assert found(Compiled(parameters((3, 4)), lr=0.1)) == ELEMENTWISE
+    assert not torch._dynamo.utils.counters["stats"]
+
+
+def _subtract(p, grad):
+    p.sub_(grad, alpha=0.1)
+
+
 def test_states_of_other_shapes_do_not_hinder_an_optimizer_that_has_stepped():
     held = parameters((300, 20), (4,))
     optimizer = torch.optim.Adafactor(held)

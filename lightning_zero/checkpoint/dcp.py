@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zero.checkpoint.items import Items
+from lightning_zero.composite import put_together
 
 __all__ = ["METADATA", "REST", "is_sharded", "open_sharded"]
 
@@ -191,7 +192,8 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
     else:
         return {"state_dict": tree}
     for state in states:
-        entries = state.setdefault("state", {})  # absent if saved before the first step
+        # Absent if saved before the first step.
+        entries = state["state"] = put_together(state.get("state", {}))
         if any(isinstance(key, int) for g in state["param_groups"] for key in g["params"]):
             # By number, as torch's optimizers: the format has no numbers as names.
             state["state"] = {int(key): entry for key, entry in entries.items()}

@@ -127,7 +127,7 @@ def load_module(
     with gathered(held, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
         entries = _with_ties(module, with_compiled_names(module, state_dict))
-        result: Any = module.load_state_dict(entries, strict=strict)
+        result = _load(module, entries, strict=strict)
     sources = recorder.sources
     for tensor, name in on_meta.items():
         if tensor in sources and awaited is not None:
@@ -136,6 +136,68 @@ def load_module(
             raise _no_memory(name)  # code of its own has written it, to nowhere
     _take(sources)
     return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any:
+    """`module.load_state_dict`, which also knows entries that a module saves and does not load.
+
+    bitsandbytes' 4-bit layers save the scales of their codes beside them, and leave it to others to
+    load them: here they are copied into the tensors that the module would save.
+    """
+    tensors = (module.named_parameters, module.named_buffers)
+    named = {name for of_kind in tensors for name, _ in of_kind(remove_duplicate=False)}
+    beside = (entries.keys() - named) and entries.keys() & _saved_beside(module).keys()
+    if not beside:
+        return module.load_state_dict(entries, strict=strict)
+    result: Any = module.load_state_dict(entries, strict=False)
+    own = [name for name in result.unexpected_keys if name in beside]
+    result.unexpected_keys[:] = [name for name in result.unexpected_keys if name not in beside]
+    if strict:
+        _check_keys(module, result)
+    saved = _saved_beside(module)
+    with torch.no_grad():
+        for name in own:
+            if saved[name].shape == entries[name].shape:
+                saved[name].copy_(entries[name])
+    saved = _saved_beside(module)  # what is made for saving has other values still
+    result.unexpected_keys.extend(
+        name for name in own if not torch.equal(saved[name].cpu(), entries[name].cpu())
+    )
+    if strict:
+        _check_keys(module, result)
+    return result
+
+
+def _check_keys(module: nn.Module, result: Any) -> None:
+    """Raises as `Module.load_state_dict` does where it is strict."""
+    errors = [
+        f"{kind} key(s) in state_dict: {', '.join(map(repr, keys))}. "
+        for kind, keys in (
+            ("Missing", result.missing_keys),
+            ("Unexpected", result.unexpected_keys),
+        )
+        if keys
+    ]
+    if errors:
+        found = "\n\t".join(errors)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{found}"
+        )
+
+
+def _saved_beside(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that modules with saving code of their own save beside parameters and buffers."""
+    saved: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        if _is_foreign(part._save_to_state_dict):
+            entries: dict[str, Any] = {}
+            part._save_to_state_dict(entries, prefix and f"{prefix}.", keep_vars=True)
+            own = {*part._parameters, *part._buffers}
+            for name, value in entries.items():
+                is_own = name.removeprefix(f"{prefix}.") in own
+                if isinstance(value, Tensor) and not is_own and not value.is_meta:
+                    saved[name] = value
+    return saved
 
 
 def _is_in_parts(tensor: Tensor) -> bool:

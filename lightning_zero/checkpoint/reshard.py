@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.rank_file import RankFile
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.ties import identity
 from lightning_zero.checkpoint.writer import split_rest
+from lightning_zero.composite import take_apart
 from lightning_zero.stored import read_flat
 
 __all__ = ["write_dcp"]
@@ -53,7 +54,7 @@ def write_dcp(checkpoint: Mapping[str, Any], path: Path, progress: Progress) -> 
     """
     sources: dict[object, str] = {}
     content = {
-        key: _as_shards(value, sources, progress) if key in _HELD_BY_NAME else value
+        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
         for key, value in checkpoint.items()
     }
     tree, others = split_rest(content)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.composite import take_apart
 from lightning_zero.engine import Engine
 from lightning_zero.guard import has_placement, placement_of
 from lightning_zero.mesh import Mesh
@@ -115,7 +116,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
     """
     number = engine.optimizers.index(optimizer)
     outlines = outline_owned_states(optimizer, engine.buckets)
-    packed = optimizer.state_dict()
+    packed = optimizer.state_dict()  # its options: states are saved as the optimizer keeps them
     ids = {
         parameter: packed_id
         for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True)
@@ -129,12 +130,12 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
             if parameter not in ids:
                 continue
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
-            entry = packed["state"].get(ids[parameter])
+            entry = take_apart(dict(optimizer.state.get(parameter, {})))
             if parameter in outlines:
                 own = entry if bucket.shards.is_stepped(index) else None
                 source = f"of {name} in optimizer {number}"
                 state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
-            elif entry is not None:
+            elif parameter in optimizer.state:
                 state[name] = {
                     key: _shard(
                         f"{key} of {name} in optimizer {number}",
