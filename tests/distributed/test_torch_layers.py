@@ -1,0 +1,250 @@
+"""Every layer of `torch.nn` with parameters, in 16 bits: what runs under DDP runs here."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_leaves
+
+import lightning_zero
+from tests.distributed.ranks import run_ranks
+
+WIDTH = 8
+Shape = tuple[int, ...]
+TOKENS = torch.arange(6).view(2, 3)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How to build a layer, and what it takes: arguments of a dtype, several times."""
+
+    build: Callable[[], nn.Module]
+    calls: Callable[[torch.dtype], list[tuple[Tensor | None, ...]]]
+
+
+def takes(*shapes: Shape | tuple[Shape, ...]) -> Callable[..., list[tuple[Tensor, ...]]]:
+    """Calls with one tensor of each shape, or with several."""
+    calls = [shape if isinstance(shape[0], tuple) else (shape,) for shape in shapes]
+    return lambda dtype: [tuple(torch.randn(s).to(dtype) for s in call) for call in calls]
+
+
+ANY_DIM = takes((4, WIDTH), (2, 3, WIDTH), (2, 2, 3, WIDTH), (2, 2, 2, 3, WIDTH))
+OF_CHANNELS = takes(
+    (4, WIDTH), (2, WIDTH, 3), (2, WIDTH, 3, 3), (2, WIDTH, 3, 3, 3), (2, WIDTH, 3, 3)
+)
+SEQUENCES = takes((4, WIDTH), (4, 2, WIDTH))
+PAIRS = takes(((4, WIDTH), (4, WIDTH)), ((3, 2, WIDTH), (3, 2, WIDTH)))
+
+
+def of_images(dims: int, *, is_batched: bool = False) -> Callable[..., list[tuple[Tensor, ...]]]:
+    image = (WIDTH, *(4,) * dims)
+    return takes((2, *image)) if is_batched else takes(image, (2, *image))
+
+
+def of_tokens(dtype: torch.dtype) -> list[tuple[Tensor | None, ...]]:
+    return [(TOKENS[0],), (TOKENS,), (TOKENS[None],)]
+
+
+def of_bags(dtype: torch.dtype) -> list[tuple[Tensor | None, ...]]:
+    weights = torch.rand(2, 3).to(dtype)
+    return [(TOKENS,), (TOKENS.flatten(), torch.tensor([0, 2])), (TOKENS, None, weights)]
+
+
+def of_targets(dtype: torch.dtype) -> list[tuple[Tensor | None, ...]]:
+    targets = torch.tensor([0, 3, 6, 9, 12, 19])
+    return [(torch.randn(6, WIDTH).to(dtype), targets)]
+
+
+def _conv(dims: int) -> dict[str, Layer]:
+    names = (f"Conv{dims}d", f"ConvTranspose{dims}d")
+    return {n: Layer(partial(getattr(nn, n), WIDTH, 6, 3), of_images(dims)) for n in names}
+
+
+def _norms(dims: int) -> dict[str, Layer]:
+    batched = of_images(dims, is_batched=True)
+    return {
+        f"BatchNorm{dims}d": Layer(partial(getattr(nn, f"BatchNorm{dims}d"), WIDTH), batched),
+        f"InstanceNorm{dims}d": Layer(
+            partial(getattr(nn, f"InstanceNorm{dims}d"), WIDTH, affine=True), of_images(dims)
+        ),
+    }
+
+
+def _transformer(**options: bool) -> dict[str, Layer]:
+    layer = {"dropout": 0.0, **options}
+    encoder = partial(nn.TransformerEncoderLayer, WIDTH, 2, 16, **layer)
+    decoder = partial(nn.TransformerDecoderLayer, WIDTH, 2, 16, **layer)
+    stacked = partial(nn.Transformer, WIDTH, 2, 1, 1, 16, **layer)
+    return {
+        "TransformerEncoderLayer": Layer(encoder, SEQUENCES),
+        "TransformerDecoderLayer": Layer(decoder, PAIRS),
+        "TransformerEncoder": Layer(
+            lambda: nn.TransformerEncoder(encoder(), 2, nn.LayerNorm(WIDTH)), SEQUENCES
+        ),
+        "TransformerDecoder": Layer(
+            lambda: nn.TransformerDecoder(decoder(), 2, nn.LayerNorm(WIDTH)), PAIRS
+        ),
+        "Transformer": Layer(stacked, PAIRS),
+    }
+
+
+LAYERS: dict[str, Layer] = {
+    "Linear": Layer(partial(nn.Linear, WIDTH, 6), ANY_DIM),
+    "Bilinear": Layer(
+        partial(nn.Bilinear, WIDTH, 6, 3),
+        takes(*(((*lead, WIDTH), (*lead, 6)) for lead in ((4,), (2, 3), (2, 2, 3), (2,) * 4))),
+    ),
+    **_conv(1),
+    **_conv(2),
+    **_conv(3),
+    **_norms(1),
+    **_norms(2),
+    **_norms(3),
+    "LayerNorm": Layer(partial(nn.LayerNorm, WIDTH), ANY_DIM),
+    "LayerNorm of images": Layer(partial(nn.LayerNorm, (WIDTH, 4, 4)), of_images(2)),
+    "RMSNorm": Layer(partial(nn.RMSNorm, WIDTH), ANY_DIM),
+    "RMSNorm of matrices": Layer(partial(nn.RMSNorm, (3, WIDTH)), takes((2, 3, WIDTH))),
+    "GroupNorm": Layer(partial(nn.GroupNorm, 2, WIDTH), OF_CHANNELS),
+    "PReLU": Layer(nn.PReLU, ANY_DIM),
+    "PReLU of channels": Layer(partial(nn.PReLU, WIDTH), OF_CHANNELS),
+    "RNN": Layer(partial(nn.RNN, WIDTH, 6, nonlinearity="relu"), SEQUENCES),
+    "GRU": Layer(partial(nn.GRU, WIDTH, 6, bidirectional=True), SEQUENCES),
+    "LSTM": Layer(partial(nn.LSTM, WIDTH, 6, num_layers=2), SEQUENCES),
+    "LSTM with a projection": Layer(partial(nn.LSTM, WIDTH, 6, proj_size=3), SEQUENCES),
+    "RNNCell": Layer(partial(nn.RNNCell, WIDTH, 6), takes((WIDTH,), (4, WIDTH))),
+    "GRUCell": Layer(partial(nn.GRUCell, WIDTH, 6), takes((WIDTH,), (4, WIDTH))),
+    "LSTMCell": Layer(partial(nn.LSTMCell, WIDTH, 6), takes((WIDTH,), (4, WIDTH))),
+    "Embedding": Layer(partial(nn.Embedding, 9, WIDTH, padding_idx=1), of_tokens),
+    "EmbeddingBag": Layer(partial(nn.EmbeddingBag, 9, WIDTH, mode="sum"), of_bags),
+    "AdaptiveLogSoftmaxWithLoss": Layer(
+        partial(nn.AdaptiveLogSoftmaxWithLoss, WIDTH, 20, [5, 10], head_bias=True), of_targets
+    ),
+    "MultiheadAttention": Layer(
+        partial(nn.MultiheadAttention, WIDTH, 2, add_bias_kv=True),
+        takes(((4, WIDTH),) * 3, ((3, 2, WIDTH),) * 3),
+    ),
+    "MultiheadAttention of other widths": Layer(
+        partial(nn.MultiheadAttention, WIDTH, 2, kdim=4, vdim=6),
+        takes(((3, 2, WIDTH), (3, 2, 4), (3, 2, 6))),
+    ),
+    **_transformer(),
+    **{f"{n}, pre-norm": layer for n, layer in _transformer(norm_first=True).items()},
+    "weight_norm": Layer(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 6)), ANY_DIM),
+    "spectral_norm": Layer(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, 6)), ANY_DIM),
+    "orthogonal": Layer(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, 6)), ANY_DIM),
+}
+ELSEWHERE = {
+    "SyncBatchNorm",  # has no kernel on a CPU
+    "RNNBase",
+    "RNNCellBase",
+    "ParameterList",
+    "ParameterDict",
+    "Module",
+}
+
+
+def test_the_table_has_every_layer_that_makes_parameters():
+    kinds = {n: kind for n, kind in vars(nn).items() if inspect.isclass(kind)}
+    made = {n for n, k in kinds.items() if issubclass(k, nn.Module) and _makes_parameters(k)}
+    assert {"Linear", "LayerNorm", "LSTM", "Embedding", "Conv3d"} <= made
+    missing = {n for n in made if not n.startswith(("Lazy", "_")) and n not in ELSEWHERE}
+    assert missing <= set(LAYERS)
+
+
+def _makes_parameters(kind: type[nn.Module]) -> bool:
+    sources = [inspect.getsource(k) for k in kind.__mro__ if k not in (nn.Module, object)]
+    return any("Parameter(" in source for source in sources)
+
+
+class Calls(nn.Module):
+    """One of many layers is called."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, name: str, args: tuple[Tensor | None, ...]) -> object:
+        return self.layers[name](*args)
+
+
+def _loss(output: object) -> Tensor:
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack(
+        [
+            (leaf.float() * torch.arange(leaf.numel()).view(leaf.shape).cos()).sum()
+            for leaf in leaves
+        ]
+    ).sum()
+
+
+def _cases(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Tensor | None, ...]]]:
+    for name, layer in LAYERS.items():
+        for of_input in (torch.float32, dtype):
+            torch.manual_seed(1)
+            for args in layer.calls(of_input):
+                shapes = [None if a is None else tuple(a.shape) for a in args]
+                yield name, f"{name}, {shapes} in {of_input}", args
+
+
+def _compare(rank, world_size, stage, dtype):
+    """What runs under DDP and not here, or with another result; and the number of those alike."""
+    torch.manual_seed(0)
+    own = Calls(nn.ModuleDict({name: layer.build() for name, layer in LAYERS.items()}))
+    ddp = DistributedDataParallel(copy.deepcopy(own), find_unused_parameters=True)
+    config = lightning_zero.ZeroConfig(stage=stage, param_dtype=dtype, keep_float32="autocast")
+    engine = lightning_zero.Engine(own, config=config)
+    failures, num_alike = [], 0
+    for name, title, args in _cases(dtype):
+        try:
+            with torch.autocast("cpu", dtype):
+                expected = _loss(ddp(name, args))
+        except RuntimeError:
+            continue
+        ddp.zero_grad()
+        expected.backward()
+        grads = [p.grad for p in ddp.module.layers[name].parameters()]
+        try:
+            with torch.autocast("cpu", dtype):
+                loss = _loss(own(name, args))
+        except RuntimeError as error:
+            failures.append(f"{title}: {error}")
+            continue
+        engine.zero_grad()
+        engine.backward(loss)
+        found = [lightning_zero.full_grad(p) for p in own.layers[name].parameters()]
+        problem = _difference([loss, *found], [expected, *grads])
+        num_alike += not problem
+        failures += [f"{title}: {problem}"] * bool(problem)
+    return failures, num_alike
+
+
+def _difference(found: list[Tensor | None], expected: list[Tensor | None]) -> str:
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if other is None or one is None:
+            if (one is None or not one.any()) and (other is None or not other.any()):
+                continue
+            return f"gradient {index} is {one}, expected {other}"
+        distance = float((one - other).norm() / (other.norm() + 1e-3))
+        if not distance < 0.05:
+            return f"gradient {index} is off by {distance:.3f}" if index else f"{one} != {other}"
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_layer_that_runs_under_ddp_and_autocast_runs_here_with_the_same_gradients(
+    stage, dtype
+):
+    """Float32 and 16-bit inputs of 2 to 5 dimensions."""
+    for failures, num_alike in run_ranks(2, _compare, stage, dtype):
+        assert not failures, "\n".join([f"{len(failures)} differ:", *failures])
+        assert num_alike > 150
