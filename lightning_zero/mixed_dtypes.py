@@ -40,8 +40,11 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     }
     if not cast or not _OF_DTYPES.search(text):
         return
-    path, module = _innermost(error, root)
-    names = [name for name in _suspects(path, module) if name in cast]
+    found = (
+        (path, module, [name for name in _suspects(path, module) if name in cast])
+        for path, module in _modules_inside_out(error, root)
+    )
+    path, module, names = next((each for each in found if each[2]), ("", root, []))
     if not names:
         return
     shown, num_more = names[:_NUM_NAMED], len(names) - _NUM_NAMED
@@ -54,14 +57,14 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     )
 
 
-def _innermost(error: BaseException, root: nn.Module) -> tuple[str, nn.Module]:
-    """The module in whose code it was raised, and its name."""
+def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose code was running when it was raised, with their names; the root at last."""
     paths = {module: saved_name(name) for name, module in root.named_modules()}
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and module in paths:
-            return paths[module], module
-    return "", root
+            yield paths[module], module
+    yield "", root
 
 
 def _suspects(path: str, module: nn.Module) -> Iterator[str]:
