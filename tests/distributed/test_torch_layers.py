@@ -251,8 +251,15 @@ def _difference(found: list[Tensor | None], expected: list[Tensor | None]) -> st
     return ""
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (3, torch.bfloat16),
+        (3, torch.float16),
+        pytest.param(1, torch.float16, marks=pytest.mark.slow),
+    ],
+)
 def test_every_layer_that_runs_under_ddp_and_autocast_runs_here_with_the_same_gradients(
     stage, dtype
 ):
