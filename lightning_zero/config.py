@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from lightning_zero.kept import AUTOCAST
 from lightning_zero.offload import OffloadConfig
 from lightning_zero.stage import STAGES, Stage, State
 
-__all__ = ["ZeroConfig"]
+__all__ = ["KeepFloat32", "ZeroConfig"]
 
 _FLOATING = {
     "float16": torch.float16,
@@ -31,6 +33,7 @@ _SIZES = (
     "param_persistence_threshold",
     "max_live_parameters",
 )
+KeepFloat32 = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 _MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
 
 
@@ -59,6 +62,11 @@ class ZeroConfig:
             parameters' own dtype where that is wider.
         param_dtype: Dtype of whole parameters, in which the module computes. None: as the module
             is. Where it is narrower than float32, float32 masters are kept and stepped.
+        keep_float32: Parameters that stay as they are beside `param_dtype`, one or several of:
+            the name of a parameter, or of a module for all below it; the name of a module's class
+            or of a base of it; a pattern of such names, as "*.router.*"; a class of modules.
+            "autocast": what computes under `torch.autocast` needs so, see kept.py; a mixed
+            precision of the Trainer adds this. BatchNorm and its like always stay.
         broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
             first forward after a step, as DistributedDataParallel does.
         assume_elementwise: Promise that optimizers treat every element by itself, instead of a
@@ -91,6 +99,7 @@ class ZeroConfig:
     overlap_comm: bool = True
     reduce_dtype: torch.dtype | str | None = None
     param_dtype: torch.dtype | str | None = None
+    keep_float32: KeepFloat32 | None = None
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
     offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
@@ -108,6 +117,7 @@ class ZeroConfig:
             _check_bool("reshard_after_forward", self.reshard_after_forward)
         for name in ("reduce_dtype", "param_dtype"):
             _set(self, name, _check_dtype(name, getattr(self, name)))
+        _set(self, "keep_float32", _check_kept(self.keep_float32))
         for name in ("offload_optimizer", "offload_param"):
             _set(self, name, OffloadConfig.of(name, getattr(self, name)))
         _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))
@@ -129,6 +139,16 @@ class ZeroConfig:
         assert param is None or isinstance(param, OffloadConfig)
         assert optimizer is None or isinstance(optimizer, OffloadConfig)
         return param, optimizer
+
+    @property
+    def kept(self) -> tuple[str | type[nn.Module], ...]:
+        """What keeps its dtype beside `param_dtype`."""
+        assert self.keep_float32 is None or isinstance(self.keep_float32, tuple)
+        return self.keep_float32 or ()
+
+    def under_autocast(self) -> ZeroConfig:
+        """The same where the module computes under `torch.autocast`."""
+        return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.kept))))
 
     @property
     def states(self) -> Stage:
@@ -227,3 +247,17 @@ def _check_dtype(name: str, value: object) -> torch.dtype | None:
         names = "float16, bfloat16, float32, float64"
         raise ValueError(f"{name} must be one of {names} or a torch dtype of these, got {value!r}.")
     return dtype
+
+
+def _check_kept(value: object) -> tuple[str | type[nn.Module], ...] | None:
+    if value is None:
+        return None
+    items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    for item in items:
+        is_class = isinstance(item, type) and issubclass(item, nn.Module)
+        if not (is_class or (isinstance(item, str) and item)):
+            raise TypeError(
+                "keep_float32 must be names or patterns of parameters or modules, classes of "
+                f'modules, or a list of these, such as ["*.router", nn.Bilinear], got {item!r}.'
+            )
+    return items

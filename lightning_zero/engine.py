@@ -30,6 +30,7 @@ from lightning_zero.counting import count_memory
 from lightning_zero.handover import give_back
 from lightning_zero.lockstep import Lockstep
 from lightning_zero.memory import MemoryReport
+from lightning_zero.mixed_dtypes import explain_dtype_error
 from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.schedule import Schedule
 from lightning_zero.watchdog import Watchdog
@@ -157,9 +158,15 @@ class Engine:
             self.optimizers.read_ahead()
         return self.schedule.backward_context(reduces=self._syncs)
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
         """Around code that uses the module without calling it."""
-        return self.schedule.step_context()
+        try:
+            with self.schedule.step_context():
+                yield
+        except Exception as error:
+            explain_dtype_error(error, self.module, self.buckets)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

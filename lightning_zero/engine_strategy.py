@@ -193,8 +193,7 @@ class EngineStrategy(ProcessStrategy):
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
         place = Place(self.root_device, self.world_size, self.num_processes)
-        param_dtype = self._precision_plugin.param_dtype if self._precision_plugin else None
-        config = self._settings.decide(trainer, optimizers, place, param_dtype)
+        config = self._settings.decide(trainer, optimizers, place, self._precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._life.begin(trainer.lightning_module, optimizers, config, self.root_device)

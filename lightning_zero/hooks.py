@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.bucket import Bucket
 from lightning_zero.compiled import compiled_modules
 from lightning_zero.guard import has_placement
+from lightning_zero.mixed_dtypes import explain_dtype_error
 from lightning_zero.unit import Unit
 
 __all__ = ["Events", "Hooks", "check_all_hooked"]
@@ -73,6 +74,7 @@ class Hooks:
         events: Events,
     ) -> None:
         self._module = module
+        self._buckets = buckets
         self._events = events
         self._handles: list[Any] = []
         add, eager = self._handles.append, torch.compiler.disable
@@ -111,8 +113,10 @@ class Hooks:
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._module:
             # torch calls this after an exception too, with no output, while it is being handled.
-            has_failed = output is None and sys.exc_info()[0] is not None
-            self._events.after_root(has_failed=has_failed)
+            error = sys.exc_info()[1] if output is None else None
+            self._events.after_root(has_failed=error is not None)
+            if error is not None:
+                explain_dtype_error(error, module, self._buckets)
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -2,7 +2,8 @@
 
 A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
 of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
-combination of dtype, trainability and optimizer, and more where a size limit cuts it. Parameters of
+combination of dtype, trainability and optimizer, and more where a size limit cuts it: beside
+parameters in 16 bits, all that keep float32 (kept.py) are one more. Parameters of
 optimizers that look at whole tensors are placed whole, each with an owner that is chosen over the
 whole module.
 
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import ZeroConfig
+from lightning_zero.kept import kept_parameters
 from lightning_zero.layout import Layout, assign_owners
 from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.stage import STAGES, Stage, State
@@ -158,6 +160,11 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return {saved_name(name): parameter for name, parameter in module.named_parameters()}
 
 
+def _modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """The module and all below it, those that are shared by every name."""
+    return {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
+
+
 def make_plan(
     module: nn.Module,
     config: ZeroConfig,
@@ -180,7 +187,8 @@ def make_plan(
         budgets: What offload "auto" may use; None: nothing but NVMe.
 
     Raises:
-        ValueError: The module has no parameters, or some whose dtype is not floating.
+        ValueError: The module has no parameters, or some that cannot be sharded; `keep_float32`
+            names what is not there.
     """
     named = dict(module.named_parameters())
     _check_parameters(module, named)
@@ -189,7 +197,7 @@ def make_plan(
     for name in named:
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
     blocks = set(_repeated_blocks(module))
-    kept = _parameters_beside_statistics(module)
+    kept = kept_parameters(_modules_by_name(module), config.kept)
     claims = _Claims(optimizer_of or {}, whole_tensors)
     owners = _find_owners(named, config, claims, world_size)
     cutting = _Cutting(named, config, world_size, owners, _bucket_limit(config, world_size))
@@ -309,16 +317,6 @@ def _kind(parameter: nn.Parameter, config: ZeroConfig, *, keeps_dtype: bool) -> 
     dtype = wanted or own
     master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
     return _Kind(dtype, master, parameter.requires_grad, None, is_persistent, is_whole=False)
-
-
-def _parameters_beside_statistics(module: nn.Module) -> set[nn.Parameter]:
-    """Weights of BatchNorm and its like, whose kernels want the dtype of the running statistics."""
-    return {
-        parameter
-        for child in module.modules()
-        if isinstance(child, nn.modules.batchnorm._NormBase)
-        for parameter in child.parameters(recurse=False)
-    }
 
 
 def _bucket_limit(config: ZeroConfig, world_size: int) -> int:

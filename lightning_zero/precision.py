@@ -40,9 +40,11 @@ class ZeroPrecision(Precision):
 
     Attributes:
         param_dtype: In which the module computes; None: as it is.
+        is_autocast: It computes under `torch.autocast`.
     """
 
     param_dtype: torch.dtype | None = None
+    is_autocast = False
     _engine: EngineGetter
 
     @override
@@ -73,7 +75,12 @@ class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
 
 
 class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
-    """Whole parameters in 16 bits under autocast ("bf16-mixed", "16-mixed"); masters in float32."""
+    """Whole parameters in 16 bits under autocast ("bf16-mixed", "16-mixed"); masters in float32.
+
+    What autocast does not cast stays in float32: see kept.py.
+    """
+
+    is_autocast = True
 
     def __init__(self, plugin: MixedPrecision) -> None:
         precision = cast(Literal["16-mixed", "bf16-mixed"], plugin.precision)  # its only values

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.alike import config_facts
@@ -23,6 +23,7 @@ from lightning_zero.auto import (
     refuse_what_cannot,
 )
 from lightning_zero.config import ZeroConfig
+from lightning_zero.precision import ZeroPrecision
 from lightning_zero.world import raise_together
 
 __all__ = ["Place", "Settings"]
@@ -91,7 +92,7 @@ class Settings:
         trainer: Trainer,
         optimizers: Sequence[Optimizer],
         place: Place,
-        param_dtype: torch.dtype | None,
+        precision: ZeroPrecision | None,
     ) -> ZeroConfig:
         """The settings of one run: nothing in them is left to be found out. Collective.
 
@@ -99,15 +100,17 @@ class Settings:
             trainer: Of the run, with its module.
             optimizers: Of the module, in fit.
             place: Where it runs.
-            param_dtype: That of the Trainer's precision, where none is set.
+            precision: The Trainer's.
 
         Raises:
             ValueError: The model states cannot fit.
         """
         group_size = self._given.group_size(local_world_size=place.ranks_per_node)
         config = self._given.replace(
-            sharding_group_size=group_size, param_dtype=self._given.param_dtype or param_dtype
+            sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
         )
+        if precision is not None and precision.is_autocast:
+            config = config.under_autocast()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         is_checked = is_fitting and self._checks_memory
         if not (self._is_auto or is_checked):
@@ -125,6 +128,16 @@ class Settings:
                 failure = error
             raise_together(failure, "begin")  # models are not compared yet
         return config
+
+    def _param_dtype(self, precision: ZeroPrecision | None) -> torch.dtype | None:
+        chosen = self._given.param_dtype or (precision.param_dtype if precision else None)
+        assert not isinstance(chosen, str)
+        if self._given.kept and (chosen is None or chosen.itemsize >= torch.float32.itemsize):
+            rank_zero_warn(
+                "keep_float32 has no effect: no parameter is cast, as precision='32-true' and "
+                "'bf16-true', or param_dtype='float32', have it."
+            )
+        return chosen
 
     def _choose(
         self,

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_zero.after_fit import WholeAfterFit
 from lightning_zero.alike import check_alike
 from lightning_zero.checkpoint_strategy import CheckpointStrategy
+from lightning_zero.config import KeepFloat32
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.launcher import StartMethod
 from lightning_zero.offload import OffloadConfig
@@ -73,6 +74,9 @@ class ZeroStrategy(CheckpointStrategy):
         param_dtype: Dtype of whole parameters. None: that of the Trainer's precision. "float32"
             under "bf16-mixed" leaves the casts to autocast, as DDP does, for twice the parameter
             bytes.
+        keep_float32: Parameters that stay as they are beside `param_dtype`: names or patterns of
+            parameters or modules, names of classes, classes, or a list of these. Under
+            "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay anyway.
         broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
         assume_elementwise: Skip the check of what an optimizer looks at.
         offload_optimizer: Stages 1 to 3: None, "cpu", "nvme", "auto", a mapping or an
@@ -123,6 +127,7 @@ class ZeroStrategy(CheckpointStrategy):
         overlap_comm: bool = True,
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
+        keep_float32: KeepFloat32 | None = None,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
         offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None,

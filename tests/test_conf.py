@@ -181,7 +181,8 @@ def test_the_monitor_takes_its_steps_from_the_command_line():
 
 def test_all_settings_of_the_strategy_are_shown_at_their_defaults():
     shown = composed().trainer.strategy
-    assert {"stage", "reshard_after_forward", "param_dtype", "start_method"} <= set(shown)
+    named = {"stage", "reshard_after_forward", "param_dtype", "keep_float32", "start_method"}
+    assert named <= set(shown)
     assert instantiate(shown).config == ZeroStrategy(stage=3).config
 
 
@@ -189,6 +190,12 @@ def test_a_setting_that_yaml_cannot_say_is_built_by_its_target():
     timeout = "+trainer.strategy.timeout={_target_: datetime.timedelta, seconds: 7}"
     strategy = instantiate(composed(timeout).trainer.strategy)
     assert strategy._timeout.total_seconds() == 7
+
+
+@pytest.mark.parametrize("value", ["head", "[head,'*.norm']"])
+def test_what_stays_in_float32_can_be_said_on_the_command_line(value):
+    strategy = instantiate(composed(f"trainer.strategy.keep_float32={value}").trainer.strategy)
+    assert strategy.config.kept[0] == "head"
 
 
 @pytest.mark.parametrize(("choice", "size"), [("world", None), ("node", "node"), (2, 2)])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.launcher import check_numbering
@@ -183,6 +184,18 @@ def test_a_dtype_that_is_not_floating_is_refused_by_name(build, name, value):
 @pytest.mark.parametrize("value", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_a_dtype_may_be_a_name_or_a_dtype(value):
     assert ZeroConfig(reduce_dtype=value).reduce_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("value", [1, "", ["*.norm", 1], torch.float32, [dict]])
+def test_what_names_no_parameter_is_refused(build, value):
+    with pytest.raises(TypeError, match="keep_float32 must be names or patterns"):
+        build(stage=3, keep_float32=value)
+
+
+def test_one_name_or_class_may_stand_for_a_list():
+    assert ZeroConfig(keep_float32="head").kept == ("head",)
+    assert ZeroConfig(keep_float32=[nn.Linear, "head"]).kept == (nn.Linear, "head")
+    assert ZeroConfig().kept == ()
 
 
 @pytest.mark.parametrize("value", ["disk", True, 3, ["cpu"], {"device": "disk"}])

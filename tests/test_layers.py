@@ -1,9 +1,8 @@
 """Imports go down only: a lower room never knows a higher one."""
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 LAYERS = {
@@ -16,6 +15,7 @@ LAYERS = {
         "plan",
         "memory",
         "deepspeed",
+        "kept",
         "planner",
         "recording",
         "tracing",
@@ -65,6 +65,7 @@ LAYERS = {
         "owned_state",
         "masters",
         "materialize",
+        "mixed_dtypes",
         "piece",
         "probe",
         "reducing",
@@ -119,57 +120,83 @@ def room_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def syntax_of(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported_modules(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = set()
+    for node in ast.walk(syntax_of(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            found.add(node.module)
+    return found
+
+
+def assert_none(problems):
+    """`problems`: by file, what is wrong there."""
+    bad = [f"{path.relative_to(PACKAGE)}: {', '.join(found)}" for path, found in problems if found]
+    assert not bad, "\n".join(bad)
 
 
 def test_every_room_has_a_layer():
     assert {room_of(path) for path in FILES} == set(LAYER_OF)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_import_goes_up(path):
-    layer = LAYER_OF[room_of(path)]
-    for module in imported_modules(path):
-        if module.startswith("lightning_zero."):
-            assert (LAYER_OF | CONF)[module.split(".")[1]] <= layer, module
+def test_no_import_goes_up():
+    def upward(path):
+        own = {m for m in imported_modules(path) if m.startswith("lightning_zero.")}
+        layers = LAYER_OF | CONF
+        return [m for m in own if layers[m.split(".")[1]] > LAYER_OF[room_of(path)]]
+
+    assert_none((path, upward(path)) for path in FILES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_the_top_layer_knows_lightning(path):
-    tops = {module.split(".")[0] for module in imported_modules(path)}
+def test_only_the_top_layer_knows_lightning():
     known = {"lightning", "lightning_utilities", "hydra", "omegaconf", "wandb"}
-    assert LAYER_OF[room_of(path)] == 4 or not tops & known
+    assert_none(
+        (path, [m for m in imported_modules(path) if m.split(".")[0] in known])
+        for path in FILES
+        if LAYER_OF[room_of(path)] != 4
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_lowest_layer_knows_no_process_group(path):
-    if LAYER_OF[room_of(path)] == 0:
-        assert not any(m.startswith("torch.distributed") for m in imported_modules(path))
+def test_the_lowest_layer_knows_no_process_group():
+    assert_none(
+        (path, [m for m in imported_modules(path) if m.startswith("torch.distributed")])
+        for path in FILES
+        if LAYER_OF[room_of(path)] == 0
+    )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_the_communicator_calls_collectives_of_the_engine(path):
+def test_only_the_communicator_calls_collectives_of_the_engine():
     # `cli` starts ranks of its own to measure links.
-    if room_of(path) not in {"axes", "channel", "cli", "comm", "control", "exchange", "world"}:
-        known = {m for m in imported_modules(path) if m.startswith("torch.distributed")}
+    callers = {"axes", "channel", "cli", "comm", "control", "exchange", "world"}
+
+    def known(path):
+        found = [m for m in imported_modules(path) if m.startswith("torch.distributed")]
         if room_of(path) == "checkpoint":  # torch's format, which needs no process group
-            known = {m for m in known if not m.startswith("torch.distributed.checkpoint")}
-        assert not known
+            return [m for m in found if not m.startswith("torch.distributed.checkpoint")]
+        return found
+
+    assert_none((path, known(path)) for path in FILES if room_of(path) not in callers)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_stage_number_is_compared_outside_its_room(path):
-    if room_of(path) in {"stage", "config"}:
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Compare):
-            names = [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
-            names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
-            numbers = [n for n in node.comparators if isinstance(n, ast.Constant)]
-            is_number = any(isinstance(n.value, int) for n in numbers)
-            assert not ("stage" in names and is_number), ast.unparse(node)
+def test_no_stage_number_is_compared_outside_its_room():
+    assert_none(
+        (path, [ast.unparse(n) for n in ast.walk(syntax_of(path)) if compares_stage(n)])
+        for path in FILES
+        if room_of(path) not in {"stage", "config"}
+    )
+
+
+def compares_stage(node):
+    if not isinstance(node, ast.Compare):
+        return False
+    names = [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+    names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+    numbers = [n for n in node.comparators if isinstance(n, ast.Constant)]
+    return "stage" in names and any(isinstance(n.value, int) for n in numbers)

@@ -107,6 +107,78 @@ def test_batch_norm_keeps_the_dtype_of_its_statistics():
     assert dtypes == {"0.weight": torch.bfloat16, "1.weight": torch.float32}
 
 
+class Mixed(nn.Module):
+    """Vectors beside matrices, a shared one, and layers of every kind that the rule tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(8))
+        self.token = nn.Parameter(torch.empty(1, 1, 8))
+        self.table = nn.Parameter(torch.empty(1, 4, 8))
+        self.linear = nn.Linear(8, 1)
+        self.attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+        self.cell = nn.LSTM(8, 8)
+        self.norm = nn.LayerNorm((4, 8))
+        self.pair = nn.Bilinear(8, 8, 3)
+        self.linear.of_pair = self.pair.weight
+
+
+def dtypes(module, **settings):
+    buckets = plan(module, param_dtype="bf16", **settings).buckets
+    return {slot.name: b.dtype for b in buckets for slot in b.layout.slots}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_vectors_and_what_autocast_does_not_cast_stay_in_float32(stage):
+    found = dtypes(Mixed(), stage=stage, keep_float32="autocast")
+    kept = {name for name, dtype in found.items() if dtype is torch.float32}
+    assert kept == {
+        "scale",
+        "token",
+        "linear.of_pair",
+        "norm.weight",
+        "norm.bias",
+        "pair.bias",
+    }
+
+
+def test_without_autocast_only_what_has_statistics_stays():
+    assert set(dtypes(Mixed()).values()) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        ("blocks.0.norm_1.weight", ["blocks.0.norm_1.weight"]),
+        ("blocks.1.q*", ["blocks.1.qkv.weight", "blocks.1.qkv.bias"]),
+        ("*.up.weight", [f"blocks.{i}.up.weight" for i in range(3)]),
+        ("tokens", ["tokens.weight"]),
+        (nn.Embedding, ["tokens.weight", "positions.weight"]),
+        (["Embed*", "head"], ["tokens.weight", "positions.weight", "head.weight"]),
+    ],
+)
+def test_names_patterns_and_classes_say_what_stays(wanted, kept):
+    found = dtypes(gpt(), keep_float32=wanted)
+    assert [name for name, dtype in found.items() if dtype is torch.float32] == kept
+
+
+def test_a_name_that_is_not_there_is_an_error_with_the_nearest():
+    with pytest.raises(ValueError, match=r"keep_float32 has 'token'.*The nearest: .*tokens"):
+        dtypes(gpt(), keep_float32="token")
+    with pytest.raises(ValueError, match="keep_float32 has Conv2d"):
+        dtypes(gpt(), keep_float32=nn.Conv2d)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_stays_in_float32_is_at_most_one_more_bucket_of_a_unit(stage):
+    settings = {"stage": stage, "param_dtype": "bf16"}
+    before = plan(gpt(), **settings).units
+    after = plan(gpt(), **settings, keep_float32="autocast").units
+    assert [unit.name for unit in after] == [unit.name for unit in before]
+    for one, other in zip(before, after, strict=True):
+        assert len(one.buckets) <= len(other.buckets) <= len(one.buckets) + 1
+
+
 def test_a_bucket_grows_with_the_number_of_ranks():
     module = nn.ParameterList(nn.Parameter(torch.empty(2**20)) for _ in range(64))
     assert len(plan(module, world_size=8, stage=1).buckets) == 16

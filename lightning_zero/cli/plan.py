@@ -168,9 +168,12 @@ def _run(args: argparse.Namespace) -> int:
     config = source.config
     if config.param_dtype is None:
         config = config.replace(param_dtype=precision.param)
+    if precision.autocast is not None:
+        config = config.under_autocast()
     machine = _machine(args, source)
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
-    whole = make_plan(source.module, ZeroConfig(param_dtype=config.param_dtype), world_size=1)
+    dtypes = ZeroConfig(param_dtype=config.param_dtype, keep_float32=config.keep_float32)
+    whole = make_plan(source.module, dtypes, world_size=1)
     blocks = _blocks(source.module, whole)
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import (
 )
 from torch import nn
 
+from lightning_zero import Engine, ZeroConfig
 from tests.distributed.ranks import run_ranks
 from tests.fitting import (
     assert_same,
@@ -96,6 +97,129 @@ def test_bf16_mixed_equals_ddp_in_bf16_mixed(model, stage):
     options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
     ours = fit_ranks(2, settings(stage), factory, options)
     assert_same(ours, fit_reference(2, factory, options), rtol=1e-3, atol=1e-3)
+
+
+class Residual(nn.Module):
+    """Float features through a norm, a layer and a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class ResidualModule(Recorder):
+    """A residual MLP on features in float32."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = nn.Sequential(*(Residual() for _ in range(3)))
+        self.norm = nn.GroupNorm(2, 8)
+        self.head = nn.Linear(8, 3)
+
+    def part_loss(self, part, rank):
+        x, y = part
+        return (self.head(self.norm(self.blocks(x))) - y).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_residual_mlp_with_norms_trains_in_bf16_mixed_as_under_ddp(stage):
+    factory = partial(ResidualModule, ranks=2, num_batches=8, optimizer="adam")
+    options = {"precision": "bf16-mixed"}
+    ours = fit_ranks(2, settings(stage), factory, options)
+    assert_same(ours, fit_reference(2, factory, options), rtol=1e-3, atol=1e-3)
+    assert min(ours[0].losses) < ours[0].losses[0]
+
+
+def test_a_run_in_bf16_mixed_goes_on_from_its_checkpoint_bit_by_bit():
+    factory = partial(ResidualModule, ranks=2, optimizer="adam")
+    options = {"precision": "bf16-mixed"}
+    first = fit_ranks(2, settings(3), factory, options, is_saving=True)[0].checkpoint
+    resumed = run_ranks(2, _resume, factory, {**options, "max_epochs": 2}, first, has_group=False)
+    straight = fit_ranks(2, settings(1), factory, {**options, "max_epochs": 2})
+    for one, other in zip(resumed, straight, strict=True):
+        assert one.losses == other.losses[4:]
+        for name, value in one.state.items():
+            np.testing.assert_array_equal(value, other.state[name], err_msg=name)
+
+
+def _resume(rank, world_size, factory, options, checkpoint):
+    torch.save(checkpoint, f"resume-{rank}.ckpt")
+    path = f"resume-{rank}.ckpt"
+    return fit(rank, world_size, settings(1), factory, options, ckpt_path=path)
+
+
+class Graph(nn.Module):
+    """Sums the embeddings of neighbours with an operation that casts nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        nodes = torch.zeros(len(x), dtype=torch.long)
+        summed = torch.zeros(5, 8).index_add_(0, nodes, self.embedding(nodes))
+        return x + self.layer(summed)[nodes]
+
+
+class GraphModule(Recorder):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.graph, self.head = Graph(), nn.Linear(8, 3)
+
+    def part_loss(self, part, rank):
+        return (self.head(self.graph(part[0])) - part[1]).square().mean()
+
+
+GRAPH = partial(GraphModule, ranks=2, optimizer="sgd")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_dtype_error_names_module_parameter_and_the_setting(stage):
+    options = {"precision": "bf16-mixed"}
+    for text in run_ranks(2, _fit_or_text, settings(stage), GRAPH, options, has_group=False):
+        assert "index_add_(): self (Float) and source (BFloat16)" in text
+        assert "module graph (Graph), where bfloat16 stands for float32 under DDP" in text
+        assert "keep_float32=['graph.embedding.weight']" in text
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_keep_float32_names_runs_as_under_ddp(stage):
+    options = {"precision": "bf16-mixed"}
+    spec = settings(stage, keep_float32="graph.embedding")
+    ours = fit_ranks(2, spec, GRAPH, options)
+    assert_same(ours, fit_reference(2, GRAPH, options), rtol=1e-2, atol=1e-2)
+
+
+def test_errors_of_a_plain_call_are_explained_where_they_are_of_dtypes():
+    assert run_ranks(1, _texts_of_a_plain_call) == [None]
+
+
+def _texts_of_a_plain_call(rank, world_size):
+    own = Graph()
+    engine = Engine(own, config=ZeroConfig(stage=1, param_dtype="bf16"))
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match=r"the module \(Graph\).*'embedding.weight'"):
+            own(torch.ones(2, 8))
+        with pytest.raises(TypeError, match="no len") as caught:
+            own(None)
+    assert "keep_float32" not in str(caught.value)
+    engine.close()
+
+
+def test_a_setting_without_effect_is_said():
+    spec = settings(3, keep_float32="net.0")
+    assert run_ranks(1, _warnings_of_a_fit, spec, has_group=False)[0] == 1
+
+
+def _warnings_of_a_fit(rank, world_size, spec):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(rank, world_size, spec, partial(MLPModule, num_batches=1))
+    return sum("keep_float32 has no effect" in str(w.message) for w in caught)
 
 
 class SmallStepModule(Recorder):

@@ -27,7 +27,7 @@ from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 
 PRECISIONS = {
     "fp32": {},
-    "bf16": {"param_dtype": "bf16"},
+    "bf16": {"param_dtype": "bf16", "keep_float32": "autocast"},
     "bf16, reduced so": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
 }
 

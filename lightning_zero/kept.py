@@ -1,0 +1,111 @@
+"""Which parameters keep their own dtype where the others become `param_dtype`.
+
+[Note: What autocast casts] `torch.autocast` casts all arguments of matrix products and
+convolutions, so that their parameters may be in 16 bits already. Elsewhere an operation takes
+parameters as they are: many kernels want them in the dtype of the input or in float32, and under
+autocast a float32 input is common. So under autocast these stay as they are, in float32:
+
+1. vectors and scalars: at most one dimension is larger than 1. Biases of torch's own linear,
+   convolutional, recurrent and attention layers are none of these: autocast casts those layers
+   as a whole, and what one kernel takes together stays together;
+2. every parameter of the layers in `_AS_THEY_ARE`, which autocast does not cast.
+
+This is `AUTOCAST` in `ZeroConfig.keep_float32`; a mixed precision of the Trainer adds it. Without
+autocast nothing but matching dtypes runs, so there only what keeps running statistics stays.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_parameters"]
+
+AUTOCAST = "autocast"
+
+_HAS_STATISTICS = nn.modules.batchnorm._NormBase  # kernels want the dtype of the statistics
+CAST_AS_A_WHOLE = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
+_AS_THEY_ARE = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.Bilinear,
+    nn.EmbeddingBag,  # takes weights of samples in the dtype of its own
+    ParametrizationList,  # decompositions and power iterations are not for 16 bits
+)
+
+
+def kept_parameters(
+    modules: Mapping[str, nn.Module], wanted: Sequence[str | type[nn.Module]]
+) -> set[nn.Parameter]:
+    """Parameters that keep their dtype. One that is shared is kept if any use of it asks for it.
+
+    Args:
+        modules: By qualified name, the root and all below, those that are shared by every name.
+        wanted: `ZeroConfig.keep_float32`.
+
+    Raises:
+        ValueError: One of `wanted` matches nothing.
+    """
+    kept = {p for m in modules.values() if isinstance(m, _HAS_STATISTICS) for p in _own(m)}
+    for item in wanted:
+        if item == AUTOCAST:
+            kept.update(p for m in modules.values() for p in _own(m) if _is_not_cast(m, p))
+            continue
+        matching = set(_matching(modules, item))
+        if not matching:
+            raise ValueError(_text_of_no_match(modules, item))
+        kept |= matching
+    return kept
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def _is_not_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """See [Note: What autocast casts]."""
+    if isinstance(module, _AS_THEY_ARE):
+        return True
+    is_vector = sum(size > 1 for size in parameter.shape) < 2
+    return is_vector and not isinstance(module, CAST_AS_A_WHOLE)
+
+
+def _matching(
+    modules: Mapping[str, nn.Module], item: str | type[nn.Module]
+) -> Iterator[nn.Parameter]:
+    for path, module in modules.items():
+        if isinstance(item, type):
+            is_meant = isinstance(module, item)
+        else:
+            names = [path, *(kind.__name__ for kind in type(module).__mro__)]
+            is_meant = any(fnmatchcase(name, item) for name in names)
+        if is_meant:
+            yield from module.parameters()
+        elif isinstance(item, str):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if fnmatchcase(name, item):
+                    yield parameter
+
+
+def _text_of_no_match(modules: Mapping[str, nn.Module], item: str | type[nn.Module]) -> str:
+    if isinstance(item, type):
+        return f"keep_float32 has {item.__name__}, and no module with parameters is one."
+    known = [name for path, m in modules.items() for name, _ in m.named_parameters(path, False)]
+    known += [*modules, *(type(m).__name__ for m in modules.values())]
+    near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
+    return (
+        f"keep_float32 has {item!r}, which matches no parameter, module or class of the model; "
+        f"names are whole, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
+        f"{', '.join(near)}."
+    )
