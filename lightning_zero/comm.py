@@ -94,6 +94,8 @@ class Communicator:
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = Scratch(device)
         self._timeout = timeout
+        if watchdog is not None:
+            watchdog.raise_if_failed()
         self._group: Any = None  # small sums and broadcasts
         self._axes: Axes | None = None  # data; the group above among them
         self._is_aborted = False  # by this rank

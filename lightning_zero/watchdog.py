@@ -54,7 +54,7 @@ _CONFIRM_S = 1.0  # from the end of a process until others are told, where nobod
 _STORE_CONFIRM_S = 3.0  # from the end of the store
 _END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: what it has sent may still come
 _SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's are cut, too
-_LAST_RESORT_S = 5.0  # from the end of a rank until a process that cannot be woken ends itself
+_LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
 _ANSWER_S = 3.0  # for all ranks to say what they are doing
 _AGAIN_S = 10.0  # between two looks at ranks that seem to wait for each other
 _TOGETHER, _LOST = "together", "lost"  # how a rally ends
@@ -523,7 +523,8 @@ class Watchdog:
             for group in list(dist.distributed_c10d._world.pg_map):
                 with suppress(RuntimeError, ValueError):
                     cut_connections(group)
-        if verdict.is_dead and judged_s > _LAST_RESORT_S:
+        if time.monotonic() - max(self._judged_at, wait.since) > _LAST_RESORT_S:
+            # In the store, say, while a group is made: nothing wakes it before its timeout.
             _say(f"{self._explain(verdict)}; it waits in {wait.name}, and is ended.")
             os._exit(1)
 
