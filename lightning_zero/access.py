@@ -44,11 +44,6 @@ def gathered(
             a RuntimeError on other ranks.
     """
     buckets = _buckets_of(module_or_parameters)
-    for bucket in buckets:
-        if writeback and not 0 <= from_rank < bucket.comm.size:
-            raise ValueError(
-                f"gathered() expects a from_rank of 0 to {bucket.comm.size - 1}, got {from_rank}."
-            )
     if buckets:
         buckets[0].lockstep.meet_in_loop("lightning_zero.gathered(...)")
     with ExitStack() as stack:
@@ -146,6 +141,10 @@ def _check_unchanged(bucket: Bucket) -> None:
             )
 
 
+# Digests of changed parameters, by bucket and name: averages have the names of their model.
+_Changes = dict[tuple[int, str], bytes]
+
+
 class _Shown:
     """A bucket whose parameters show their masters, whole, to be written to.
 
@@ -199,17 +198,17 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
             shown.append(_Shown(bucket))
             hiding.callback(shown[-1].hide)
         yield
-    changes: dict[str, bytes] = {}
+    changes: _Changes = {}
     with control.failing_together():
-        for one in shown:
+        for number, one in enumerate(shown):
             one.take_replaced()
-            changes.update(one.changes())
+            changes.update({(number, name): of for name, of in one.changes().items()})
     _check_one_writer(control.gather_objects((from_rank, changes)))
     for one in shown:
         one.keep(from_rank)
 
 
-def _check_one_writer(told: Sequence[tuple[int, dict[str, bytes]]]) -> None:
+def _check_one_writer(told: Sequence[tuple[int, _Changes]]) -> None:
     """Raises, alike on every rank, where more than the changes of one rank would be kept.
 
     Args:
@@ -221,12 +220,17 @@ def _check_one_writer(told: Sequence[tuple[int, dict[str, bytes]]]) -> None:
             f"gathered(..., writeback=True) was called with different from_rank: {asked} by rank; "
             "say the same on every rank. All changes were dropped."
         )
+    if not 0 <= asked[0] < len(told):
+        raise ValueError(
+            f"gathered() expects a from_rank of 0 to {len(told) - 1}, got {asked[0]}. All changes "
+            "were dropped."
+        )
     kept = told[asked[0]][1]
     lost: dict[str, list[int]] = {}
     for rank, (_, changes) in enumerate(told):
-        for name, digest in changes.items():
-            if kept.get(name) != digest:
-                lost.setdefault(name, []).append(rank)
+        for key, digest in changes.items():
+            if kept.get(key) != digest:
+                lost.setdefault(key[1], []).append(rank)
     if lost:
         first = [f"{name} on {_ranks(ranks)}" for name, ranks in list(lost.items())[:4]]
         more = f" and {len(lost) - len(first)} more" if len(lost) > len(first) else ""
