@@ -310,7 +310,7 @@ class _Uses(TorchFunctionMode):
 
 def _is_ours_alone(parameter: nn.Parameter) -> bool:
     """Nobody else looks at its storage. See [Note: What may be cut]."""
-    if parameter.grad is not None:
+    if parameter.grad is not None or parameter.layout is not torch.strided:
         return False
     storage = parameter.untyped_storage()
     num_users: int = torch._C._storage_Use_Count(storage._cdata)
