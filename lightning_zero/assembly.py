@@ -19,6 +19,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.config import ZeroConfig
 from lightning_zero.grad_home import Landing
 from lightning_zero.guard import has_placement
+from lightning_zero.handover import check_can_be_held
 from lightning_zero.materialize import check_can_materialize, materialize
 from lightning_zero.offload import Budgets
 from lightning_zero.piece import piece_of
@@ -159,6 +160,7 @@ def plan_together(
         for index, (optimizer, _) in enumerate(examined)
         for parameter in parameters_of(optimizer)
     }
+    check_can_be_held(parameters_by_name(module))
     return make_plan(
         module,
         config,

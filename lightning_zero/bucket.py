@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_zero.masters import Masters
 from lightning_zero.offload import Tier
 from lightning_zero.plan import BucketPlan
 from lightning_zero.recording import Kind
+from lightning_zero.sharded_tensor import Cut, ShardedTensor
 from lightning_zero.shards import Shards
 from lightning_zero.stored import StoredTensor
 from lightning_zero.worker import Stepping, StepWorker
@@ -62,6 +64,7 @@ class Bucket:
         plan: Layout, dtypes and stage.
         parameters: The module's own parameter objects, by slot.
         grads: Their gradients.
+        cuts: By slot, which elements each rank steps.
         phase: Where the parameters are.
         shards: What of it rests on this rank.
         masters: The same in full precision, and whole.
@@ -104,9 +107,9 @@ class Bucket:
         if landing.storage.is_elsewhere(plan.tiers.grad):
             numel = len(plan.layout.shard(comm.mesh.shard_rank))
             self.grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
-        self.grads = Gradients(
-            plan, parameters, comm, grad_dtype, self.grad_home, settle=self.wait_for_step
-        )
+        self.cuts = [Cut(slot, plan.layout, comm, self._meet) for slot in plan.layout.slots]
+        home, settle = self.grad_home, self.wait_for_step
+        self.grads = Gradients(plan, parameters, comm, grad_dtype, home, self.cuts, settle)
         self._pending: Pending | None = None
         self._stepping: Stepping | None = None  # a worker steps this bucket
         self._rewritten = Rewritten(self.parameters, plan.layout)
@@ -135,21 +138,28 @@ class Bucket:
         """Issues the gather of whole parameters. Collective: also where they are whole already.
 
         A rank that has them sends its shard again to those that have not, and receives what it has.
+
+        Raises:
+            RuntimeError: Inside a transform of torch.func that differentiates, whose functions must
+                not write to memory: also the parameters given to it would be slices.
         """
         if self.is_whole:
             self.finish_gather()
             self.gather_in_place(self.whole.tensor).wait()
             return
         self.wait_for_step()
+        if _differentiates():
+            raise RuntimeError(
+                f"a transform of torch.func (grad, vjp, jvp, jacrev and the like) uses parameter "
+                f"{self.plan.layout.slots[0].name}, or a module beside it, which rests as a shard; "
+                "make the transform inside `with lightning_zero.gathered(module):`."
+            )
         self.whole.allocate()
         self._pending = self.send_shard()
         self.mark_in_flight()
 
     def send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        if self.shards.is_written_at_rest():
-            self.wait_for_sent()
-            self.shards.cast_master()
         source = self.shards.send_params()
         return self.gather_in_place(self.whole.tensor, source)
 
@@ -174,8 +184,14 @@ class Bucket:
             self._rewritten.watch()
 
     def release(self) -> None:
-        """Frees whole parameters where they rest as shards."""
+        """Frees whole parameters where they rest as shards.
+
+        Not inside a transform of torch.func, which differentiates without our hooks; the end of the
+        step does so.
+        """
         if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
+            return
+        if _transforms() is not None:
             return
         self.finish_gather()
         self.absorb_changes()
@@ -236,6 +252,8 @@ class Bucket:
         """`tensor` is a view of the whole buffer."""
         if tensor.layout is not torch.strided or isinstance(tensor, StoredTensor):
             return False
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         storage = self.whole.tensor.untyped_storage()
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
@@ -305,7 +323,7 @@ class Bucket:
             self.finish_gather()
 
     def look_at_rest(self, index: int) -> Tensor:
-        """What `parameter.data` is of slot `index`: a tensor, or what reads its file. Local.
+        """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
 
         A gather that is under way before a use is given up, that what is written here is in the
         next one. The look itself keeps nothing whole, and waits for no other rank.
@@ -313,27 +331,48 @@ class Bucket:
         self.settle()
         self.release()
         if self.phase is Phase.SHARD:
-            self.wait_for_sent()  # somebody may write to it
-            return self.shards.look(index)
+            exact = self.shards.look(index)
+            return ShardedTensor.of(_RestingPart(self, index), self.cuts[index], "p.data", exact)
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameters[index].data
+
+    def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change this rank's elements of slot `index`, as `look_at_rest` shows them.
+
+        Raises:
+            RuntimeError: The parameter is whole at this moment.
+        """
+        self.settle()
+        self.release()
+        if self.phase is not Phase.SHARD:
+            raise RuntimeError(
+                f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
+                "as a shard, and is whole at this moment; take parameter.data anew."
+            )
+        self.wait_for_sent()
+        self.shards.change(index, write)
 
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of a guarded one, slot `index`. Local.
 
         Args:
             index: The slot.
-            values: Of the whole shape, or this rank's elements, 1-D.
+            values: Of the whole shape, plain or sharded; collective where that is cut at other
+                places. Or this rank's elements, 1-D.
 
         Raises:
             ValueError: Of another shape.
         """
         self.release()  # what was gathered before its use is gathered again
+        slot, cut = self.plan.layout.slots[index], self.cuts[index]
+        if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
+            is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
+            values = values.local if is_own else values.full_tensor()
         if self.phase is Phase.GATHERING:
             self.finish_gather()
             self.parameters[index].data = values  # taken when it is released
             return
-        own = own_elements(values, self.plan.layout.slots[index], self.owned(index))
+        own = own_elements(values, slot, self.owned(index))
         self.wait_for_sent()
         self.shards.take(index, own)
 
@@ -362,6 +401,10 @@ class Bucket:
                     self.wait_for_sent()
                     own = self.owned(index)
                     self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+
+    def _meet(self, what: str) -> None:
+        """Before a collective of one sharded tensor: waits until every rank comes to it."""
+        self.lockstep.wait_for_collective()
 
     # ---------------------------------------------------------------- failures
 
@@ -405,3 +448,32 @@ class Bucket:
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
+
+
+def _transforms() -> list[Any] | None:
+    """The transforms of torch.func that are under way, the innermost last; None: none."""
+    stack: list[Any] | None = torch._C._functorch.get_interpreter_stack()
+    return stack
+
+
+def _differentiates() -> bool:
+    kinds = torch._C._functorch.TransformType
+    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _transforms() or ())
+
+
+@dataclass(frozen=True)
+class _RestingPart:
+    """This rank's elements of one parameter that rests as a shard."""
+
+    bucket: Bucket
+    index: int
+
+    def read(self) -> Tensor:
+        """See `Part`."""
+        self.bucket.settle()
+        part = self.bucket.shards.look(self.index)
+        return part.read() if isinstance(part, StoredTensor) else part.detach()
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """See `Part`."""
+        self.bucket.change_at_rest(self.index, write)

@@ -335,7 +335,7 @@ def _facts_of(piece: Piece, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
 
 def _is_ours_alone(parameter: nn.Parameter) -> bool:
     """Nobody else looks at its storage. See [Note: What may be cut]."""
-    if parameter.grad is not None:
+    if parameter.grad is not None or parameter.layout is not torch.strided:
         return False
     storage = parameter.untyped_storage()
     num_users: int = torch._C._storage_Use_Count(storage._cdata)

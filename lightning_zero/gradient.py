@@ -23,6 +23,7 @@ in the last micro-batch: see replica_mean.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,11 @@ from lightning_zero.comm import Communicator, Pending
 from lightning_zero.grad_home import GradHome
 from lightning_zero.plan import BucketPlan
 from lightning_zero.replica_mean import ReplicaMean
-from lightning_zero.sharded_grad import ShardedGrad
+from lightning_zero.sharded_tensor import Cut, ShardedTensor
 from lightning_zero.stage import State
+from lightning_zero.stored import StoredTensor, read_flat
 from lightning_zero.tiers import Home
+from lightning_zero.written import is_same_memory
 
 __all__ = ["Gradients"]
 
@@ -60,15 +63,28 @@ class Gradients:
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         dtype: torch.dtype,
-        home: GradHome | None = None,
-        settle: Callable[[], None] | None = None,
+        home: GradHome | None,
+        cuts: Sequence[Cut],
+        settle: Callable[[], None],
     ) -> None:
+        """Of `parameters`, by slot.
+
+        Args:
+            plan: Of the bucket.
+            parameters: Whose gradients these are.
+            comm: Averages them.
+            dtype: Of the mean.
+            home: Where the mean rests, if not on the device.
+            cuts: By slot, how the mean is cut where it is sharded.
+            settle: Waits until a worker has stepped with these gradients.
+        """
         self._plan = plan
         self._parameters = list(parameters)
         self._comm = comm
-        self._dtype = dtype  # of the reduced gradients
-        self._home = home  # where the mean rests, if not on the device
-        self._settle = settle  # waits until a worker has stepped with these gradients
+        self._dtype = dtype
+        self._home = home
+        self._cuts = list(cuts)
+        self.settle = settle
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
         self.whole: FlatBuffer | None = None
@@ -231,26 +247,43 @@ class Gradients:
         torch compares sizes when `.grad` is set, so the parameter is its slice for that moment.
         Past the guards: values that are still being gathered or stepped are not waited for.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            self._show()
+        for index in range(len(self._parameters)):
+            if self.is_reduced[index] and not self.is_local[index]:
+                self._show(index)
 
-    def _show(self) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if not self.is_reduced[index] or self.is_local[index]:
-                continue
-            data, view = parameter.data, self._views[index]
-            if data.shape == view.shape and data.device == view.device:
-                parameter.grad = view
-            else:
-                like = torch.empty(1, dtype=data.dtype, device=view.device)
-                parameter.data = like.expand(view.shape)  # of that size, without memory
-                parameter.grad = view
-                parameter.data = data
+    def _show(self, index: int) -> None:
+        # What autograd knows of earlier means is forgotten.
+        view = self._views[index]
+        if isinstance(view, ShardedTensor):
+            view.is_tracked = False
+        elif view.requires_grad or not self._is_own(index, view):  # or its data were replaced
+            view = self._views[index] = self.slices[index].detach()
+        _point(self._parameters[index], view)
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """`parameter.grad = grad` of slot `index`, which is guarded. Local.
+
+        Args:
+            index: The slot.
+            grad: Of the whole shape, plain, of which this rank takes its elements when it steps,
+                or sharded. Ranks should set equal ones.
+
+        Raises:
+            ValueError: Of another shape.
+        """
+        slot = self._plan.layout.slots[index]
+        if tuple(grad.shape) != slot.shape:
+            raise ValueError(
+                f"the gradient set on parameter {slot.name} has shape {tuple(grad.shape)}; expected"
+                f" the whole shape {slot.shape}, plain or as parameter.grad has it."
+            )
+        _point(self._parameters[index], grad)
 
     def fetch(self, index: int) -> Tensor | None:
         """The mean gradient with which this rank steps slot `index`, or None.
 
-        A tensor that a user put in place of `.grad` is taken over, whole or as a slice.
+        A tensor that a user put in place of `.grad` is taken over. Collective where that is cut at
+        other places.
         """
         grad = self._parameters[index].grad
         if grad is None:
@@ -264,6 +297,7 @@ class Gradients:
             )
         if not self._is_own(index, grad):
             self._take_over(index, grad)
+            self._show(index)  # clipping changes what is stepped
         return self.slices[index]
 
     def apply_(
@@ -363,7 +397,9 @@ class Gradients:
             self.whole = None
 
     def _is_own(self, index: int, grad: Tensor) -> bool:
-        return bool(self._views) and grad is self._views[index]
+        if not self._views or grad is not self._views[index]:
+            return False
+        return not self._is_whole_mean or is_same_memory(grad, self.slices[index])
 
     def _keep_local(self, index: int, grad: Tensor) -> None:
         """`.grad` is the truth: a tensor that a user put there replaces what was accumulated."""
@@ -414,15 +450,14 @@ class Gradients:
             return
         self.shard = mean
         self.slices = self._cut(mean) if self._home is None else self._look()
-        self._views = self.slices
-        if not self._is_whole_mean:
+        if self._is_whole_mean:
+            self._views = [part.detach() for part in self.slices]
+        else:
             self._views = [self._wrap(index) for index in range(len(self.slices))]
 
-    def _wrap(self, index: int) -> ShardedGrad:
-        def change(function: Callable[[Tensor], object]) -> None:
-            self.apply_(function, [index])
-
-        return ShardedGrad.wrap(self.slices[index], self._comm, settle=self._settle, change=change)
+    def _wrap(self, index: int) -> ShardedTensor:
+        mean = self.slices[index]
+        return ShardedTensor.of(_MeanPart(self, index), self._cuts[index], "p.grad", mean)
 
     def _look(self) -> list[Tensor]:
         """By slot, what the home shows of the mean."""
@@ -449,18 +484,44 @@ class Gradients:
                 self._home.settle()
                 zeros = self._home.shard
             self._adopt(zeros)
-        slot = self._plan.layout.slots[index]
-        target = self.slices[index]
-        local = grad.local if isinstance(grad, ShardedGrad) else grad
-        if local.shape == target.shape:
-            self.apply_(lambda part: part.copy_(local), [index])
-        elif tuple(local.shape) == slot.shape:
-            owned = self._plan.layout.owned(slot, self._comm.mesh.shard_rank)
-            own = local.reshape(-1)[owned.start : owned.stop]
-            self.apply_(lambda part: part.copy_(own), [index])
-        else:
-            raise ValueError(
-                f"the gradient set on {slot.name} has shape {tuple(local.shape)}; expected the "
-                f"whole shape {slot.shape} or this rank's {target.numel()} elements."
-            )
+        own = grad
+        if not self._is_whole_mean:
+            cut = self._cuts[index]
+            if isinstance(grad, ShardedTensor) and cut.is_as(grad.cut):
+                own = grad.local
+            else:
+                whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
+                own = read_flat(whole.to_dense(), cut.owned.start, cut.owned.stop)
+        self.apply_(lambda part: part.copy_(own), [index])
         self.is_reduced[index] = self._holds_mean = True
+
+
+@dataclass(frozen=True)
+class _MeanPart:
+    """This rank's elements of one mean gradient."""
+
+    grads: Gradients
+    index: int
+
+    def read(self) -> Tensor:
+        """See `Part`."""
+        part = self.grads.slices[self.index]
+        return part.read() if isinstance(part, StoredTensor) else part
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """See `Part`."""
+        self.grads.settle()
+        self.grads.apply_(write, [self.index])
+
+
+def _point(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Sets `.grad` past guards, whatever `.data` is: torch compares their sizes and devices."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data = parameter.data
+        if data.shape == grad.shape and data.device == grad.device:
+            parameter.grad = grad
+            return
+        like = torch.empty((), dtype=data.dtype, device=grad.device)
+        parameter.data = like.expand(grad.shape)  # of that size, without memory
+        parameter.grad = grad
+        parameter.data = data

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_zero.sharded_tensor import ShardedTensor
 
 __all__ = [
     "BetweenStepsError",
@@ -50,6 +53,7 @@ class Placement:
         bucket: The `Bucket` that holds it.
         index: Its slot there.
         make_whole: Called with the name before the values are used.
+        put_grad: Called with the slot and what is set as `.grad`; None: torch sets it.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Placement:
     bucket: Any
     index: int
     make_whole: Callable[[str], None]
+    put_grad: Callable[[int, Tensor], None] | None = None
 
 
 class GuardedParameter(nn.Parameter):
@@ -83,9 +88,17 @@ class GuardedParameter(nn.Parameter):
             placement.bucket.settle()
             if isinstance(args[0], GuardedParameter):  # it rests as a shard
                 return placement.bucket.put(placement.index, args[1])
+        elif func == _SET_GRAD:
+            placement = placement_of(args[0])
+            if placement.put_grad is not None and args[1] is not None:
+                return placement.put_grad(placement.index, args[1])
+        elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
+            return args[0].to(*_kind_of(args[1:]), **kwargs)
         elif func in (torch.equal, Tensor.equal):
             return _equal(*args, **kwargs)
         elif func not in _UNTOUCHED:
+            if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
+                return _beside_sharded(func, args, kwargs)
             for parameter in _guarded_in((args, kwargs)):
                 if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
                     _make_whole(placement_of(parameter))
@@ -186,6 +199,40 @@ def _equal(input: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
 
 
+def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `tensor.to(*given)` asks for, where that is to be like a guarded parameter."""
+    like, *rest = given
+    if not isinstance(like, GuardedParameter):
+        return given
+    placement = placement_of(like)
+    return placement.bucket.device, placement.dtype, *rest
+
+
+def _beside_sharded(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs `func` on this rank's parts of parameters, such as `p.grad` with `p`."""
+    given: list[tuple[Tensor, nn.Parameter]] = []
+
+    def part(value: Any) -> Any:
+        if not _guarded_in(value):
+            return value
+        placement = placement_of(value)
+        data = placement.bucket.look_at_rest(placement.index)
+        if not _guarded_in(value):  # its gather was under way, and is over
+            return value
+        if not isinstance(data, ShardedTensor):
+            _make_whole(placement)
+            return value
+        data.is_tracked = value.requires_grad
+        given.append((data, value))
+        return data
+
+    args, kwargs = tree_map(part, (args, dict(kwargs)))
+    result = func(*args, **kwargs)
+    return next((value for data, value in given if data is result), result)
+
+
 def _guarded_in(values: Any) -> list[nn.Parameter]:
     found: list[nn.Parameter] = []
     stack = [values]
@@ -228,6 +275,7 @@ _METADATA: dict[Any, Callable[..., Any]] = {
 # `data` is what rests on this rank; where that is the whole, its gather must be over.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
 # Answered by the object as it is; none of these reads the values.
 _UNTOUCHED = {
@@ -251,7 +299,6 @@ _UNTOUCHED = {
 _UNTOUCHED |= {
     getattr(Tensor, name).__set__
     for name in (
-        "grad",
         "grad_dtype",
         "requires_grad",
         "_backward_hooks",

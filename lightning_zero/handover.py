@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lightning_zero.buffer import FlatBuffer, widest
 from lightning_zero.guard import Placement, set_placement, unguard
@@ -14,7 +16,27 @@ from lightning_zero.piece import piece_of
 if TYPE_CHECKING:
     from lightning_zero.bucket import Bucket
 
-__all__ = ["give_back", "take_in"]
+__all__ = ["check_can_be_held", "give_back", "take_in"]
+
+
+def check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
+    """Before parameters are planned for.
+
+    Raises:
+        ValueError: One cannot lie in a flat buffer with others.
+    """
+    for name, parameter in named.items():
+        if parameter.layout is not torch.strided:
+            kind = f"layout {parameter.layout}"
+        elif parameter.is_floating_point() and parameter.element_size() == 1:
+            kind = f"dtype {parameter.dtype}"
+        else:
+            continue
+        raise ValueError(
+            f"parameter {name} has {kind}, which has no place among parameters that are sent, cut "
+            "and stepped in flat buffers; if it is not trained, make it a buffer: "
+            "module.register_buffer(...). Else keep it dense, in at least 16 bits."
+        )
 
 
 def take_in(bucket: Bucket, filled: FlatBuffer | None) -> None:
@@ -38,7 +60,16 @@ def take_in(bucket: Bucket, filled: FlatBuffer | None) -> None:
     ):
         shape = torch.Size(slot.shape)
         own_class = type(parameter)
-        placement = Placement(slot.name, shape, plan.dtype, own_class, bucket, index, bucket.use)
+        placement = Placement(
+            name=slot.name,
+            shape=shape,
+            dtype=plan.dtype,
+            own_class=own_class,
+            bucket=bucket,
+            index=index,
+            make_whole=bucket.use,
+            put_grad=bucket.grads.put,
+        )
         set_placement(parameter, placement)
         parameter.data = bucket.whole.views[index]
         if plan.dtype.is_floating_point:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_zero.guard import Placement, guard, set_placement, unguard
 from lightning_zero.left_out import leave_out
 from lightning_zero.offload import Tier
 from lightning_zero.plan import BucketPlan, parameters_by_name
+from lightning_zero.sharded_tensor import ShardedTensor
 from lightning_zero.written import Fingerprint, own_elements
 
 __all__ = ["Shadow", "ShadowBucket"]
@@ -128,14 +130,18 @@ class ShadowBucket:
 
     def look_at_rest(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.parameters[index].data
+        part = self.exact_parts()[index]
+        if self.steps_whole:
+            return part.view(self.plan.layout.slots[index].shape)
+        return ShardedTensor.of(_ShadowPart(self, index), self._bucket.cuts[index], "p.data", part)
 
     def settle(self) -> None:
         """Nothing is ever under way."""
 
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of slot `index`, at rest: takes this rank's elements. Local."""
+        if isinstance(values, ShardedTensor):
+            values = values.full_tensor()
         own = own_elements(values, self.plan.layout.slots[index], self.owned(index))
         self.exact_parts()[index].copy_(own)
 
@@ -341,6 +347,22 @@ class Shadow:
         self._engine.shadows.remove(self)
         for bucket in self.buckets:
             bucket.give_back(device)
+
+
+@dataclass(frozen=True)
+class _ShadowPart:
+    """This rank's elements of one parameter of the average."""
+
+    shadow: ShadowBucket
+    index: int
+
+    def read(self) -> Tensor:
+        """See `Part`."""
+        return self.shadow.exact_parts()[self.index]
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """See `Part`."""
+        write(self.read())
 
 
 def _is_elsewhere(part: Tensor, own: Tensor) -> bool:

@@ -7,7 +7,7 @@ in its tier; `Bucket` says when it is used, this file where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,8 +53,6 @@ class Shards:
         self.keeps_states_in_files = False
         self.state_homes: dict[str, Home] = {}
         self._print: Fingerprint | None = None  # of the own part of whole parameters
-        self._seen: Tensor | None = None  # the master as others see it: writes count its versions
-        self._seen_version = 0
 
     # ---------------------------------------------------------------- which elements
 
@@ -146,25 +144,23 @@ class Shards:
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
     def look(self, index: int) -> Tensor:
-        """What is shown of slot `index` at rest: 1-D, a view of memory, or what reads a file."""
-        own, exact = self.own_range(index), self.exact
-        if not isinstance(exact, InMemory):
-            return exact.look(own.start, own.stop)
-        if self._seen is None or self._seen.data_ptr() != exact.tensor.data_ptr():
-            self._seen = exact.tensor.data
-            self._seen_version = self._seen._version
-        return self._seen[own.start : own.stop]
+        """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
+        own = self.own_range(index)
+        return self.exact.look(own.start, own.stop)
 
-    def is_written_at_rest(self) -> bool:
-        """Whether somebody has written to what `look` gave, since the last time this was asked."""
-        if self._seen is None or self._seen._version == self._seen_version:
-            return False
-        self._seen_version = self._seen._version
-        return True
+    def change(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change what `look` shows, in place: 1-D; parameters follow the master."""
+        own = self.own_range(index)
+        self.stop_reading()
+        exact = self.exact.fetch(own.start, own.stop)
+        write(exact)
+        self.exact.store(own.start, exact)
+        if self.follower is not self.exact:
+            self.follower.store(own.start, exact)
 
     def drop(self) -> None:
         """Frees parameters and master."""
-        self.param = self.master = self._seen = None
+        self.param = self.master = None
 
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""

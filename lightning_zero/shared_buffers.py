@@ -47,10 +47,12 @@ class SharedBuffers:
             return
         groups: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._module.buffers():
+            if buffer.layout is not torch.strided:
+                continue  # no backend sends it: each rank has its own
             groups.setdefault(buffer.dtype, []).append(buffer)
         for buffers in groups.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            self._comm.broadcast_(flat)
+            self._comm.broadcast_(flat.view(torch.uint8))  # backends do not know every dtype
             if self._comm.rank:
                 parts = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):

@@ -72,7 +72,7 @@ LAYERS = {
         "replica_mean",
         "schedule",
         "shadow",
-        "sharded_grad",
+        "sharded_tensor",
         "shards",
         "shared_buffers",
         "stand_in",

@@ -253,10 +253,11 @@ class Weigh(pl.Callback):
         gc.collect()
         averages = [getattr(c, "_average_model", None) for c in trainer.callbacks]
         storages = {
-            parameter.data.untyped_storage().data_ptr(): parameter.data.untyped_storage().nbytes()
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
             for average in averages
             if average is not None
             for parameter in average.parameters()
+            for part in [getattr(parameter.data, "local", parameter.data)]
         }
         module.bytes = sum(storages.values())
         module.live_bytes = live_storage_bytes()
