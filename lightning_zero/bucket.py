@@ -107,7 +107,7 @@ class Bucket:
         if landing.storage.is_elsewhere(plan.tiers.grad):
             numel = len(plan.layout.shard(comm.mesh.shard_rank))
             self.grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
-        self.cuts = [Cut(slot, plan.layout, comm, self._meet) for slot in plan.layout.slots]
+        self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
         home, settle = self.grad_home, self.wait_for_step
         self.grads = Gradients(plan, parameters, comm, grad_dtype, home, self.cuts, settle)
         self._pending: Pending | None = None
@@ -401,10 +401,6 @@ class Bucket:
                     self.wait_for_sent()
                     own = self.owned(index)
                     self.shards.take(index, view.reshape(-1)[own.start : own.stop])
-
-    def _meet(self, what: str) -> None:
-        """Before a collective of one sharded tensor: waits until every rank comes to it."""
-        self.lockstep.wait_for_collective()
 
     # ---------------------------------------------------------------- failures
 

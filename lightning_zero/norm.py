@@ -19,6 +19,8 @@ from lightning_zero.stage import State
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
+_NAME = "a norm of gradients"  # for ranks that wait in vain
+
 
 def total_norm(
     buckets: Iterable[Bucket],
@@ -121,8 +123,8 @@ def _joined(norms: Sequence[Tensor], comm: Communicator, order: float) -> Tensor
 
 def _over_ranks(joined: Tensor, comm: Communicator, order: float) -> Tensor:
     if math.isinf(order):
-        return comm.max_(joined)
-    return comm.sum_over_shards_(joined) ** (1.0 / order)
+        return comm.max_(joined, _NAME)
+    return comm.sum_over_shards_(joined, _NAME) ** (1.0 / order)
 
 
 def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:

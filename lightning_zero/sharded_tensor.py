@@ -56,13 +56,11 @@ class Cut:
         slot: The parameter.
         layout: Of its bucket.
         comm: Between the ranks that have a shard.
-        meet: Called before a collective with what it is for, such as `p.grad.norm() of net.weight`.
     """
 
     slot: Slot
     layout: Layout
     comm: Communicator
-    meet: Callable[[str], None]
 
     @property
     def owned(self) -> range:
@@ -164,16 +162,14 @@ class ShardedTensor(Tensor):
 
     def _add_up(self, values: Tensor, name: str) -> Tensor:
         """Sums over shards, in place. Collective."""
-        self._meet(name)
-        return self.cut.comm.sum_over_shards_(values)
+        return self.cut.comm.sum_over_shards_(values, self._call_of(name))
 
     def _highest(self, values: Tensor, name: str) -> Tensor:
         """The elementwise maximum over ranks, in place. Collective."""
-        self._meet(name)
-        return self.cut.comm.max_(values)
+        return self.cut.comm.max_(values, self._call_of(name))
 
-    def _meet(self, name: str) -> None:
-        self.cut.meet(f"{self.noun}.{name}() of {self.cut.slot.name}")
+    def _call_of(self, name: str) -> str:
+        return f"{self.noun}.{name}() of {self.cut.slot.name}"
 
     def _refuse(self, name: str, why: str = "") -> NoReturn:
         raise _error(self, name, why)
