@@ -58,6 +58,7 @@ class _Call:
     folder: str
     has_group: bool
     path: tuple[str, ...]  # where modules are looked for
+    test: str  # the file of the test that runs
 
     def log(self, rank: int) -> Path:
         return Path(self.folder) / f"rank{rank}.log"
@@ -95,7 +96,8 @@ def run_ranks(
         lives_on = False
         try:
             payload, path = pickle.dumps((fn, args)), tuple(sys.path)
-            call = _Call(payload, world_size, free_port(), folder, has_group, path)
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+            call = _Call(payload, world_size, free_port(), folder, has_group, path, test)
             results = ranks.run(call, timeout_s, fn.__name__)
             lives_on = ranks.clean()
             return results
@@ -312,6 +314,7 @@ def _run(
         fn, args = pickle.loads(call.payload)  # imports its module
         if process is not None:
             process.look()
+        coverage = _coverage(call)
         if call.has_group:
             _form_group(rank, call)
         answer = pickle.dumps((True, fn(rank, call.world_size, *args)))
@@ -319,8 +322,19 @@ def _run(
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
         sys.stdout.flush()
         os._exit(1)  # the others must see it go, as they would see a crashed peer
+    if coverage is not None:
+        coverage.save()  # this process may be killed now
     pipe.send_bytes(answer)
     sys.stdout.flush()
+
+
+def _coverage(call: _Call) -> Any:
+    """What counts the lines that this process runs, where tests are run under coverage."""
+    module = sys.modules.get("coverage")
+    coverage = None if module is None else module.Coverage.current()
+    if coverage is not None and call.test:
+        coverage.switch_context(call.test)
+    return coverage
 
 
 def _redirect_output(log: Path) -> None:

@@ -21,6 +21,7 @@ import resource
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from signal import (
     ITIMER_REAL,
@@ -63,7 +64,7 @@ _LIMITS = (
     *(resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE),
     *(resource.RLIMIT_NOFILE, resource.RLIMIT_STACK),
 )
-_END_S = 0.2  # for a thread that is about to end
+_END_S = 2.0  # for threads that are about to end
 _CACHED = type(functools.cache(print))
 
 
@@ -109,12 +110,15 @@ class Process:
             clear()
         _clear_others()
         gc.collect()
+        deadline = time.monotonic() + _END_S
         for thread in _threads() - self._found["threads"]:
-            thread.join(_END_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         for name, find in _FINDERS.items():
             before, now = self._found[name], find()
             if now != before:
-                left.append(f"{name}: {before!r:.300} before, {now!r:.300} now")
+                if isinstance(now, set):
+                    now = now - before
+                left.append(f"{name}: {now!r:.400}")
         for watched in self._watched:
             left += watched.changed()
         left += [f"sys.modules[{name!r}]" for name in self._modules if self._is_other(name)]
@@ -286,23 +290,23 @@ def _threads() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
-def _children() -> list[str]:
-    children: list[str] = []
+def _children() -> set[str]:
+    children: set[str] = set()
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
-            children += file.read().split()
+            children |= {*file.read().split()}
     return children
 
 
-def _files() -> list[str]:
+def _files() -> set[str]:
     """Open files of folders; sockets and pipes are torch's and Python's too."""
-    found = []
+    found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if int(fd) > 2 and target.startswith("/") and not target.startswith(("/dev", "/proc")):
-                found.append(target)
-    return sorted(found)
+                found.add(f"{target} as {fd}")
+    return found
 
 
 def _file_mode_mask() -> int:
