@@ -8,9 +8,20 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.launcher.children import Children
-from tests.features import pytest_addoption, pytest_configure, pytest_sessionfinish
+from tests import features, slices
+from tests.features import pytest_sessionfinish
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_sessionfinish"]
+__all__ = ["pytest_sessionfinish"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    features.pytest_addoption(parser)
+    slices.pytest_addoption(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    features.pytest_configure(config)
+    slices.pytest_configure(config)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.benchmarks.storage import live_storage_bytes
+from tests.benchmarks.storage import Census, live_storage_bytes
 
 
 class Kept:
@@ -46,6 +46,24 @@ def test_a_view_counts_its_whole_base_once(grown) -> None:
     views = torch.zeros(1000)[:10].split(5)
     assert len(views) == 2
     assert grown() == 4000
+
+
+def test_a_census_follows_what_was_there_and_what_comes_and_goes() -> None:
+    gc.collect()
+    model = nn.Linear(100, 50)
+    gone = torch.zeros(1000)
+    try:
+        census = Census()
+        start = census.live_storage_bytes()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        assert census.live_storage_bytes() - start == 12 * (100 * 50 + 50) + 4 * 2
+        model.weight.data.untyped_storage().resize_(0)
+        del gone
+        assert census.live_storage_bytes() - start == 8 * 100 * 50 + 12 * 50 + 4 * 2 - 4000
+    finally:
+        gc.unfreeze()
 
 
 def test_freed_storage_counts_nothing(grown) -> None:

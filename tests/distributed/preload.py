@@ -5,6 +5,7 @@ among them: its import takes a rank longer than most of the tests do.
 """
 
 import faulthandler  # noqa: F401
+import gc
 import importlib
 
 for name in (
@@ -17,7 +18,12 @@ for name in (
     "lightning.pytorch",
     "lightning_zero",
     "lightning_zero.callbacks",
+    "tests.distributed.traces",
     "tests.fitting",
     "tests.models",
 ):
     importlib.import_module(name)
+
+# A rank neither walks what it has from here nor, by walking it, gets copies of its pages.
+gc.collect()
+gc.freeze()

@@ -14,11 +14,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
-STAGES = [0, 1, 2, 3]
 ELSEWHERE = "RuntimeError: this rank has come to "
 IN_VAIN = "RuntimeError: a rank waits in its backward for gradients that another does not reduce"
 ABORTED = "PeerAbortedError: "
@@ -58,7 +58,7 @@ def _fit_uneven(rank, world_size, stage, logs):
 
 
 @pytest.mark.parametrize("logs", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
     for error in _errors(2, _fit_uneven, stage, logs):
         assert error.startswith(ELSEWHERE)
@@ -168,7 +168,7 @@ def _fit_and_raise(rank, world_size, stage, error):
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_a_rank_that_fails_between_batches_is_not_waited_for(stage, error):
     others, failed = _errors(2, _fit_and_raise, stage, error)
     end = "SystemExit: 1" if error is KeyboardInterrupt else "ArithmeticError: out of luck"

@@ -36,6 +36,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
 
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit, make_trainer, settings
 from tests.models import MLPModule, Recorder
@@ -349,7 +350,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in CHECKS]
 )

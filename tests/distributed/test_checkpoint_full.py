@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.cells import SHARDED_STAGE, slow_but
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, fit, fit_ranks, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GPTModule, MLPModule, UnusedModule
 
-STAGES = [1, 2, 3]
 MODELS = {
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
     "batch norm": partial(ConvModule, ranks=2),
@@ -53,8 +53,8 @@ def assert_same_tree(ours, reference, path="checkpoint"):
 
 
 @pytest.mark.shows("full checkpoint, as DDP's")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("model", slow_but({"tied gpt", "two groups", "frozen"}, MODELS))
 def test_the_file_has_what_ddp_writes(model, stage):
     ours = fit_ranks(2, settings(stage), MODELS[model], is_saving=True)
     reference = run_once(2, _saved, "ddp", MODELS[model])
@@ -65,7 +65,7 @@ def _saved(rank, world_size, spec, factory):
     return fit(rank, world_size, spec, factory, is_saving=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_parameter_that_never_had_a_gradient_has_no_optimizer_state(stage):
     factory = partial(UnusedModule, ranks=2)
     ours = fit_ranks(2, settings(stage), factory, is_saving=True)
@@ -80,7 +80,7 @@ class EarlySaver(MLPModule):
         self.trainer.save_checkpoint("early.ckpt")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_saving_before_the_first_step_gives_an_empty_optimizer_state(stage):
     ours = run_ranks(2, _save_early, settings(stage), has_group=False)
     reference = run_once(2, _save_early, "ddp")
@@ -95,7 +95,7 @@ def _save_early(rank, world_size, spec):
 
 
 @pytest.mark.shows("ModelCheckpoint")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_load_from_checkpoint_and_every_file_of_model_checkpoint_are_as_under_ddp(stage):
     ours = run_ranks(2, _files, settings(stage), has_group=False)
     reference = run_once(2, _files, "ddp")
@@ -141,6 +141,7 @@ def _uninterrupted(rank, world_size, spec, factory, num_epochs):
     return arrays(module.state_dict()), torch.load("whole/last.ckpt", weights_only=True)
 
 
+STAGE_TO_STAGE = slow_but({(1, 3), (3, 0), (0, 2)}, [(1, 3), (3, 1), (2, 3), (3, 0), (0, 2)])
 RESUMED = {
     "two groups": partial(MLPModule, ranks=2, scheduler="per step"),
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
@@ -149,8 +150,8 @@ RESUMED = {
 
 
 @pytest.mark.shows("resuming, bit-equal")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", list(RESUMED))
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("model", slow_but({"tied gpt", "batch norm"}, RESUMED))
 def test_resuming_from_the_last_checkpoint_is_bit_equal_to_never_stopping(model, stage):
     specs = [settings(stage)] * 2
     ours = run_ranks(2, _resume, specs, RESUMED[model], "saved", has_group=False)
@@ -171,9 +172,9 @@ def _assert_equal_bits(ours, reference):
 
 
 @pytest.mark.shows("resuming from and under DDP")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("order", ["ours to ddp", "ddp to ours"])
-@pytest.mark.parametrize("model", ["two groups", "tied gpt"])
+@pytest.mark.parametrize("model", slow_but({"two groups"}, ["two groups", "tied gpt"]))
 def test_ddp_resumes_ours_and_ours_resumes_ddps(model, order, stage):
     specs = [settings(stage), "ddp"]
     if order == "ddp to ours":
@@ -181,7 +182,7 @@ def test_ddp_resumes_ours_and_ours_resumes_ddps(model, order, stage):
     _check_resumed(specs, RESUMED[model])
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 3), (3, 1), (2, 3), (3, 0), (0, 2)])
+@pytest.mark.parametrize(("first", "second"), STAGE_TO_STAGE)
 def test_one_stage_resumes_another(first, second):
     _check_resumed([settings(first), settings(second)], RESUMED["two groups"])
 
@@ -197,7 +198,7 @@ def _check_resumed(specs, factory):
 
 
 @pytest.mark.shows("resuming on another number of ranks")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_two_ranks_then_one_then_three_train_as_one(stage, tmp_path):
     factory = partial(MLPModule, ranks=6, batch_size=1, scheduler="per step")
     path = None
@@ -228,7 +229,7 @@ def _one_more_epoch(rank, world_size, spec, factory, max_epochs, path, target):
     return arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_evaluation_reads_a_checkpoint_without_a_fit(stage):
     ours = run_ranks(2, _validate_from_file, settings(stage), has_group=False)
     reference = run_once(2, _validate_from_file, "ddp")

@@ -14,11 +14,10 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings
 from tests.models import MLPModule
-
-STAGES = [1, 2, 3]
 
 
 class RichModule(MLPModule):
@@ -90,7 +89,7 @@ def _renamed(rank, world_size, spec):
     assert renamed.seen == pytest.approx(float(expected["net.0.weight"].sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_hooks_read_rename_delete_and_change_what_is_loaded(stage):
     run_ranks(2, _renamed, settings(stage), has_group=False)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit_ranks, fit_reference, make_trainer, run_once, settings
 from tests.models import FrozenModule, GPTModule, MLPModule, TiedModule
@@ -34,7 +35,7 @@ def test_clipping_by_norm_equals_ddp(model, stage):
     assert _differs(reference, fit_reference(2, MODELS[model]))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(stage):
     factory = partial(MLPModule, ranks=3, optimizer="sgd")
     options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
@@ -43,7 +44,7 @@ def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(s
 
 
 @pytest.mark.shows("gradient clipping by value")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("model", ["two groups", "tied gpt"])
 def test_clipping_by_value_equals_ddp(model, stage):
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -89,7 +90,7 @@ class NoClippingModule(MLPModule):
 
 
 @pytest.mark.shows("`configure_gradient_clipping`")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize(
     "module", [OwnValueModule, TorchNormModule, TorchValueModule, OneGroupModule]
 )
@@ -116,7 +117,7 @@ class NormModule(GPTModule):
 
 
 @pytest.mark.shows("`grad_norm` in `on_before_optimizer_step`")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_grad_norm_before_the_step_gives_the_values_of_ddp(world_size, stage):
     ours = run_ranks(world_size, _norms, settings(stage), has_group=False)

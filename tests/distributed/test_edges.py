@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
 from lightning_zero.schedule import Moment
+from tests.cells import ANY_STAGE, SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
-
-STAGES = [0, 1, 2, 3]
 
 
 def start(module, stage, optimizer=None, **settings):
@@ -50,7 +49,7 @@ def _keep_mean(rank, world_size, stage):
     torch.testing.assert_close(full_grad(module.b.weight), expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_a_mean_survives_backwards_that_do_not_touch_it(stage):
     run(_keep_mean, stage)
 
@@ -68,7 +67,7 @@ def _zero_local(rank, world_size, stage):
         torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_zeroed_local_gradients_are_not_stepped(stage):
     run(_zero_local, stage)
 
@@ -191,7 +190,7 @@ def _step_with(rank, world_size, optimizer, stage):
     torch.testing.assert_close(module.weight, reference.weight)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 @pytest.mark.parametrize("optimizer", [CallsParent, NoClosure])
 def test_optimizers_of_any_make_step_as_alone(optimizer, stage):
     run(_step_with, optimizer, stage)
@@ -203,13 +202,13 @@ def _refuse(rank, world_size, optimizer, stage):
         start(module, stage, optimizer(module.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_an_optimizer_that_needs_a_global_norm_is_refused(stage):
     run(_refuse, GlobalNorm, stage)
 
 
 @pytest.mark.refuses("LBFGS", because="it looks at all parameters at once")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_lbfgs_is_refused_in_every_stage(stage):
     run(_refuse, torch.optim.LBFGS, stage)
 
@@ -230,7 +229,7 @@ def _scale(rank, world_size, stage):
     return scaler.get_scale()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_loss_scaler_in_a_hand_written_loop_skips_on_all_ranks(stage):
     assert run(_scale, stage) == [2.0, 2.0]
 
@@ -248,7 +247,7 @@ def _nest(rank, world_size, stage):
     assert (module.weight == 7).all()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_gathered_may_be_nested(stage):
     run(_nest, stage)
 
@@ -260,7 +259,7 @@ def _infinite_norm(rank, world_size, stage):
     assert engine.clip_grad_norm_(1.0, norm_type=torch.inf).item() == 2.0
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_the_infinity_norm_skips_what_a_rank_does_not_own(stage):
     run(_infinite_norm, stage)
 
@@ -274,7 +273,7 @@ def _foreign_group(rank, world_size, stage):
         engine.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_a_foreign_parameter_added_later_is_refused_at_the_step(stage):
     run(_foreign_group, stage)
 
@@ -308,7 +307,7 @@ def _scalar(rank, world_size, stage, optimizer):
     assert states[-1]["state"][0]["step"].item() == 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_parameter_of_one_number_keeps_its_state(optimizer, stage):
     run(_scalar, stage, optimizer)
@@ -356,7 +355,7 @@ def _complete_differently(rank, world_size, stage):
             torch.testing.assert_close(full_grad(ours), reference.grad)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_ranks_whose_gradients_complete_in_different_orders_do_not_wait_for_each_other(stage):
     run_ranks(2, _complete_differently, stage)
 
@@ -375,7 +374,7 @@ def _freeze_on_one(rank, world_size, stage):
         engine.backward(module(x, order, order))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_a_parameter_that_is_frozen_on_one_rank_only_is_an_error_on_all(stage):
     run_ranks(2, _freeze_on_one, stage)
 

@@ -13,11 +13,10 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, fit_ranks, fit_reference, make_trainer, run_once, settings
 from tests.models import ConvModule, GPTModule, MLPModule
-
-STAGES = [1, 2, 3]
 
 
 class IndexModule(MLPModule):
@@ -48,7 +47,7 @@ class IndexModule(MLPModule):
 
 
 @pytest.mark.shows("`DistributedSampler` put in by the Trainer")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_distributed_sampler_is_injected_as_under_ddp(stage):
     ours = run_ranks(3, _samples_seen, settings(stage), has_group=False)
     assert ours == run_once(3, _samples_seen, "ddp")
@@ -81,7 +80,7 @@ class MetricModule(MLPModule):
 
 
 @pytest.mark.shows("`self.log(..., sync_dist=True)`")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_sync_dist_gives_the_mean_of_all_ranks_on_each(stage):
     factory = partial(MetricModule, ranks=3)
     options = {"limit_val_batches": 1.0}
@@ -101,7 +100,7 @@ class SyncWitness(Callback):
 
 
 @pytest.mark.shows("`sync_batchnorm=True`")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_sync_batchnorm_is_applied_for_the_fit_and_reverted_after_it(stage):
     for during, after in run_ranks(2, _normalizations, settings(stage), has_group=False):
         assert during == {nn.SyncBatchNorm}
@@ -121,7 +120,7 @@ def _normalizations(rank, world_size, spec):
 
 
 @pytest.mark.shows("evaluation in inference mode")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("model", [pytest.param(GPTModule, marks=pytest.mark.slow), ConvModule])
 def test_evaluation_in_inference_mode_between_fits_equals_ddp(model, stage):
     factory = partial(model, ranks=2)
@@ -171,7 +170,7 @@ def _fit_with_inference_mode(rank, world_size, spec, factory):
 
 
 @pytest.mark.shows("validate, test and predict before and after fit; a second fit")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("model", [pytest.param(MLPModule, marks=pytest.mark.slow), ConvModule])
 def test_evaluation_before_and_after_fit_and_a_second_fit_equal_ddp(model, stage):
     factory = partial(model, ranks=2)
@@ -237,7 +236,7 @@ def _traces(module):
     return traces
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_after_fit_the_module_has_whole_tensors_of_its_own(stage):
     for text in run_ranks(2, _check_after_fit, settings(stage), has_group=False):
         assert text == "good"
@@ -274,7 +273,7 @@ def _check_after_fit(rank, world_size, spec):
 
 
 @pytest.mark.shows("the module under another strategy afterwards")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("order", ["ours first", "ddp first"])
 def test_a_module_goes_from_one_strategy_to_another(order, stage):
     specs = [settings(stage), "ddp"]
@@ -295,7 +294,7 @@ def _fit_twice(rank, world_size, specs):
     return arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_after_fit_the_trainer_still_evaluates_and_saves_as_under_ddp(stage):
     ours = run_ranks(2, _save_after_fit, settings(stage), has_group=False)
     reference = run_once(2, _save_after_fit, "ddp")

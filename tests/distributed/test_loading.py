@@ -16,9 +16,8 @@ from lightning_zero.awaited import await_values
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
 from lightning_zero.masters import Masters
 from lightning_zero.stored import StoredTensor
+from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
-
-STAGES = [0, 1, 2, 3]
 
 
 class Block(nn.Module):
@@ -122,7 +121,7 @@ def _load(stage, dtype):
     return sizes
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_every_rank_reads_its_own_elements_and_masters_follow(stage):
     sizes = [by_name for both in run(_load_both, stage, world_size=3) for by_name in both]
     module = Net()
@@ -160,7 +159,7 @@ def _whole(engine):
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_all_that_does_not_fit_is_one_error_and_nothing_changes(stage):
     texts = run(_errors, stage)
     assert texts[0] == texts[1]
@@ -283,7 +282,7 @@ OWN_CODE = [
 ]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_only_modules_with_loading_code_of_their_own_are_gathered(stage):
     renaming, transposing, looking, overriding = run(_own_codes, stage)[0]
     assert not renaming
@@ -352,7 +351,7 @@ def _optimizer_by_name(rank, world_size, stage):
     return sum(last - first for key, first, last in reads if key != "step") / (2 * numel)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_states_by_name_are_read_by_shards(stage):
     parts = run(_optimizer_by_name, stage)
     assert sum(parts) == pytest.approx(2 if stage == 0 else 1)

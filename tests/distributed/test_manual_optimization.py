@@ -7,14 +7,13 @@ from functools import partial
 import pytest
 from torch.nn import functional as F
 
+from tests.cells import SHARDED_STAGE
 from tests.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.models import OPTIMIZERS, GANModule, MLPModule
 
-STAGES = [1, 2, 3]
-
 
 @pytest.mark.shows("manual optimization, two optimizers (a GAN)")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_toggled_optimizers_and_several_backwards(optimizer, world_size, stage):
@@ -99,7 +98,7 @@ class RareGeneratorModule(GANModule):
             optimizer_g.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize(
     "module", [EverySecondModule, ClosureModule, TwoLossesModule, RareGeneratorModule]
 )

@@ -14,6 +14,7 @@ from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, ZeroConfig, load_weights
 from lightning_zero.comm import Communicator
 from tests.benchmarks.storage import live_storage_bytes
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings
 from tests.models import MLPModule, Recorder
@@ -358,7 +359,7 @@ def test_values_of_a_checkpoint_need_no_initialisation(world_size, form):
             np.testing.assert_array_equal(found["loaded"][1][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_init_module_makes_empty_modules_on_meta_and_others_with_values(stage):
     trainer = make_trainer(settings(stage), devices=2, precision="bf16-true")
     with trainer.init_module(empty_init=True):

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 
 import lightning_zero
+from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engine_loop import engine_for
 from tests.fitting import fit, settings
@@ -19,6 +20,7 @@ from tests.hugging_face import MODELS, MORE_MODELS, HuggingFaceModule, llama
 
 slow = pytest.mark.slow
 STAGES = [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 3]
+BY_DEFAULT = ("llama", "lora on llama")
 # This kind of checkpointing is refused by DDP.
 REFERENCES = {"reentrant llama": "llama"}
 NUM_STEPS = 5
@@ -100,9 +102,9 @@ def _check(kind, ours, reference):
 
 @pytest.mark.shows("models of transformers and peft (LoRA)")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("kind", slow_but(BY_DEFAULT, MODELS))
 def test_a_hugging_face_model_trains_and_resumes_as_under_ddp(kind, stage):
-    kinds = tuple(MODELS)
+    kinds = BY_DEFAULT if kind in BY_DEFAULT else tuple(k for k in MODELS if k not in BY_DEFAULT)
     trained = _train_ranks(kinds, ("ddp", 3))
     reference = [of_rank[kind, "ddp"] for of_rank in trained]
     if stage != 3:

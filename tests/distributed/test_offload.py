@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.tiers import Storage
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 
 WIDTH = 192
@@ -150,14 +151,14 @@ def _compare(rank, world_size, stage, micro_batches, clip, num_steps, **extra):
 
 
 @pytest.mark.shows("offload to CPU memory and NVMe, bit-equal")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize(("world_size", "micro_batches", "clip"), [(1, 1, None), (2, 3, 0.1)])
 def test_an_offloaded_run_is_bit_equal(stage, world_size, micro_batches, clip):
     run_ranks(world_size, _compare, stage, micro_batches, clip, 4, timeout_s=240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.1])

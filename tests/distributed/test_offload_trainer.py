@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_zero import full_grad, gathered
 from lightning_zero.tiers import Storage
+from tests.cells import slow_but
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import fit, make_trainer, settings
 from tests.models import FrozenModule, GANModule, GPTModule, MLPModule, UnusedModule
@@ -52,11 +53,6 @@ REGISTERED = {
     "zero3_offload_nvme": 3,
 }
 GPT = partial(GPTModule, ranks=2)
-
-
-def slow_but(fast, cases):
-    """`cases`, of which all but `fast` are in the slow suite."""
-    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def part_memories():
@@ -244,9 +240,7 @@ class OptimizerModule(GPTModule):
         return self.made[self.name](self.parameters())
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["adagrad", "plain sgd", "counts calls"], OptimizerModule.made)
-)
+@pytest.mark.parametrize("name", slow_but(["adagrad"], OptimizerModule.made))
 def test_every_kind_of_optimizer_steps_offloaded_states_as_on_the_device(name):
     factory = partial(OptimizerModule, name, ranks=2, num_batches=3)
     run_ranks(2, compare, factory, has_group=False)
@@ -313,9 +307,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["several backwards", "looks and writes between steps"], SCENARIOS)
-)
+@pytest.mark.parametrize("name", slow_but(["several backwards"], SCENARIOS))
 def test_what_a_user_does_gives_the_same_offloaded(name):
     factory, options = SCENARIOS[name]
     run_ranks(2, compare, factory, options, has_group=False)

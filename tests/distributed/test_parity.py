@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 from lightning.pytorch import seed_everything
 
+from tests.cells import ANY_STAGE, slow_but
 from tests.distributed.ranks import run_ranks
 from tests.fitting import (
     arrays,
@@ -25,8 +27,10 @@ MODELS = {"gpt": GPTModule, "conv": ConvModule}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"),
+    slow_but({(1, 1), (2, 4), (3, 1)}, product((1, 2, 3, 4), (1, 4))),
+)
 @pytest.mark.parametrize("model", list(MODELS))
 def test_losses_and_parameters_equal_ddp(model, world_size, accumulation, stage):
     factory = partial(MODELS[model], ranks=world_size, num_batches=3 * accumulation)
@@ -94,7 +98,7 @@ def test_no_setting_of_stages_1_and_2_changes_the_result(options, stage):
     assert_same(ours, fit_reference(2, factory, trainer))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ANY_STAGE)
 def test_ranks_that_start_apart_take_the_weights_of_rank_0(stage):
     factory = partial(ConvModule, ranks=2)
     ours = run_ranks(2, _fit_from_own_seed, settings(stage), factory, has_group=False)

@@ -129,15 +129,27 @@ STEPS = {"max_epochs": None, "max_steps": 11}
 @pytest.mark.parametrize(
     ("at", "options", "last_seen"),
     [
-        ((1, 6), EPOCHS, ["batch", "batch"]),
+        pytest.param((1, 6), EPOCHS, ["batch", "batch"], marks=pytest.mark.slow),
         ((3, 7), EPOCHS, ["epoch", "epoch"]),  # the last batch of an epoch
         pytest.param((3, 7), STEPS, ["epoch", "epoch"], marks=pytest.mark.slow),
         pytest.param((1, 6), STEPS, ["batch", "batch"], marks=pytest.mark.slow),
-        ((1, 3), EPOCHS | {"val_check_interval": 2}, ["validation", "epoch"]),
+        pytest.param(
+            (1, 3),
+            EPOCHS | {"val_check_interval": 2},
+            ["validation", "epoch"],
+            marks=pytest.mark.slow,
+        ),
         ((1, 5), EPOCHS | {"accumulate_grad_batches": 2}, ["batch", "batch"]),
-        ((0, 5), EPOCHS | {"accumulate_grad_batches": 4}, ["epoch", "epoch"]),
+        pytest.param(
+            (0, 5),
+            EPOCHS | {"accumulate_grad_batches": 4},
+            ["epoch", "epoch"],
+            marks=pytest.mark.slow,
+        ),
         ((1, 6), EPOCHS | {"plugins": "async"}, ["batch", "batch"]),
-        ((0, 1), EPOCHS | {"limit_train_batches": 1}, ["epoch", "epoch"]),
+        pytest.param(
+            (0, 1), EPOCHS | {"limit_train_batches": 1}, ["epoch", "epoch"], marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

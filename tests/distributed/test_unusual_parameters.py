@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit, fit_ranks, fit_reference, settings
 from tests.models import (
@@ -27,7 +28,6 @@ from tests.models import (
     UnusedModule,
 )
 
-STAGES = [1, 2, 3]
 MODULES = {
     "frozen": FrozenModule,
     "frozen and not given": partial(FrozenModule, is_given_frozen=False),
@@ -42,7 +42,7 @@ MODULES = {
 
 
 @pytest.mark.shows("frozen, tied, unused parameters; branches that differ by rank")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("module", list(MODULES))
 def test_unusual_modules_equal_one_process_with_the_global_batch(module, world_size, stage):
@@ -52,7 +52,7 @@ def test_unusual_modules_equal_one_process_with_the_global_batch(module, world_s
     assert_same(ours, fit_reference(1, factory, options, spec="auto"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_layer_unused_in_a_step_is_not_stepped_nor_decayed(stage):
     factory = partial(UnusedModule, ranks=2, num_batches=1)
     before = fit_reference(1, partial(UnusedModule, ranks=1, num_batches=0), spec="auto")
@@ -69,7 +69,7 @@ OUTSIDE = {
 
 
 @pytest.mark.shows("parameters used outside their module's forward")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("module", list(OUTSIDE))
 def test_use_outside_of_a_forward_gives_the_right_gradient_or_an_error_with_the_name(module, stage):
     cls, names = OUTSIDE[module]
@@ -91,7 +91,7 @@ def fit_or_error(rank, world_size, spec, factory):
 
 
 @pytest.mark.shows("activation checkpointing")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("checkpointing", list(CHECKPOINTING))
 def test_activation_checkpointing_equals_none(checkpointing, stage):
     factory = partial(GPTModule, ranks=2, num_batches=6, checkpointing=checkpointing)
@@ -110,7 +110,7 @@ class Thaw(Callback):
             pl_module.net[4].requires_grad_(False)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_freezing_and_unfreezing_between_steps_equals_one_process(stage):
     factory = partial(FrozenModule, ranks=2, num_batches=5)
     options = {"callbacks": [Thaw()]}
@@ -195,7 +195,7 @@ LOOK_AT_WHOLE_TENSORS = {
 
 
 @pytest.mark.shows("elementwise optimizers")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("optimizer", list(ELEMENTWISE))
 def test_elementwise_optimizers_equal_ddp(optimizer, stage):
     factory = partial(OptimizerModule, ELEMENTWISE[optimizer], ranks=2, num_batches=5)
@@ -203,7 +203,7 @@ def test_elementwise_optimizers_equal_ddp(optimizer, stage):
     assert_same(ours, fit_reference(2, factory))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("optimizer", list(LOOK_AT_WHOLE_TENSORS))
 def test_optimizers_of_whole_tensors_are_exact_or_refused_by_name_before_training(optimizer, stage):
     factory = partial(OptimizerModule, LOOK_AT_WHOLE_TENSORS[optimizer], ranks=2, num_batches=5)
