@@ -144,6 +144,7 @@ class Watchdog:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_over = False
         self._store: Any = None  # None: there is none any more
+        self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
         self._num_read = 0
         self._outside: tuple[Any, _Wait] | None = None  # a wait that the engine has not announced
@@ -153,6 +154,7 @@ class Watchdog:
         self._peers = Peers()
         self._thread: threading.Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
+            self._world = dist.group.WORLD
             self._store = _clone(dist.distributed_c10d._get_default_store())
             self._thread = threading.Thread(
                 target=self._run, daemon=True, name="lightning-zero-watchdog"
@@ -340,6 +342,9 @@ class Watchdog:
             self._peers.close()
 
     def _look(self) -> None:
+        if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
+            self._is_over = True
+            return
         try:
             while not self._orders.empty():
                 self._orders.get()()
