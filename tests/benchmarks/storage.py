@@ -58,16 +58,14 @@ class Census:
     """Counts like `live_storage_bytes` again and again, and walks only what is new each time.
 
     The objects that exist when a census begins are walked then; `gc.freeze()` sets them aside, and
-    their tensors are followed by weak references. So nobody else may walk them afterwards.
+    their tensors and storages are followed by weak references. So nobody else can walk them.
     """
 
     def __init__(self) -> None:
         is_tensor, is_storage = _TypeTest(Tensor), _TypeTest(torch.UntypedStorage)
         things = gc.get_objects()
-        if any(is_storage(thing) for thing in things):
-            raise RuntimeError("a bare storage cannot be followed by a weak reference")
-        with torch._C.DisableTorchFunctionSubclass():
-            self._tensors = [weakref.ref(thing) for thing in things if is_tensor(thing)]
+        self._tensors = [weakref.ref(thing) for thing in things if is_tensor(thing)]
+        self._storages = [weakref.ref(thing) for thing in things if is_storage(thing)]
         del things
         gc.freeze()
 
@@ -75,12 +73,16 @@ class Census:
         """Of all devices."""
         found = live_storages()
         with torch._C.DisableTorchFunctionSubclass():
-            for reference in self._tensors:
-                tensor = reference()
-                if tensor is not None:
-                    for storage in _storages_of(tensor):
-                        _add(found, storage)
+            for tensor in _alive(self._tensors):
+                for storage in _storages_of(tensor):
+                    _add(found, storage)
+        for storage in _alive(self._storages):
+            _add(found, storage)
         return sum(found.values())
+
+
+def _alive(references: list[weakref.ref[Any]]) -> Iterator[Any]:
+    return (thing for reference in references if (thing := reference()) is not None)
 
 
 class _TypeTest:

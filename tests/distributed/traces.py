@@ -59,6 +59,7 @@ _UNTOLD = {"__annotations__", "__slotnames__", "__warningregistry__", "__path__"
 _UNTOLD |= {"_backend", "_default_pg_init_method", "_pg_default_device"}  # of distributed_c10d
 _UNTOLD |= {"argv", "path", "stdout", "stderr", "excepthook", "modules"}  # of sys; restored
 _UNTOLD |= {"last_exc", "last_type", "last_value", "last_traceback"}
+_UNTOLD |= {"_name_sequence", "_once_lock"}  # of tempfile, made when first asked for a name
 
 _LIMITS = (
     *(resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE),

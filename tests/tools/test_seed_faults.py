@@ -62,10 +62,11 @@ def test_a_fault_is_found_where_a_test_fails(function, is_found, tmp_path):
     (tmp_path / "lightning_zero").mkdir()
     source = tmp_path / "lightning_zero" / "mine.py"
     source.write_text(GOOD)
+    (source.parent / "__init__.py").touch()  # before one that is installed
     (tmp_path / "test_mine.py").write_text(TEST)
     of_less, of_unused = faults_in("lightning_zero/mine.py", GOOD)
     fault = of_less if function == "is_less" else of_unused
-    outcome = run_tests(fault, tmp_path, ["test_mine.py"], ["-q"], limit_s=60.0)
+    outcome = run_tests(fault, tmp_path, ["test_mine.py"], ["-q"], limit_s=250.0)
     assert outcome.is_found is is_found
     assert ("test_it" in outcome.because) is is_found
     assert source.read_text() == GOOD
