@@ -18,6 +18,7 @@ __all__ = ["Doing", "frame_of", "is_in_collective", "report", "user_frames"]
 _NUM_FRAMES = 3
 # The innermost Python frame of a thread that waits in a collective which the engine did not call.
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
+_BETWEEN_TWO = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _PACKAGE = os.path.dirname(__file__)
 _NOT_USERS = tuple(
@@ -91,6 +92,11 @@ def collective_of(frame: FrameType | None) -> str:
             name = frame.f_code.co_name
         frame = frame.f_back
     return f"torch.distributed.{name}"
+
+
+def is_between_two(name: str) -> bool:
+    """Whether a collective's two sides have different names while data is under way."""
+    return name.rpartition(".")[2] in _BETWEEN_TWO
 
 
 def user_frames(frame: FrameType | None) -> tuple[str, ...]:

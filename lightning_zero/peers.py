@@ -34,14 +34,13 @@ class Peer:
     how: str | None = None
 
 
-def how_ended(status: int) -> str:
-    """A status of `os.waitpid` in words."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(number).name}"
-        return f"was killed by signal {number}"
-    return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+def how_ended(code: int) -> str:
+    """An exit code in words; that of a signal is negative, as in `subprocess`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 class Peers:
@@ -142,7 +141,7 @@ def _status_of_zombie(pid: int) -> str | None:
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         if fields[0] == "Z":
-            return how_ended(int(fields[-1]))
+            return how_ended(os.waitstatus_to_exitcode(int(fields[-1])))
     return None
 
 

@@ -150,6 +150,7 @@ class ProcessStrategy(ParallelStrategy):
     def _begin_watch(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
+        Watchdog.stop_those_that_left()
         self._watchdog = Watchdog(
             next_name(self.global_rank),
             rank=self.global_rank,
@@ -183,7 +184,9 @@ class ProcessStrategy(ParallelStrategy):
         return has_world()
 
     def _waiting(self, name: str) -> AbstractContextManager[None]:
-        return self._watchdog.waiting(name) if self._watchdog is not None else nullcontext()
+        if self._watchdog is None:
+            return nullcontext()
+        return self._watchdog.waiting(name, is_engines=False)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -204,7 +207,9 @@ class ProcessStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        name = f"a {reduce_op} over ranks of {_shape_of(tensor)}"
+        # Torch's ReduceOp says its address, which is another on every rank.
+        how = reduce_op if isinstance(reduce_op, str) else "reduction"
+        name = f"a {how} over ranks of {_shape_of(tensor)}"
         if not self._meets(name, everyone=is_world(group)):
             return tensor
         with self._waiting(name):

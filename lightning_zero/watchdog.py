@@ -40,6 +40,7 @@ from lightning_zero.doing import (
     Doing,
     collective_of,
     frame_of,
+    is_between_two,
     is_in_collective,
     report,
     user_frames,
@@ -151,20 +152,26 @@ class Watchdog:
         self._reported: _Wait | None = None
         self._texts: list[str] = []  # keys of reports that rank 0 will write
         self._second_look: tuple[float, list[float]] | None = None
-        self._peers = Peers()
-        self._thread: threading.Thread | None = None
+        self._peers: Peers  # where there is a thread
+        self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
             self._store = _clone(dist.distributed_c10d._get_default_store())
-            self._thread = threading.Thread(
-                target=self._run, daemon=True, name="lightning-zero-watchdog"
-            )
+            self._peers = Peers()
+            self._thread = _Thread(self)
             self._thread.start()
             _stop_at_exit(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in another process say, watches nobody."""
         return partial(Watchdog, "", rank=self._rank, size=1), ()
+
+    @staticmethod
+    def stop_those_that_left() -> None:
+        """Ends the watches of runs that are over, of whatever Trainer: the next one has its own."""
+        for thread in threading.enumerate():
+            if isinstance(thread, _Thread) and not thread.watchdog._is_needed:
+                thread.watchdog.stop()
 
     # ---------------------------------------------------------------- for the main thread
 
@@ -190,11 +197,14 @@ class Watchdog:
                 self._cuts.remove(cut)
 
     @contextmanager
-    def waiting(self, name: str, *, is_for_data: bool = False) -> Iterator[None]:
+    def waiting(
+        self, name: str, *, is_engines: bool = True, is_for_data: bool = False
+    ) -> Iterator[None]:
         """Around waiting for other ranks.
 
         Args:
             name: What for, as in "rank 0 waits for the gather of layers.3".
+            is_engines: On a group that is cut by what was given to `on_failure`.
             is_for_data: Much may be under way, so that a long wait is no sign of a fault.
 
         Raises:
@@ -204,7 +214,7 @@ class Watchdog:
         self.raise_if_failed()
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        self._waits[thread] = _Wait(name, time.monotonic(), is_for_data=is_for_data)
+        self._waits[thread] = _Wait(name, time.monotonic(), is_engines, is_for_data)
         try:
             yield
         except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
@@ -283,6 +293,7 @@ class Watchdog:
             return False
         self._judged_at = None
         self._epoch += 1
+        self._order(self._judge)  # a faster rank may have failed again already
         return True
 
     def leave(self) -> None:
@@ -329,7 +340,8 @@ class Watchdog:
 
     # ---------------------------------------------------------------- the thread
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Watches, until `stop`; in a thread of its own."""
         try:
             self._peers.announce(self._rank, self._store, self._name)
             while not self._is_over:
@@ -340,6 +352,8 @@ class Watchdog:
                 _log.exception("rank %d: the watchdog has failed.", self._rank)
         finally:
             self._peers.close()
+            self._store = self._world = None  # their connections are no more than needed
+            self.describe = lambda: ""
 
     def _look(self) -> None:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
@@ -494,14 +508,17 @@ class Watchdog:
         assert frame is not None
         mark = (id(frame), frame.f_lasti)
         if self._outside is None or self._outside[0] != mark:
-            wait = _Wait(collective_of(frame), time.monotonic(), is_engines=False)
+            name = collective_of(frame)
+            wait = _Wait(name, time.monotonic(), is_engines=False, is_for_data=is_between_two(name))
             self._outside = (mark, wait)
         return self._outside[1]
 
     def _look_at_main(self) -> None:
         now, wait = time.monotonic(), self._wait_of_main()
-        if self._judged_at is not None and self.verdict is not None:
-            self._wake_main(wait, now - self._judged_at)
+        judged_at, verdict = self._judged_at, self.verdict  # a rally ends them meanwhile
+        if judged_at is not None and verdict is not None:
+            if wait is not None and not wait.is_engines:
+                self._wake_main(wait, verdict, judged_at)
             return
         if self._report_after_s is None or self._store is None:
             return
@@ -516,19 +533,18 @@ class Watchdog:
         except RuntimeError:
             self._lose_store()
 
-    def _wake_main(self, wait: _Wait | None, judged_s: float) -> None:
+    def _wake_main(self, wait: _Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""
-        verdict = self.verdict
-        if wait is None or wait.is_engines or verdict is None or self._judged_at is None:
+        is_together_or_not = self._rallies and self._is_needed
+        if not (is_together_or_not or verdict.is_dead or wait.since < judged_at):
             return
-        if not (self._rallies or verdict.is_dead or wait.since < self._judged_at):
-            return
-        if judged_s > _SETTLE_S and not self._is_cut:
+        waited_s = time.monotonic() - max(judged_at, wait.since)
+        if waited_s > _SETTLE_S and not self._is_cut:
             self._is_cut = True
             for group in list(dist.distributed_c10d._world.pg_map):
                 with suppress(RuntimeError, ValueError):
                     cut_connections(group)
-        if time.monotonic() - max(self._judged_at, wait.since) > _LAST_RESORT_S:
+        if waited_s > _LAST_RESORT_S:
             # In the store, say, while a group is made: nothing wakes it before its timeout.
             _say(f"{self._explain(verdict)}; it waits in {wait.name}, and is ended.")
             os._exit(1)
@@ -600,6 +616,14 @@ class Watchdog:
             _log.info("%s", self._store.get(key).decode())
 
 
+class _Thread(threading.Thread):
+    """Is itself the record of the watches of this process: see `stop_those_that_left`."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        super().__init__(target=watchdog.run, daemon=True, name="lightning-zero-watchdog")
+        self.watchdog = watchdog
+
+
 def _may_be_circle(answers: list[Doing | None]) -> bool:
     """Whether every rank waits, not all for the same, and none for data under way."""
     waits = {None if a is None or a.is_for_data or not a.wait else a.wait for a in answers}
@@ -625,16 +649,22 @@ def cut_connections(group: Any) -> None:
     Destroying a group of gloo does not while anything, a transfer or a traceback, refers to it. A
     receive that times out does; but where the peer has gone it fails, and closes nothing else.
     """
-    backend = dist.get_backend(group)
-    if "nccl" in backend:
+    backends = _backends_of(group)
+    if "nccl" in backends:
         dist.distributed_c10d._abort_process_group(group)
-    if "gloo" not in backend:
+    if "gloo" not in backends:
         return
     nothing = torch.empty(1)
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+
+
+def _backends_of(group: Any) -> set[str]:
+    """Of a group that may have one for each kind of device, whose name tells none of them then."""
+    dist.get_backend(group)  # raises where it is destroyed
+    return {group._get_backend(device).name().lower() for device in group._device_types}
 
 
 def _is_of_connection(error: BaseException) -> bool:
@@ -663,4 +693,4 @@ def _stop_at_exit(watchdog: Watchdog) -> None:
             alive.end_with_process()
 
     atexit.register(stop)
-    weakref.finalize(watchdog, atexit.unregister, stop)
+    weakref.finalize(watchdog, atexit.unregister, stop).atexit = False  # else it may come first

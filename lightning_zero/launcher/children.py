@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_zero.launcher.untouched import Untouched
+from lightning_zero.peers import how_ended
 
 __all__ = ["Children", "how_child_ended", "release_children"]
 
@@ -152,7 +153,7 @@ class Children(threading.Thread):
         for rank, process in enumerate(self.processes, self._first_rank):
             if process in processes:
                 code = process.returncode
-                texts.append(f"rank {rank} {'still ran' if code is None else _how(code)}")
+                texts.append(f"rank {rank} {'still ran' if code is None else how_ended(code)}")
         return ", ".join(texts)
 
 
@@ -168,14 +169,8 @@ def how_child_ended(pid: int) -> str | None:
     children = Children.current()
     for process in children.processes if children is not None else ():
         if process.pid == pid and process.poll() is not None:
-            return _how(process.returncode)
+            return how_ended(process.returncode)
     return None
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
 
 
 def _say(text: str) -> None:

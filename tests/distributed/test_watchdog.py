@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.doing import Doing, report
 from lightning_zero.peers import how_ended
-from lightning_zero.watchdog import PeerAbortedError, Watchdog
+from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -126,6 +127,81 @@ def _norm_alone(rank, world_size, stage, moment):
 def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(stage, moment):
     for error, _ in run_ranks(2, _norm_alone, stage, moment, timeout_s=30):
         assert re.search("this rank has come to|waits in its backward", error), error
+
+
+class FailingSetupModule(MLPModule):
+    """Fails on `failing` ranks in `setup`, where the others wait for them on the default group."""
+
+    def __init__(self, failing, **kwargs):
+        super().__init__(**kwargs)
+        self.failing = failing
+
+    def setup(self, stage):
+        if self.global_rank in self.failing:
+            raise ArithmeticError("out of luck")
+        self.trainer.strategy.barrier("mine")
+
+
+def _fail_at_setup_and_live(rank, world_size):
+    trainer = make_trainer(settings(1))
+    outcome = _error_of(lambda: trainer.fit(FailingSetupModule([1], ranks=world_size)))
+    if rank == 1:
+        time.sleep(10)  # its connections stay open
+    return outcome
+
+
+def test_a_rank_that_fails_before_there_is_an_engine_and_lives_on_ends_the_waits_of_others():
+    first, _ = run_ranks(2, _fail_at_setup_and_live, has_group=False, timeout_s=40)
+    assert first[0].endswith("rank 0 stops because rank 1 raised ArithmeticError: out of luck")
+    assert first[1] < 8
+
+
+class LateModule(MLPModule):
+    """Waits for a late rank in collectives that are not the engine's."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.global_rank)
+        dist.barrier()
+        total = dist.ReduceOp(dist.ReduceOp.SUM)  # its text is another on every rank
+        self.trainer.strategy.reduce(torch.ones(()), reduce_op=total)
+        return super().training_step(batch, batch_idx)
+
+
+def _fail_then_fit(rank, world_size):
+    trainer = make_trainer(settings(1))
+    failing = range(world_size)
+    first, _ = _error_of(lambda: trainer.fit(FailingSetupModule(failing, ranks=world_size)))
+    time.sleep(2.5)
+    trainer = make_trainer(settings(1), limit_train_batches=3)
+    second, _ = _error_of(lambda: trainer.fit(LateModule(ranks=world_size)))
+    return first, second, [thread.name for thread in threading.enumerate()]
+
+
+def test_the_watch_of_a_failed_run_does_not_end_the_next_one_of_another_trainer():
+    for first, second, threads in run_ranks(2, _fail_then_fit, has_group=False):
+        assert first == "ArithmeticError: out of luck"
+        assert second == ""
+        assert threads.count("lightning-zero-watchdog") == 1
+
+
+def _cut_while_waiting(rank, world_size):
+    dist.init_process_group()  # with a backend for each kind of device
+    group = dist.new_group()
+    dist.barrier(group=group)
+    if rank == 0:
+        threading.Timer(1.0, cut_connections, [group]).start()
+        outcome = _error_of(lambda: dist.all_reduce(torch.ones(1), group=group))
+    else:
+        time.sleep(5)
+        outcome = None
+    dist.destroy_process_group()
+    return outcome
+
+
+def test_connections_of_a_group_with_a_backend_for_each_kind_of_device_are_cut():
+    (error, seconds), _ = run_ranks(2, _cut_while_waiting, has_group=False, fresh=True)
+    assert error.startswith("RuntimeError")
+    assert seconds < 4
 
 
 # ---------------------------------------------------------------- reports
@@ -287,8 +363,9 @@ def test_ranks_rally_again_and_again_and_start_afresh_each_time():
 
 
 def test_statuses_are_told_in_words():
-    assert how_ended(9) == "was killed by SIGKILL"
-    assert how_ended(3 << 8) == "ended with exit code 3"
+    assert how_ended(-9) == "was killed by SIGKILL"
+    assert how_ended(-40) == "was killed by signal 40"
+    assert how_ended(3) == "ended with exit code 3"
 
 
 def test_there_is_nothing_to_watch_without_other_ranks():
