@@ -80,6 +80,7 @@ class Checkpoints:
         if not life.is_together():
             return {}
         engine = life.current
+        self._meet("the state of the module, for a checkpoint")
         state = self._module.state_dict() if engine is None else full_state_dict(engine)
         return with_saved_names(state)
 
@@ -89,8 +90,14 @@ class Checkpoints:
         if life.owner is None or not self.is_sharded or not life.is_together():
             return self.module_state()
         is_closed = life.current is None
+        self._meet("the state of the module, for a checkpoint")
         state = self._saving.state_dict(life.owner, self._module, is_closed=is_closed)
         return with_saved_names(state)
+
+    def _meet(self, name: str) -> None:
+        """During a run: a rank that does so alone would wait for data of the others. Collective."""
+        if (engine := self._life.current) is not None:
+            engine.lockstep.meet_for(name)
 
     def average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
         """As `module_entries`, of a callback's averaged module. Collective."""
@@ -105,6 +112,7 @@ class Checkpoints:
         if not self._life.is_together():
             return {}
         owner.optimizers.check_has_states()
+        self._meet("the state of an optimizer, for a checkpoint")
         if self.is_sharded:
             return self._saving.optimizer_state(optimizer, owner)
         is_recipient = self._strategy.is_global_zero

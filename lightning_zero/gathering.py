@@ -89,6 +89,7 @@ class Gathering:
         self.is_mid_round = False
         for unit in self.units:
             unit.num_awaited = 0
+            unit.entered.clear()
 
     @property
     def is_at_end_of_forward(self) -> bool:

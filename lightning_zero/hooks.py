@@ -3,7 +3,9 @@
 [Note: What a hook may trust] A copy of a module takes our hooks along, so each looks whether it is
 called for its own. Backward enters a unit through the outputs that can be seen; what hides tensors
 is kept whole. It has left the unit when all inputs have their gradients; a leaf has its gradient
-before the unit's last nodes have run, and tells nothing. Graphs of torch.compile end at our hooks.
+before the unit's last nodes have run, and tells nothing. Where one call's output is the next one's
+input, backward enters the former before it leaves the latter. Graphs of torch.compile end at our
+hooks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from lightning_zero.bucket import Bucket
 from lightning_zero.compiled import compiled_modules
 from lightning_zero.guard import has_placement
 from lightning_zero.mixed_dtypes import explain_dtype_error
-from lightning_zero.unit import Unit
+from lightning_zero.unit import Call, Unit
 
 __all__ = ["Events", "Hooks", "check_all_hooked"]
 
@@ -46,11 +48,11 @@ class Events(Protocol):
     def hold(self, unit: Unit, reason: str) -> None:
         """It cannot be seen when backward uses `unit`."""
 
-    def before_backward_of(self, unit: Unit) -> None:
-        """Backward has come to an output of `unit`."""
+    def before_backward_of(self, unit: Unit, call: Call) -> None:
+        """Backward has come to an output of `call`, one of `unit`."""
 
-    def after_backward_of(self, unit: Unit) -> None:
-        """The gradients of all inputs of a call of `unit` are there."""
+    def after_backward_of(self, unit: Unit, call: Call) -> None:
+        """The gradients of all inputs of `call` are there."""
 
     def on_gradient(self, bucket: Bucket, index: int) -> None:
         """Slot `index` of `bucket` has got a gradient."""
@@ -123,12 +125,15 @@ class Hooks:
             if module is not unit.module:
                 return
             self._events.before_forward(unit)
+            call = Call()
+            unit.calls.append(call)
             if torch.is_grad_enabled() and not unit.is_held:
                 leaves = tree_leaves((args, kwargs))
                 inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
                 if inputs:
                     unit.num_awaited += 1
-                    register_multi_grad_hook(inputs, lambda _: self._events.after_backward_of(unit))
+                    done = self._events.after_backward_of
+                    register_multi_grad_hook(inputs, lambda _: done(unit, call))
 
         return hook
 
@@ -136,19 +141,20 @@ class Hooks:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return
+            call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
             leaves = tree_leaves(output)
             if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
                 self._events.hold(unit, f"module {unit.name} returns a view of its parameters")
             if torch.is_grad_enabled():
-                self._watch_outputs(unit, leaves)
+                self._watch_outputs(unit, call, leaves)
             self._events.after_forward(unit)
 
         return hook
 
-    def _watch_outputs(self, unit: Unit, leaves: Sequence[Any]) -> None:
+    def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
         wanting = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
         for tensor in wanting:
-            tensor.register_hook(lambda _: self._events.before_backward_of(unit))
+            tensor.register_hook(lambda _: self._events.before_backward_of(unit, call))
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may hide tensors"

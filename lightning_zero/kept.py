@@ -8,7 +8,8 @@ autocast a float32 input is common. So under autocast these stay as they are, in
 1. vectors and scalars: at most one dimension is larger than 1. Biases of torch's own linear,
    convolutional, recurrent and attention layers are none of these: autocast casts those layers
    as a whole, and what one kernel takes together stays together;
-2. every parameter of the layers in `_AS_THEY_ARE`, which autocast does not cast.
+2. every parameter of the layers in `_AS_THEY_ARE`, which autocast does not cast, and of those that
+   torch.nn.utils.spectral_norm or weight_norm compute their weight for.
 
 This is `AUTOCAST` in `ZeroConfig.keep_float32`; a mixed precision of the Trainer adds it. Without
 autocast nothing but matching dtypes runs, so there only what keeps running statistics stays.
@@ -22,6 +23,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_parameters"]
 
@@ -43,6 +46,7 @@ _AS_THEY_ARE = (
     nn.EmbeddingBag,  # takes weights of samples in the dtype of its own
     ParametrizationList,  # decompositions and power iterations are not for 16 bits
 )
+_DECOMPOSED = (SpectralNorm, WeightNorm)  # hooks; the same by torch's older functions
 
 
 def kept_parameters(
@@ -75,7 +79,8 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _is_not_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
     """See [Note: What autocast casts]."""
-    if isinstance(module, _AS_THEY_ARE):
+    hooks = module._forward_pre_hooks.values()
+    if isinstance(module, _AS_THEY_ARE) or any(isinstance(h, _DECOMPOSED) for h in hooks):
         return True
     is_vector = sum(size > 1 for size in parameter.shape) < 2
     return is_vector and not isinstance(module, CAST_AS_A_WHOLE)

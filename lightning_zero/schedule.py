@@ -59,7 +59,7 @@ from lightning_zero.recording import Kind
 from lightning_zero.reducing import Reducing
 from lightning_zero.shared_buffers import SharedBuffers
 from lightning_zero.trained import Trained
-from lightning_zero.unit import Unit
+from lightning_zero.unit import Call, Unit
 
 __all__ = ["Moment", "Schedule"]
 
@@ -283,9 +283,11 @@ class Schedule:
         self.gathering.begin_backward()
         self.gathering.unshard_held()
 
-    def before_backward_of(self, unit: Unit) -> None:
-        """Backward has come to an output of `unit`."""
+    def before_backward_of(self, unit: Unit, call: Call) -> None:
+        """Backward has come to an output of `call`, one of `unit`."""
         self._last_used = unit.name
+        if not call.is_done:
+            unit.entered.add(call)
         if self.moment is Moment.BACKWARD:
             with record_function(f"zero::before_backward {unit.name}"):
                 self.gathering.unshard(unit)
@@ -295,9 +297,13 @@ class Schedule:
             unit.is_held = True
             self.gathering.unshard(unit)
 
-    def after_backward_of(self, unit: Unit) -> None:
-        """The gradients of all inputs of a call of `unit` are there."""
+    def after_backward_of(self, unit: Unit, call: Call) -> None:
+        """The gradients of all inputs of `call` are there."""
         unit.num_awaited -= 1
+        call.is_done = True
+        unit.entered.discard(call)
+        if unit.entered:
+            return  # of an earlier call, which has made this one's input and tells nothing
         if self.moment is Moment.BACKWARD and not unit.is_held and unit.num_awaited <= 0:
             self._recorder.leave(Kind.BACKWARD, unit.name)
             unit.release()

@@ -194,6 +194,8 @@ class ShardedTensor(Tensor):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             is_tracked = torch.is_grad_enabled() and any(map(_needs_grad, tensors))
             name = _name_of(func)
+            if name in _ON_MEMORY:
+                _first_of(args, kwargs)._refuse(name)
             if is_tracked and _is_writing(name) and not isinstance(args[0], ShardedTensor):
                 sharded = next(t for t in tensors if isinstance(t, ShardedTensor))
                 sharded._refuse(name, "no gradient flows through it: do so under torch.no_grad()")
@@ -258,6 +260,12 @@ class ShardedTensor(Tensor):
         memo[id(self)] = copy
         return copy
 
+    def __format__(self, spec: str) -> str:
+        """A number as Python's, if asked for a format; then every rank must call it."""
+        return (
+            format(self.item(), spec) if spec and self.dim() == 0 else object.__format__(self, spec)
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickle")
 
@@ -309,6 +317,7 @@ def _first_of(*values: Any) -> ShardedTensor:
 # ---------------------------------------------------------------- autograd
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ON_MEMORY = {"apply_", "map_", "map2_"}  # torch reads it without asking: there is none
 _UNTRACKED = {Tensor.detach, Tensor.detach_, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
@@ -365,6 +374,7 @@ _ALSO_POINTWISE = {
     "zero",
     "zeros_like",
 }
+_OF_A_NUMBER = {"fill", "fill_"}  # take a tensor for a number, and only of no dimension
 _WITHOUT = ("memory_format",)  # of the whole; a part has one dimension
 
 
@@ -420,8 +430,16 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         first._refuse(name, f"shapes {shapes} would make a tensor of another size")
     assert isinstance(home, ShardedTensor)
 
+    def is_number(leaf: Any) -> bool:
+        takes = name in _OF_A_NUMBER or name.startswith(_FOREACH)
+        is_other = isinstance(leaf, Tensor) and leaf is not home and leaf.dim() == 0
+        return takes and is_other
+
     def run(own: Tensor) -> Any:
-        parts = [_part_for(leaf, home, shape, own) for leaf in leaves]
+        parts = [
+            _number(leaf, own.device) if is_number(leaf) else _part_for(leaf, home, shape, own)
+            for leaf in leaves
+        ]
         args, kwargs = tree_unflatten(parts, tree)
         return func(*args, **kwargs)
 
@@ -429,6 +447,11 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         home.change(run)
         return home
     return tree_map(lambda part: _result(part, home, shape), run(home.local))
+
+
+def _number(value: Tensor, device: torch.device) -> Any:
+    whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
+    return _moved(whole, device)
 
 
 def _part_for(value: Any, home: ShardedTensor, shape: torch.Size, own: Tensor) -> Any:

@@ -9,7 +9,18 @@ from torch import Tensor, nn
 from lightning_zero.bucket import Bucket
 from lightning_zero.plan import UnitPlan
 
-__all__ = ["Trace", "Unit"]
+__all__ = ["Call", "Trace", "Unit"]
+
+
+class Call:
+    """One forward of a unit.
+
+    Attributes:
+        is_done: Backward has left it.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
 
 
 class Unit:
@@ -21,6 +32,8 @@ class Unit:
         buckets: The buckets whose parameters rest as shards.
         is_held: Stays whole until the end of the step: the root, and what is used out of turn.
         num_awaited: Forwards whose inputs, when their gradients come, tell that backward is done.
+        calls: The forwards under way.
+        entered: The forwards that backward has entered and, as far as can be told, not left.
     """
 
     def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
@@ -30,6 +43,8 @@ class Unit:
         self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
         self.is_held = index == 0
         self.num_awaited = 0
+        self.calls: list[Call] = []
+        self.entered: set[Call] = set()
         self.module: nn.Module | None = None
 
     @property

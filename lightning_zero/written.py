@@ -74,8 +74,10 @@ def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     """This rank's elements of what was put in the place of a parameter's data: 1-D.
 
     Raises:
-        ValueError: It has neither the shape of the whole nor that of this rank's part.
+        ValueError: It has neither the shape of the whole nor that of this rank's part; or it was a
+            sharded tensor.
     """
+    _check_has_memory(values, slot)
     if tuple(values.shape) == slot.shape:
         return read_flat(values, owned.start, owned.stop)
     if values.dim() == 1 and values.numel() == len(owned):
@@ -87,12 +89,23 @@ def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     )
 
 
+def _check_has_memory(values: Tensor, slot: Slot) -> None:
+    """Of what was computed from `p.grad`, torch puts a shell without memory into a parameter."""
+    if not values.is_meta and values.numel() and values.data_ptr() == 0:
+        raise ValueError(
+            f"the data set on parameter {slot.name} was computed from p.grad, which rests as a "
+            "shard, and is not whole: write into the data instead, as in parameter.data.copy_(...) "
+            "or parameter.data.add_(parameter.grad, alpha=-lr); or set values.full_tensor()."
+        )
+
+
 def whole_values(values: Tensor, slot: Slot) -> Tensor:
     """A copy of what was put in the place of a whole parameter's data.
 
     Raises:
-        ValueError: It has another shape.
+        ValueError: It has another shape, or was a sharded tensor.
     """
+    _check_has_memory(values, slot)
     if tuple(values.shape) != slot.shape:
         raise ValueError(
             f"the data set on parameter {slot.name} has shape {tuple(values.shape)}; expected "

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+import lightning_zero
 from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
@@ -115,14 +116,32 @@ def _log_dir(trainer, module, batch):
     return trainer.log_dir
 
 
-def _fit_alone(rank, world_size, what):
-    trainer = make_trainer(settings(3), callbacks=[Alone(what)])
+def _gathered(trainer, module, batch):
+    with lightning_zero.gathered(module):
+        pass
+
+
+def _save(trainer, module, batch):
+    trainer.save_checkpoint("alone.ckpt")
+
+
+def _module_state(trainer, module, batch):
+    trainer.strategy.lightning_module_state_dict()
+
+
+def _fit_alone(rank, world_size, what, stage=3):
+    trainer = make_trainer(settings(stage), callbacks=[Alone(what)])
     return _outcome(trainer, MLPModule(ranks=world_size))
 
 
-@pytest.mark.parametrize("what", [_look, _log_dir])
+@pytest.mark.parametrize("what", [_look, _log_dir, _gathered, _save, _module_state])
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
     for error in _errors(2, _fit_alone, what):
+        assert error.startswith(ELSEWHERE)
+
+
+def test_a_checkpoint_that_one_rank_saves_alone_is_an_error_on_all_in_stage_1():
+    for error in _errors(2, _fit_alone, _save, 1):
         assert error.startswith(ELSEWHERE)
 
 

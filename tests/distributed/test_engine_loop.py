@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import GPT, GPTConfig
+from lightning_zero import Engine, ZeroConfig
 from tests.cells import ANY_STAGE, slow_but
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays
@@ -497,3 +498,43 @@ def _use_parts(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parts_of_the_module_are_called_within_forward_context(stage):
     run_ranks(2, _use_parts, stage)
+
+
+class UsesAgain(nn.Module):
+    """Calls blocks again, `order` by index, on their own outputs with nothing between."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.order = order
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+def _use_again(rank, world_size, order, leaf_wants_grad):
+    torch.manual_seed(0)
+    module = UsesAgain(order)
+    reference = copy.deepcopy(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    engine = Engine(module, optimizers[:1], ZeroConfig(stage=3, prefetch_bucket_size=0))
+    for _ in range(2):
+        x = torch.ones(4, 8) * (rank + 1)
+        engine.backward(module(x.requires_grad_(leaf_wants_grad)))
+        engine.step()
+        engine.zero_grad()
+        for other in range(world_size):
+            (reference(torch.ones(4, 8) * (other + 1)) / world_size).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    engine.close()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("leaf_wants_grad", [False, True])
+@pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 1, 1, 2), (2, 0, 0, 0), (0, 1, 2, 2, 0)])
+def test_a_block_that_takes_its_own_output_learns_as_in_one_process(order, leaf_wants_grad):
+    run_ranks(2, _use_again, order, leaf_wants_grad)

@@ -92,6 +92,7 @@ REDUCTIONS = {
     "extremes": lambda g, p: (g.max(), g.min(), g.abs().amax(), torch.amin(g)),
     "counts": lambda g, p: ((g > 0).sum(), g.count_nonzero(), (g == 0).float().mean()),
     "any": lambda g, p: ((g > 0).any(), (g > -100).all(), torch.isfinite(g).all()),
+    "format": lambda g, p: float(f"{g:.3f}") if g.dim() == 0 else 0,
     "item": lambda g, p: (g.norm().item(), g.mean().item(), bool((g != g).any())),
     "dot": lambda g, p: torch.dot(g.flatten(), (g * p).flatten()),
     "cosine": lambda g, p: (g * p).sum() / (g.norm() * (2 * g).norm()),
@@ -118,6 +119,8 @@ ELEMENTWISE = {
     "shapes": lambda g, p: [g.view(-1), g.flatten(), g.unsqueeze(0), g[None], g.reshape(1, -1)],
     "random": lambda g, p: [seeded(torch.randn_like, g), seeded(torch.rand_like, g)],
     "foreach": lambda g, p: torch._foreach_mul([g, g + 1], [p, mask(g)]),
+    "foreach with a number": lambda g, p: torch._foreach_mul([g, g + 1], torch.tensor(2.0)),
+    "filled": lambda g, p: [g.clone().fill_(g.mean()), torch.full_like(g, 3.0)],
     "a number with a dtype": lambda g, p: g * torch.tensor(2.0, dtype=torch.float64),
 }
 
@@ -214,6 +217,8 @@ REFUSED = {
     "pickle": pickle.dumps,
     "cumsum": lambda t: t.cumsum(0),
     "find": lambda t: t.nonzero(),
+    "apply": lambda t: t.apply_(abs),
+    "map": lambda t: t.map_(t, max),
 }
 
 
@@ -622,3 +627,24 @@ def _data(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_data_changed_by_its_own_norms_equals_one_process(stage):
     run_ranks(WORLD_SIZE, _data, stage)
+
+
+def _set_a_part(rank, world_size, stage):
+    net, _, _, engine = build(stage)
+    engine.backward(net(inputs(rank)))
+    weight = net.layers[0].weight
+    before = weight.detach().clone()
+    weight.data = weight.data - 0.1 * weight.grad
+    engine.zero_grad()
+    with pytest.raises(ValueError, match=r"layers.0.weight was computed from p.grad.*full_tensor"):
+        engine.backward(net(inputs(rank)))
+    torch.testing.assert_close(weight.detach(), before)
+    engine.backward(net(inputs(rank)))
+    weight.data = (weight.data - 0.1 * weight.grad).full_tensor()
+    engine.zero_grad()
+    engine.backward(net(inputs(rank)))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_part_that_is_set_as_data_of_a_whole_parameter_is_an_error_and_no_crash(stage):
+    run_ranks(2, _set_a_part, stage, fresh=True)

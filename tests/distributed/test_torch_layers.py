@@ -140,6 +140,8 @@ LAYERS: dict[str, Layer] = {
     **{f"{n}, pre-norm": layer for n, layer in _transformer(norm_first=True).items()},
     "weight_norm": Layer(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 6)), ANY_DIM),
     "spectral_norm": Layer(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, 6)), ANY_DIM),
+    "older weight_norm": Layer(lambda: nn.utils.weight_norm(nn.Linear(WIDTH, 6)), ANY_DIM),
+    "older spectral_norm": Layer(lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, 6)), ANY_DIM),
     "orthogonal": Layer(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, 6)), ANY_DIM),
 }
 ELSEWHERE = {
