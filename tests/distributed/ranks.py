@@ -232,7 +232,8 @@ class _RankSet:
         for rank in self._ranks:
             rank.pipe.close()
         for rank in self._ranks:
-            rank.process.kill()
+            if rank.process.is_alive():  # else its number may be another process's by now
+                rank.process.kill()
             rank.process.join()
 
     def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
@@ -264,8 +265,9 @@ class _RankSet:
 
     def _report(self, call: _Call, failures: dict[int, str], silent: list[int], title: str) -> str:
         for index in silent:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._ranks[index].process.pid, signal.SIGUSR2)
+            if self._ranks[index].process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._ranks[index].process.pid, signal.SIGUSR2)
         if silent:
             time.sleep(_DUMP_S / 2)
         world_size = len(self._ranks)
