@@ -11,8 +11,9 @@ Two planes, each on process groups of the engine's own, for WORLD is Lightning's
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -121,6 +122,8 @@ class Communicator:
             self.control.watchdog = Watchdog(
                 name, rank=self.rank, size=self.size, report_after_s=report_after_s
             )
+            end = weakref.finalize(self, self.control.watchdog.stop)
+            end.atexit = False  # the process ends the watch
         self.control.watchdog.on_failure(self._cut)
         try:
             if compare is not None:
@@ -314,11 +317,12 @@ class Communicator:
     def _cut(self) -> None:
         """Whoever waits for another rank waits no longer. From any thread."""
         self._is_cut = True
-        self.control.cut()
-        for channel in self._channels:
-            channel.cut()
-        for group in self._axes.groups if self._axes is not None else ():
-            cut_connections(group)
+        axes = self._axes
+        cuts = [self.control.cut, *(channel.cut for channel in self._channels)]
+        cuts += [partial(cut_connections, group) for group in (axes.groups if axes else ())]
+        for cut in cuts:
+            with suppress(RuntimeError, ValueError):  # the group has been destroyed
+                cut()
 
     def wait_for_sent(self, is_from_cpu: bool) -> None:
         """Before CPU memory is written to from which gathers copied: waits for the copies."""

@@ -112,7 +112,7 @@ class Schedule:
         self._is_compiled = is_compiled(module)
         self.hooks = Hooks(module, units, buckets, self)
         self._last_used = ""  # the unit whose forward or backward has begun last
-        comm.control.watchdog.describe = self._describe
+        comm.control.watchdog.describe_by(self._describe)
 
     # ---------------------------------------------------------------- forward
 

@@ -227,7 +227,9 @@ class ZeroStrategy(CheckpointStrategy):
         # Before any rank does what the others would have to do with it.
         fields = {**self._settings.facts(), **self._facts}
         fields["precision"] = self.precision_plugin.precision
-        check_alike(gather_objects({"ZeroStrategy": fields}))
+        with self._waiting("the settings of all ranks"):
+            everyone = gather_objects({"ZeroStrategy": fields})
+        check_alike(everyone)
 
     @classmethod
     @override

@@ -103,14 +103,12 @@ class Watchdog:
         size: Number of ranks.
         report_after_s: Seconds of waiting for other ranks after which all tell what they are doing;
             None: never.
-        rallies: After a failure the ranks come together in `rally` or not at all, so that nobody
-            may wait elsewhere. Otherwise collectives on other groups that begin after a failure
-            are left alone, as long as all ranks live.
+        rallies: Until `leave`, the ranks come together after a failure in `rally` or not at all, so
+            that nobody may wait elsewhere. Otherwise collectives on other groups that begin after
+            a failure are left alone, as long as all ranks live.
         how_ended: Tells how a process has ended that this one has started, such as "ended with exit
             code 3"; None where it does not know.
 
-    Attributes:
-        describe: Tells what the engine is doing; called from another thread.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Watchdog:
         rallies: bool = False,
         how_ended: Callable[[int], str | None] = lambda pid: None,
     ) -> None:
-        self.describe: Callable[[], str] = lambda: ""
+        self._describe: weakref.WeakMethod[Callable[[], str]] | None = None
         self._rank = rank
         self._size = size
         self._name = f"lightning_zero/{name}"
@@ -132,7 +130,8 @@ class Watchdog:
         self._how_ended = how_ended
         self._main = threading.get_ident()
         self._waits: dict[int, _Wait] = {}  # by thread
-        self._cuts: list[Callable[[], None]] = []
+        # Weak: an engine that nobody closes goes all the same.
+        self._cuts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._lock = threading.Lock()  # of `_cuts`, and while they are called
         # Where the ranks stand.
         self._epoch = 0  # number of the rallies that have brought all together
@@ -186,15 +185,22 @@ class Watchdog:
         return self._death is not None or self._is_cut
 
     def on_failure(self, cut: Callable[[], None]) -> None:
-        """From now on `cut` is called at a verdict, from another thread: nobody may wait longer."""
+        """From now on `cut` is called at a verdict, from another thread: nobody may wait longer.
+
+        Args:
+            cut: A method, which keeps its object alive no longer than others do.
+        """
         with self._lock:
-            self._cuts.append(cut)
+            self._cuts.append(weakref.WeakMethod(cut))
 
     def forget(self, cut: Callable[[], None]) -> None:
         """Not any more. Waits for a call that is under way."""
         with self._lock:
-            if cut in self._cuts:
-                self._cuts.remove(cut)
+            self._cuts = [known for known in self._cuts if known() not in (None, cut)]
+
+    def describe_by(self, describe: Callable[[], str]) -> None:
+        """From now on `describe`, a method, tells what the engine does, from another thread."""
+        self._describe = weakref.WeakMethod(describe)
 
     @contextmanager
     def waiting(
@@ -304,6 +310,7 @@ class Watchdog:
 
     def end_with_process(self) -> None:
         """The script of this rank is over; those that wait for it learn of it."""
+        self._order(partial(self._mark, f"left/{self._rank}"))
         self._order(partial(self._mark, "ended"))
         self.stop()
 
@@ -353,7 +360,6 @@ class Watchdog:
         finally:
             self._peers.close()
             self._store = self._world = None  # their connections are no more than needed
-            self.describe = lambda: ""
 
     def _look(self) -> None:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
@@ -424,8 +430,8 @@ class Watchdog:
             return  # of an epoch to come
         self._judged_at = time.monotonic()
         with self._lock:
-            for cut in self._cuts:
-                with suppress(RuntimeError, ValueError):
+            for known in self._cuts:
+                if (cut := known()) is not None:
                     cut()
 
     # ---------------------------------------------------------------- rallies and ends
@@ -467,9 +473,9 @@ class Watchdog:
 
     def _look_at_peers(self) -> None:
         """Tells all of a process of this node that has ended before its time."""
-        if not self._is_needed and not self._waits:
+        now, wait = time.monotonic(), self._wait_of_main()
+        if not self._is_needed and not self._waits and wait is None:
             return
-        now = time.monotonic()
         for peer in self._peers.gone():
             if self._find_mark(f"left/{peer.rank}") is not None:
                 self._peers.drop(peer)
@@ -484,7 +490,6 @@ class Watchdog:
                 with suppress(RuntimeError):
                     self._append({"kind": "dead", "rank": peer.rank, "text": text})
             self._bury(peer.rank, text)
-        wait = self._wait_of_main()
         if wait is None or self.verdict is not None:
             return
         if self._store_gone_at is not None:
@@ -553,7 +558,8 @@ class Watchdog:
 
     def _doing(self) -> Doing:
         frame, wait = frame_of(self._main), self._wait_of_main()
-        moment = self.describe()
+        describe = self._describe() if self._describe is not None else None
+        moment = describe() if describe is not None else ""
         frames = user_frames(frame)
         if wait is None:
             return Doing(moment, "", 0.0, False, frames)

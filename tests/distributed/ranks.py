@@ -1,8 +1,8 @@
 """Runs a function on N gloo ranks, forked from a server which has torch and Lightning imported.
 
-The ranks of a call that ended well, and left nothing behind that `Process.restore` could not undo
-(see `traces.py`), run the next call of their number; all others are killed and replaced by new
-forks. A call that must not find a process which ran something else before says `fresh=True`.
+Each call has forks of its own. With `LIVING` in the environment, the ranks of a call that ended well
+and left nothing behind that `Process.restore` could not undo (see `traces.py`) run the next call of
+their number; a call that must not find a process which ran something else says `fresh=True`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any
 
 from tests.distributed.traces import Process
 
-__all__ = ["FRESH", "TRACES", "RankError", "elastic_environment", "free_port", "run_ranks"]
+__all__ = ["LIVING", "TRACES", "RankError", "elastic_environment", "free_port", "run_ranks"]
 
-FRESH = "LIGHTNING_ZERO_FRESH_RANKS"  # a variable: if set, no rank runs more than one call
+LIVING = "LIGHTNING_ZERO_LIVING_RANKS"  # a variable: if set, ranks run one call after the other
 TRACES = "LIGHTNING_ZERO_TRACES"  # a variable: the file that says why ranks were replaced
 
 _GRACE_S = 5.0  # after the first failure, the time for the other ranks to say theirs
@@ -90,7 +90,7 @@ def run_ranks(
         RankError: A rank raised, died or did not return in time.
     """
     __tracebackhide__ = True  # pytest shows the ranks' tracebacks only
-    is_alone = fresh or FRESH in os.environ
+    is_alone = fresh or LIVING not in os.environ
     ranks = _RankSet(world_size, lives_on=False) if is_alone else _living(world_size)
     with tempfile.TemporaryDirectory(prefix="zero-ranks-") as folder:
         lives_on = False
@@ -284,7 +284,7 @@ class _RankSet:
             last = ", ".join(self._before[-3:])
             parts.append(
                 f"--- these processes ran {len(self._before)} calls before, the last of them "
-                f"{last}; {FRESH}=1 gives each call processes of its own."
+                f"{last}; without {LIVING} each call has processes of its own."
             )
         return "\n".join(parts)
 

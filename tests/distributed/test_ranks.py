@@ -19,7 +19,12 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero import ZeroConfig
-from tests.distributed.ranks import TRACES, RankError, run_ranks
+from tests.distributed.ranks import LIVING, TRACES, RankError, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def ranks_live_on(monkeypatch):
+    monkeypatch.setenv(LIVING, "1")
 
 
 def _sum_of_ranks(rank, world_size, scale):
