@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import itertools
 import os
 import random
 import shutil
@@ -72,8 +73,9 @@ class Fault:
 def faults_in(path: str, source: str) -> Iterator[Fault]:
     """All faults that a file can get, in the order of its lines."""
     found: list[Fault] = []
+    text = _Text(source)
     for node in ast.walk(_without_checks(ast.parse(source))):
-        change = _change(node, source)
+        change = _change(node, text)
         if change is not None:
             kind, before, after = change
             place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
@@ -97,27 +99,39 @@ def choose(faults: Sequence[Fault], num: int, seed: int) -> list[Fault]:
 
 def apply(fault: Fault, source: str) -> str:
     """The source with the fault in it."""
-    lines = source.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    begin = starts[fault.line - 1] + fault.column
-    end = starts[fault.end_line - 1] + fault.end_column
-    raw = source.encode()
-    if raw[begin:end].decode() != fault.before:
+    text = _Text(source)
+    place = text.place(fault.line, fault.column, fault.end_line, fault.end_column)
+    if text.raw[place].decode() != fault.before:
         raise ValueError(f"{fault.path}:{fault.line} is not `{fault.before}`; other sources?")
-    return (raw[:begin] + fault.after.encode() + raw[end:]).decode()
+    before, after = text.raw[: place.start], text.raw[place.stop :]
+    return (before + fault.after.encode() + after).decode()
 
 
-def _change(node: ast.AST, source: str) -> tuple[str, str, str] | None:
+class _Text:
+    """A source in bytes, as the columns of `ast` count."""
+
+    def __init__(self, source: str) -> None:
+        self.raw = source.encode()
+        lengths = map(len, self.raw.splitlines(keepends=True))
+        self._starts = [0, *itertools.accumulate(lengths)]
+
+    def place(self, line: int, column: int, end_line: int, end_column: int) -> slice:
+        return slice(self._starts[line - 1] + column, self._starts[end_line - 1] + end_column)
+
+    def of(self, node: ast.expr | ast.stmt) -> str:
+        place = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+        return self.raw[self.place(*place)].decode()
+
+
+def _change(node: ast.AST, source: _Text) -> tuple[str, str, str] | None:
     """Kind, source before and source after of the fault at a node."""
     if isinstance(node, ast.Compare):
-        text = _text(node, source)
+        text = source.of(node)
         return "comparison", text, f"(not ({text}))"
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         function = node.value.func
         name = function.attr if isinstance(function, ast.Attribute) else ""
-        text = _text(node, source)
+        text = source.of(node)
         if name in _WAITS:
             return "wait", text, "pass"
         if name in _COPIES:
@@ -125,7 +139,7 @@ def _change(node: ast.AST, source: str) -> tuple[str, str, str] | None:
     if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
         name = node.id if isinstance(node, ast.Name) else node.attr
         if name in _RANKS:
-            text = _text(node, source)
+            text = source.of(node)
             return "ranks", text, f"({text} ^ 1)"
     return None
 
@@ -152,12 +166,6 @@ def _without_checks(tree: ast.Module) -> ast.Module:
             return node.value and self.visit(node.value)
 
     return Cut().visit(tree)
-
-
-def _text(node: ast.AST, source: str) -> str:
-    text = ast.get_source_segment(source, node)
-    assert text is not None
-    return text
 
 
 def _one_line(text: str) -> str:
