@@ -1,8 +1,8 @@
 """Runs a function on N gloo ranks, forked from a server which has torch and Lightning imported.
 
-Each call has forks of its own. With `LIVING` in the environment, the ranks of a call that ended well
-and left nothing behind that `Process.restore` could not undo (see `traces.py`) run the next call of
-their number; a call that must not find a process which ran something else says `fresh=True`.
+Each call has forks of its own. With `LIVING` in the environment, the ranks of a call that ended
+well and left nothing behind that `Process.restore` could not undo (see `traces.py`) run the next
+call of their number; one that must not find processes which ran something else says `fresh=True`.
 """
 
 from __future__ import annotations
