@@ -318,7 +318,9 @@ class Communicator:
         """Whoever waits for another rank waits no longer. From any thread."""
         self._is_cut = True
         axes = self._axes
-        cuts = [self.control.cut, *(channel.cut for channel in self._channels)]
+        cuts = [self.control.cut]
+        if self.control.watchdog.is_lost:  # else a session under way comes to its end
+            cuts += [channel.cut for channel in self._channels]
         cuts += [partial(cut_connections, group) for group in (axes.groups if axes else ())]
         for cut in cuts:
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
