@@ -7,6 +7,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -92,6 +93,17 @@ def collective_of(frame: FrameType | None) -> str:
             name = frame.f_code.co_name
         frame = frame.f_back
     return f"torch.distributed.{name}"
+
+
+def ranks_of_collective(frame: FrameType | None) -> tuple[int, ...] | None:
+    """The ranks that take part in the collective in which `frame` waits; None: all."""
+    while frame is not None and is_in_collective(frame):
+        group = frame.f_locals.get("group")
+        if group is not None and group is not dist.group.WORLD:
+            with suppress(KeyError, ValueError, TypeError, RuntimeError):  # no group after all
+                return tuple(dist.get_process_group_ranks(group))
+        frame = frame.f_back
+    return None
 
 
 def is_between_two(name: str) -> bool:

@@ -42,6 +42,7 @@ from lightning_zero.doing import (
     frame_of,
     is_between_two,
     is_in_collective,
+    ranks_of_collective,
     report,
     user_frames,
 )
@@ -89,6 +90,11 @@ class _Wait:
     since: float  # time.monotonic()
     is_engines: bool = True
     is_for_data: bool = False  # which may take its time
+    ranks: tuple[int, ...] | None = None  # that take part; None: all
+
+    def needs(self, rank: int | None) -> bool:
+        """Whether it cannot end without `rank`, or where ranks wait for each other."""
+        return rank is None or self.ranks is None or rank in self.ranks
 
 
 class Watchdog:
@@ -497,7 +503,7 @@ class Watchdog:
                 self._bury(0, "rank 0, or the launcher that held the ranks' store, has died")
         elif now - wait.since > _END_CONFIRM_S:
             rank = self._find_mark("ended")
-            if rank is not None:
+            if rank is not None and wait.needs(rank):
                 self._bury(rank, f"rank {rank} has come to the end of its script")
 
     # ---------------------------------------------------------------- the main thread's waits
@@ -514,7 +520,14 @@ class Watchdog:
         mark = (id(frame), frame.f_lasti)
         if self._outside is None or self._outside[0] != mark:
             name = collective_of(frame)
-            wait = _Wait(name, time.monotonic(), is_engines=False, is_for_data=is_between_two(name))
+            ranks = ranks_of_collective(frame)
+            wait = _Wait(
+                name,
+                time.monotonic(),
+                is_engines=False,
+                is_for_data=ranks is not None or is_between_two(name),
+                ranks=ranks,
+            )
             self._outside = (mark, wait)
         return self._outside[1]
 
@@ -522,7 +535,7 @@ class Watchdog:
         now, wait = time.monotonic(), self._wait_of_main()
         judged_at, verdict = self._judged_at, self.verdict  # a rally ends them meanwhile
         if judged_at is not None and verdict is not None:
-            if wait is not None and not wait.is_engines:
+            if wait is not None and not wait.is_engines and wait.needs(verdict.rank):
                 self._wake_main(wait, verdict, judged_at)
             return
         if self._report_after_s is None or self._store is None:
