@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Census", "live_storage_bytes", "live_storages"]
+__all__ = ["live_storage_bytes", "live_storages"]
 
 
 def live_storage_bytes(device_type: str | None = None) -> int:
@@ -52,37 +51,6 @@ def live_storages() -> dict[tuple[str, int], int]:
             elif is_storage(thing):
                 _add(found, thing)
     return found
-
-
-class Census:
-    """Counts like `live_storage_bytes` again and again, and walks only what is new each time.
-
-    The objects that exist when a census begins are walked then; `gc.freeze()` sets them aside, and
-    their tensors and storages are followed by weak references. So nobody else can walk them.
-    """
-
-    def __init__(self) -> None:
-        is_tensor, is_storage = _TypeTest(Tensor), _TypeTest(torch.UntypedStorage)
-        things = gc.get_objects()
-        self._tensors = [weakref.ref(thing) for thing in things if is_tensor(thing)]
-        self._storages = [weakref.ref(thing) for thing in things if is_storage(thing)]
-        del things
-        gc.freeze()
-
-    def live_storage_bytes(self) -> int:
-        """Of all devices."""
-        found = live_storages()
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor in _alive(self._tensors):
-                for storage in _storages_of(tensor):
-                    _add(found, storage)
-        for storage in _alive(self._storages):
-            _add(found, storage)
-        return sum(found.values())
-
-
-def _alive(references: list[weakref.ref[Any]]) -> Iterator[Any]:
-    return (thing for reference in references if (thing := reference()) is not None)
 
 
 class _TypeTest:

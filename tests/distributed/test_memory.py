@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import lightning_zero
 from examples.gpt import GPT, GPTConfig
-from tests.benchmarks.storage import Census, live_storage_bytes
+from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
 
 # 5 blocks of 0.44 M parameters, 0.2 M around them: every tensor is a multiple of 64 elements, so
@@ -71,7 +71,6 @@ class Sampler:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.peak = 0
-        self._census = Census()
         for module in model.modules():
             module.register_forward_pre_hook(self.take)
             module.register_forward_hook(self._take_twice)
@@ -81,10 +80,7 @@ class Sampler:
         optimizer.register_step_post_hook(self.take)
 
     def take(self, *_: object) -> None:
-        self.peak = max(self.peak, self.live_storage_bytes())
-
-    def live_storage_bytes(self) -> int:
-        return self._census.live_storage_bytes()
+        self.peak = max(self.peak, live_storage_bytes())
 
     def _take_twice(self, module: nn.Module, args: object, output: Tensor) -> None:
         self.take()
@@ -136,7 +132,7 @@ def _train(
         engine.step()
         del loss
     engine.schedule.gathering.finish_passing()  # 64 bytes are under way after a step
-    rest = sampler.live_storage_bytes()
+    rest = live_storage_bytes()
     report = engine.memory_report()
     return Measured(
         rest=rest - before,
