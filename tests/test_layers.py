@@ -28,18 +28,22 @@ LAYERS = {
         "comm_bench",
         "composite",
         "control",
+        "doing",
         "exchange",
         "flight",
+        "peers",
         "recorder",
         "state_keys",
         "stored",
         "tiers",
+        "watchdog",
         "world",
         "written",
     },
     2: {
         "access",
         "activations",
+        "alike",
         "assembly",
         "attached",
         "awaited",
@@ -175,6 +179,7 @@ def test_the_lowest_layer_knows_no_process_group():
 def test_only_the_communicator_calls_collectives_of_the_engine():
     # `cli` starts ranks of its own to measure links.
     callers = {"axes", "channel", "cli", "comm", "control", "exchange", "world"}
+    callers |= {"doing", "watchdog"}  # they end the wait in one, and tell of it
 
     def known(path):
         found = [m for m in imported_modules(path) if m.startswith("torch.distributed")]
