@@ -153,6 +153,7 @@ def test_every_option_of_the_engine_is_listed():
         "check_memory",
         "whole_after_fit",
         "timeout",
+        "wait_report_s",
         "process_group_backend",
         "start_method",
     ]
