@@ -192,8 +192,8 @@ def _by_the_way(rank, world_size, stage, options):
             assert torch.equal(parameter, value)
     # rank 0's values reach every shard of every group
     with gathered(module, writeback=True):
-        for parameter in module.parameters():
-            parameter.data.fill_(float(rank + 7))
+        for parameter in module.parameters() if rank == 0 else ():
+            parameter.data.fill_(7.0)
     with gathered(module):
         assert all((parameter == 7).all() for parameter in module.parameters())
     engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -158,7 +157,7 @@ def test_a_rank_that_is_gone_while_rank_0_needs_it_is_named_with_its_exit_code(t
         for code, process in ((0, good), (3, bad)):
             printed, _ = process.communicate(timeout=120)
             assert process.returncode == -signal.SIGKILL
-            assert re.search(rf"rank 1 \(process \d+\) ended with exit code {code}, while", printed)
+            assert f"rank 1 ended with exit code {code}, " in printed
             assert "all ranks of this node are killed" in printed
 
 
