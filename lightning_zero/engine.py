@@ -35,7 +35,7 @@ from lightning_zero.norm import clip_by_norm, clip_by_value, grad_norms, total_n
 from lightning_zero.schedule import Schedule
 from lightning_zero.watchdog import Watchdog
 from lightning_zero.worker import StepWorker
-from lightning_zero.world import as_timeout
+from lightning_zero.world import as_timeout, as_wait_report_s
 
 if TYPE_CHECKING:
     from lightning_zero.shadow import Shadow
@@ -98,7 +98,7 @@ class Engine:
             Communicator,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
-            report_after_s=wait_report_s,
+            report_after_s=as_wait_report_s(wait_report_s),
         )
         beginning = begin_together(module, optimizers, config, device=device, open_comm=open_comm)
         self.device = device = beginning.device

@@ -25,6 +25,7 @@ from lightning_zero.launcher.children import how_child_ended
 from lightning_zero.watchdog import Watchdog, next_name
 from lightning_zero.world import (
     as_timeout,
+    as_wait_report_s,
     broadcast_object,
     check_backend,
     has_world,
@@ -66,7 +67,7 @@ class ProcessStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = as_timeout(timeout)
-        self._wait_report_s = wait_report_s
+        self._wait_report_s = as_wait_report_s(wait_report_s)
         self._start_method: StartMethod = start_method
         self._watchdog: Watchdog | None = None  # of the running run, and until the next one
         super().__init__(**of_lightning)

@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 __all__ = [
     "DEFAULT_TIMEOUT",
     "as_timeout",
+    "as_wait_report_s",
     "check_backend",
     "broadcast_object",
     "gather_objects",
@@ -56,6 +57,26 @@ def as_timeout(value: object) -> timedelta | None:
             "timeout=timedelta(days=1)."
         )
     return timeout
+
+
+def as_wait_report_s(value: object) -> float | None:
+    """What a user gave as the seconds of a wait that is reported; None: never.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not positive.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"wait_report_s must be a number of seconds, or None for no report, got {value!r}."
+        )
+    if not value > 0:  # NaN neither
+        raise ValueError(
+            f"wait_report_s must be more than 0 seconds, got {value!r}; None is no report."
+        )
+    return float(value)
 
 
 def check_backend(value: object) -> None:

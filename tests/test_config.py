@@ -92,6 +92,16 @@ def test_a_timeout_may_be_a_number_of_seconds(timeout):
     assert build_strategy(timeout=None)._timeout is None
 
 
+@pytest.mark.parametrize(
+    ("seconds", "error"),
+    [("30", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)],
+)
+def test_the_seconds_of_a_reported_wait_are_checked(seconds, error):
+    with pytest.raises(error, match="wait_report_s must be"):
+        build_strategy(wait_report_s=seconds)
+    assert build_strategy(wait_report_s=None)._wait_report_s is None
+
+
 @pytest.mark.parametrize("backend", ["glo", "nccl2", "cpu:gloo,cuda:ncl", ""])
 def test_an_unknown_backend_is_refused_with_the_known_ones(backend):
     with pytest.raises(
