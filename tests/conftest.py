@@ -10,8 +10,9 @@ import torch.distributed as dist
 from lightning_zero.launcher.children import Children
 from tests import features, slices
 from tests.features import pytest_sessionfinish
+from tests.slices import pytest_collection_modifyitems
 
-__all__ = ["pytest_sessionfinish"]
+__all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     features.pytest_configure(config)
     slices.pytest_configure(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: ranks wait for each other, and leave the cores idle for about half the time."""
+    return max(2, len(os.sched_getaffinity(0)) * 3 // 2) if hasattr(os, "sched_getaffinity") else 2
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,9 @@
 for each to need `--slow-budget-s`, and a commit's number in its history picks one, so that as many
 consecutive commits as there are slices run all. A slice stops when its budget is used up.
 
+A test that is slow says so by its mark, or stands in `tests/covered.txt`: what it executes, others
+execute too that take less time together. These have the mark `covered` as well.
+
 `--write-durations` runs what it is told and writes what each slow test took to
 `tests/slow_durations.json`; a test that is not in there is taken for one that needs what those of
 its file do.
@@ -23,9 +26,10 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["DURATIONS", "Slices", "deal", "estimates", "number_of"]
+__all__ = ["COVERED", "DURATIONS", "Slices", "deal", "estimates", "number_of"]
 
 DURATIONS = Path(__file__).with_name("slow_durations.json")
+COVERED = Path(__file__).with_name("covered.txt")  # tools/choose.py writes it
 _UNKNOWN_S = 15.0
 _SAY_EVERY_S = 30.0
 _SPARE = 1.5  # times its budget, a slice may take where the machine is slow; then it stops
@@ -79,6 +83,16 @@ def _scattered(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the covered tests, before `-m` chooses."""
+    covered = set(COVERED.read_text().splitlines())
+    for item in items:
+        if item.nodeid in covered or item.nodeid.partition("[")[0] in covered:
+            item.add_marker("covered")
+            item.add_marker("slow")
+
+
 class Slices:
     """Chooses the tests of a slice, keeps to its time, and says how far a run of slow tests is.
 
@@ -127,7 +141,7 @@ class Slices:
             pytest.skip(f"the slice has used {_SPARE} times its {self._budget_s:g} s")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid in self._needed_s and not report.skipped:
+        if "slow" in report.keywords and not report.skipped:
             taken = self._taken.get(report.nodeid, 0.0) + report.duration
             self._taken[report.nodeid] = round(taken, 1)
 
@@ -143,7 +157,8 @@ class Slices:
             self._say(f"{self._num_left_out} slow tests of the slice were left out: no time", red=1)
 
     def pytest_sessionfinish(self) -> None:
-        if self._config.getoption("write_durations"):
+        is_worker = hasattr(self._config, "workerinput")  # of pytest-xdist
+        if self._config.getoption("write_durations") and not is_worker:
             merged = {**self._recorded, **self._taken}
             DURATIONS.write_text(json.dumps(dict(sorted(merged.items())), indent=0) + "\n")
 

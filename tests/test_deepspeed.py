@@ -273,7 +273,9 @@ OFFLOADS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "expected", "ignored"), OFFLOADS, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "expected", "ignored"), OFFLOADS, ids=[str(case[0]) for case in OFFLOADS]
+)
 def test_offload_is_where_deepspeed_has_it(write, settings, expected, ignored):
     found = translate(write(zero(**settings)))
     assert found.config == ZeroConfig(stage=3, **expected)

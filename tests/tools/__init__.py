@@ -1,1 +1,1 @@
-"""What is said about the tests, measured."""
+"""Tools that look at the tests themselves."""

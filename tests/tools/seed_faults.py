@@ -1,12 +1,11 @@
 """Seeds faults into lightning_zero, one at a time, and says which of them the tests find.
 
-    python -m tests.tools.seed_faults record -- -m "not slow"      # lines by test file: .coverage
+    python -m tests.tools.records -- -n 3 -m "not slow or covered"    # which tests execute a line
     python -m tests.tools.seed_faults run --num 100 --table faults.md -- -x -q -m "not slow"
 
-What stands after `--` is for pytest. `record` runs it once, under coverage, in the ranks too. `run`
-draws faults with `--seed` from all that there are, puts each into a copy of the repository and runs
-the test files that execute its line, the quickest first; without records, all that pytest is told.
-The same seed, number and sources give the same faults.
+What stands after `--` is for pytest. `run` draws faults with `--seed` from all that there are, puts
+each into a copy of the repository and runs the tests that execute its line, the quickest first;
+without records, all that pytest is told. The same seed, number and sources give the same faults.
 
 A fault is found if a test fails or does not end. What no test executes is not found.
 """
@@ -27,6 +26,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tests.tools.records import FOLDER, Records
 
 __all__ = ["KINDS", "Fault", "apply", "choose", "faults_in", "main"]
 
@@ -173,46 +174,6 @@ def _one_line(text: str) -> str:
     return words if len(words) <= 60 else words[:57] + "..."
 
 
-class Records:
-    """Which test files execute a line.
-
-    Args:
-        path: A file of coverage's, with contexts.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from coverage import CoverageData
-
-        self._data = CoverageData(str(path))
-        self._data.read()
-        self._files = {_inside(name): name for name in self._data.measured_files()}
-
-    def tests_of(self, fault: Fault) -> list[str]:
-        """Files of tests, in the order of how much of the package each executes."""
-        name = self._files.get(fault.path)
-        if name is None:
-            return []
-        by_line = self._data.contexts_by_lineno(name)
-        lines = range(fault.line, fault.end_line + 1)
-        found = {context for line in lines for context in by_line.get(line, ())}
-        return sorted(filter(None, found), key=lambda test: (self._weight(test), test))
-
-    def _weight(self, test: str) -> int:
-        if not hasattr(self, "_weights"):
-            self._weights: dict[str, int] = {}
-            for name in self._files.values():
-                for contexts in self._data.contexts_by_lineno(name).values():
-                    for context in contexts:
-                        self._weights[context] = self._weights.get(context, 0) + 1
-        return self._weights[test]
-
-
-def _inside(name: str) -> str:
-    parts = Path(name).parts
-    at = max((i for i, part in enumerate(parts) if part == PACKAGE), default=0)
-    return "/".join(parts[at:])
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What the tests made of a fault."""
@@ -281,6 +242,10 @@ def _copy_of_the_repository(folder: str) -> Path:
     return copy
 
 
+def _tests_of(fault: Fault, records: Records) -> list[str]:
+    return records.tests_of(fault.path, range(fault.line, fault.end_line + 1))
+
+
 def _all_faults(only: Sequence[str]) -> list[Fault]:
     found: list[Fault] = []
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
@@ -290,31 +255,17 @@ def _all_faults(only: Sequence[str]) -> list[Fault]:
     return found
 
 
-def record(arguments: Sequence[str], data: Path) -> int:
-    """Runs pytest under coverage. Its exit code."""
-    for old in data.parent.glob(f"{data.name}*"):
-        old.unlink()
-    ini = Path(__file__).with_name("coverage.ini")
-    coverage = [sys.executable, "-m", "coverage"]
-    options = [f"--rcfile={ini}", f"--data-file={data}"]
-    plugin = ["-m", "pytest", "-p", "tests.tools.contexts"]
-    done = subprocess.run([*coverage, "run", *options, *plugin, *arguments], cwd=ROOT)
-    subprocess.run([*coverage, "combine", *options, "-q", data.parent], cwd=ROOT, check=True)
-    subprocess.run([*coverage, "report", *options, "--format=total"], cwd=ROOT, check=True)
-    return done.returncode
-
-
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Prints an outcome after each fault, and writes the table as far as it is."""
-    records = Records(options.data) if options.data.exists() else None
+    records = Records.read(options.folder) if options.folder.exists() else None
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = _copy_of_the_repository(folder)
         faults = _all_faults(options.only)
         if options.executed and records is not None:
-            faults = [fault for fault in faults if records.tests_of(fault)]
+            faults = [fault for fault in faults if _tests_of(fault, records)]
         for fault in choose(faults, options.num, options.seed):
-            tests = [] if records is None else records.tests_of(fault)[: options.max_files]
+            tests = [] if records is None else _tests_of(fault, records)[: options.max_tests]
             if records is not None and not tests:
                 outcomes.append(Outcome(fault, False, "no test executes it", 0.0))
             else:
@@ -340,18 +291,16 @@ def main(words: Sequence[str] | None = None) -> int:
     at = given.index("--") if "--" in given else len(given)
     own, arguments = given[:at], given[at + 1 :]
     parser = argparse.ArgumentParser(prog="seed_faults", description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["record", "run", "list"])
-    parser.add_argument("--data", type=Path, default=ROOT / ".coverage", help="what record wrote")
+    parser.add_argument("command", choices=["run", "list"])
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="what records wrote")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=100, help="of faults")
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="of lightning_zero")
     parser.add_argument("--executed", action="store_true", help="only of lines that tests execute")
-    parser.add_argument("--max-files", type=int, default=None, help="of tests for one fault")
+    parser.add_argument("--max-tests", type=int, default=200, help="for one fault")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for the tests of one fault")
     parser.add_argument("--table", type=Path, help="where the table goes")
     options = parser.parse_args(own)
-    if options.command == "record":
-        return record(arguments, options.data.absolute())
     if options.command == "list":
         for fault in choose(_all_faults(options.only), options.num, options.seed):
             print(fault.kind, fault)
