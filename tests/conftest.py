@@ -25,9 +25,16 @@ def pytest_configure(config: pytest.Config) -> None:
     slices.pytest_configure(config)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Under pytest-xdist a worker gets neighbouring tests, which have fixtures in common."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: ranks wait for each other, and leave the cores idle for about half the time."""
+    """For `-n auto`: ranks wait for each other, and leave cores idle half the time."""
     return max(2, len(os.sched_getaffinity(0)) * 3 // 2) if hasattr(os, "sched_getaffinity") else 2
 
 

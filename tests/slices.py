@@ -3,8 +3,9 @@
 `pytest -m slow` runs all of them and says from time to time how far it is.
 
 `pytest --slow-slice HEAD` runs one slice: the slow tests are dealt to as many slices as it takes
-for each to need `--slow-budget-s`, and a commit's number in its history picks one, so that as many
-consecutive commits as there are slices run all. A slice stops when its budget is used up.
+for each to need `--slow-budget-s`, shared by the workers of `-n`, and a commit's number in its
+history picks one, so that as many consecutive commits as there are slices run all. A slice stops
+when its budget is used up.
 
 A test that is slow says so by its mark, or stands in `tests/covered.txt`: what it executes, others
 execute too that take less time together. These have the mark `covered` as well.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -118,7 +120,8 @@ class Slices:
         slow = [item for item in items if item.get_closest_marker("slow") is not None]
         if self._commit is not None:
             needed_s = estimates([item.nodeid for item in slow], self._recorded)
-            slices = deal(needed_s, self._budget_s)
+            num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+            slices = deal(needed_s, self._budget_s * num_workers)
             number = number_of(self._commit, self._config.rootpath) % len(slices)
             chosen = set(slices[number])
             left = [item for item in slow if item.nodeid in chosen]

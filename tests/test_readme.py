@@ -23,7 +23,7 @@ PYTHON = [block for kind, block in BLOCKS if kind == "python"]
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
     f'{SETUP} ".[plot]" && python examples/train.py': "examples/train.py",
-    f'{SETUP} ".[test,dev]" && pytest -m "not slow"': "pytest",
+    f'{SETUP} ".[test,dev]" && pytest -n auto -m "not slow"': "pytest",
 }
 OVERRIDDEN = "python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2"
 LOOP = "torchrun --nproc-per-node 2 examples/loop.py"
