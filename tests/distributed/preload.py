@@ -18,7 +18,6 @@ for name in (
     "lightning.pytorch",
     "lightning_zero",
     "lightning_zero.callbacks",
-    "tests.distributed.traces",
     "tests.fitting",
     "tests.models",
 ):

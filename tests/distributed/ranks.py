@@ -1,22 +1,18 @@
 """Runs a function on N gloo ranks, forked from a server which has torch and Lightning imported.
 
-Each call has forks of its own. With `LIVING` in the environment, the ranks of a call that ended
-well and left nothing behind that `Process.restore` could not undo (see `traces.py`) run the next
-call of their number; one that must not find processes which ran something else says `fresh=True`.
+A fork costs about 10 ms where an import of torch and Lightning costs seconds, so each call gets
+processes of its own: nothing that one test leaves behind reaches the next.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
-import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import os
 import pickle
-import queue
 import random
 import signal
 import socket
@@ -25,25 +21,17 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.traces import Process
-
-__all__ = ["LIVING", "TRACES", "RankError", "elastic_environment", "free_port", "run_ranks"]
-
-LIVING = "LIGHTNING_ZERO_LIVING_RANKS"  # a variable: if set, ranks run one call after the other
-TRACES = "LIGHTNING_ZERO_TRACES"  # a variable: the file that says why ranks were replaced
+__all__ = ["RankError", "elastic_environment", "free_port", "run_ranks"]
 
 _GRACE_S = 5.0  # after the first failure, the time for the other ranks to say theirs
 _DUMP_S = 2.0  # after a hang, the time to write the stacks
-_CLEAN_S = 10.0  # after a call, the time for its ranks to become as they were before it
 _TAIL_CHARACTERS = 6000
-_MAX_CALLS = 100  # of a set of ranks; what leaks, leaks for so long only
-_MAX_SETS = 3  # that live at a time, each of another number of ranks
 
 
 class RankError(AssertionError):
@@ -58,10 +46,14 @@ class _Call:
     folder: str
     has_group: bool
     path: tuple[str, ...]  # where modules are looked for
-    test: str  # the file of the test that runs
+    test: str  # that calls
 
-    def log(self, rank: int) -> Path:
-        return Path(self.folder) / f"rank{rank}.log"
+
+@dataclass
+class _Rank:
+    process: multiprocessing.context.ForkServerProcess
+    pipe: multiprocessing.connection.Connection
+    log: Path
 
 
 def run_ranks(
@@ -70,7 +62,6 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     has_group: bool = True,
-    fresh: bool = False,
 ) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` on every rank and returns the results in rank order.
 
@@ -83,29 +74,17 @@ def run_ranks(
         *args: Picklable; so must the result be. Tensors are copied.
         timeout_s: Time for all ranks together; a hang is a failure.
         has_group: Form a gloo process group first. False where `fn` or its Trainer forms one.
-        fresh: The ranks are new forks, and run nothing else: for what measures the memory or the
-            environment of a process, sends it signals, or lets it fail.
 
     Raises:
         RankError: A rank raised, died or did not return in time.
     """
     __tracebackhide__ = True  # pytest shows the ranks' tracebacks only
-    is_alone = fresh or LIVING not in os.environ
-    ranks = _RankSet(world_size, lives_on=False) if is_alone else _living(world_size)
     with tempfile.TemporaryDirectory(prefix="zero-ranks-") as folder:
-        lives_on = False
-        try:
-            payload, path = pickle.dumps((fn, args)), tuple(sys.path)
-            test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-            call = _Call(payload, world_size, free_port(), folder, has_group, path, test)
-            results = ranks.run(call, timeout_s, fn.__name__)
-            lives_on = ranks.clean()
-            return results
-        finally:
-            if lives_on:
-                _idle[world_size] = ranks
-            else:
-                ranks.kill()
+        payload, path = pickle.dumps((fn, args)), tuple(sys.path)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+        call = _Call(payload, world_size, free_port(), folder, has_group, path, test)
+        with _ranks(call) as ranks:
+            return _collect(ranks, timeout_s, fn.__name__)
 
 
 def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -134,7 +113,7 @@ def free_port() -> int:
             return port
 
 
-@functools.cache
+@cache
 def _context() -> multiprocessing.context.ForkServerContext:
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     context = multiprocessing.get_context("forkserver")
@@ -142,180 +121,85 @@ def _context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-_idle: dict[int, _RankSet] = {}  # by number of ranks, the last used last
-
-
-def _living(world_size: int) -> _RankSet:
-    """The ranks that have run a call before, or new ones."""
-    if world_size in _idle:
-        return _idle.pop(world_size)
-    while len(_idle) >= _MAX_SETS:
-        _idle.pop(next(iter(_idle))).kill()
-    return _RankSet(world_size, lives_on=True)
-
-
-@atexit.register
-def _kill_idle() -> None:
-    while _idle:
-        _idle.popitem()[1].kill()
-
-
-@dataclass
-class _Rank:
-    process: multiprocessing.context.ForkServerProcess
-    pipe: multiprocessing.connection.Connection
-
-
-class _RankSet:
-    """Processes that are the ranks of one call after another.
-
-    Args:
-        world_size: How many.
-        lives_on: They may run more than one call.
-    """
-
-    def __init__(self, world_size: int, *, lives_on: bool) -> None:
-        self._lives_on = lives_on
-        self._before: list[str] = []  # names of the functions that these processes ran
-        self._ranks: list[_Rank] = []
-        try:
-            for rank in range(world_size):
-                ours, theirs = _context().Pipe()
-                process = _context().Process(target=_main, args=(theirs, rank, lives_on))
-                process.start()
-                theirs.close()
-                self._ranks.append(_Rank(process, ours))
-        except BaseException:
-            self.kill()
-            raise
-
-    def run(self, call: _Call, timeout_s: float, name: str) -> list[Any]:
-        """The results in rank order."""
-        __tracebackhide__ = True
-        deadline = time.monotonic() + timeout_s
-        for rank in self._ranks:
-            with contextlib.suppress(ConnectionError):  # _collect reports it
-                rank.pipe.send(call)
-        results, failures = self._collect(deadline)
-        if len(results) < len(self._ranks):
-            known = results.keys() | failures.keys()
-            silent = [i for i in range(len(self._ranks)) if i not in known]
-            title = f"{name} (timeout {timeout_s:g} s)"
-            raise RankError(self._report(call, failures, silent, title))
-        self._before.append(name)
-        return [results[i] for i in range(len(self._ranks))]
-
-    def clean(self) -> bool:
-        """All have returned: lets each become as it was before; False if they must be replaced."""
-        if not self._lives_on or len(self._before) >= _MAX_CALLS:
-            return False
-        deadline = time.monotonic() + _CLEAN_S
-        for rank in self._ranks:
-            with contextlib.suppress(ConnectionError):
-                rank.pipe.send(None)
-        left = [self._what_is_left(rank, deadline) for rank in self._ranks]
-        if any(left) and TRACES in os.environ:
-            with Path(os.environ[TRACES]).open("a") as file:
-                file.write(f"{self._before[-1]}: {left}\n")
-        return not any(left)
-
-    def _what_is_left(self, rank: _Rank, deadline: float) -> list[str]:
-        try:
-            if rank.pipe.poll(max(0.0, deadline - time.monotonic())):
-                return rank.pipe.recv()
-            return ["did not become clean in time"]
-        except (EOFError, ConnectionError):
-            return ["died after it had returned"]
-
-    def kill(self) -> None:
-        """Ends all."""
-        for rank in self._ranks:
-            rank.pipe.close()
-        for rank in self._ranks:
-            if rank.process.is_alive():  # else its number may be another process's by now
-                rank.process.kill()
-            rank.process.join()
-
-    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        while len(results) + len(failures) < len(self._ranks):
-            known = results.keys() | failures.keys()
-            open_ = {r.pipe: i for i, r in enumerate(self._ranks) if i not in known}
-            ready = multiprocessing.connection.wait(
-                list(open_), timeout=max(0.0, deadline - time.monotonic())
-            )
-            if not ready:
-                break
-            for pipe in ready:
-                index = open_[pipe]
-                try:
-                    is_good, value = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError):
-                    self._ranks[index].process.join(_DUMP_S)
-                    code = self._ranks[index].process.exitcode
-                    is_good, value = False, f"died with exit code {code} and returned nothing."
-                if is_good:
-                    results[index] = value
-                else:
-                    if not failures:
-                        deadline = min(deadline, time.monotonic() + _GRACE_S)
-                    failures[index] = value
-        return results, failures
-
-    def _report(self, call: _Call, failures: dict[int, str], silent: list[int], title: str) -> str:
-        for index in silent:
-            if self._ranks[index].process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._ranks[index].process.pid, signal.SIGUSR2)
-        if silent:
-            time.sleep(_DUMP_S / 2)
-        world_size = len(self._ranks)
-        parts = [f"{title} on {world_size} ranks:"]
-        parts += [f"--- rank {index} of {world_size}: {text}" for index, text in failures.items()]
-        for index in range(world_size):
-            if index in silent:
-                parts.append(f"--- rank {index} of {world_size} did not return.")
-            log = call.log(index)
-            output = log.read_text(errors="replace")[-_TAIL_CHARACTERS:] if log.exists() else ""
-            if output.strip():
-                parts.append(f"--- output of rank {index}:\n{output}")
-        if self._before:
-            last = ", ".join(self._before[-3:])
-            parts.append(
-                f"--- these processes ran {len(self._before)} calls before, the last of them "
-                f"{last}; without {LIVING} each call has processes of its own."
-            )
-        return "\n".join(parts)
-
-
-def _main(pipe: multiprocessing.connection.Connection, rank: int, lives_on: bool) -> None:
-    """The life of one rank: returns never, exits when the test closes its end of the pipe."""
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(pipe, requests), daemon=True).start()
-    this = Process() if lives_on else None
-    while True:
-        with warnings.catch_warnings():
-            _run(pipe, rank, requests.get(), this)
-            requests.get()  # all have returned: rank 0 holds the store until then
-            assert this is not None
-            try:
-                left = this.restore()
-            except Exception:
-                left = [traceback.format_exc()]
-        pipe.send(left)
-
-
-def _run(
-    pipe: multiprocessing.connection.Connection, rank: int, call: _Call, process: Process | None
-) -> None:
-    """Sends what the function returns; does not return if it raises."""
+@contextlib.contextmanager
+def _ranks(call: _Call) -> Iterator[list[_Rank]]:
+    ranks: list[_Rank] = []
     try:
-        _redirect_output(call.log(rank))
+        for rank in range(call.world_size):
+            ours, theirs = _context().Pipe()
+            log = Path(call.folder) / f"rank{rank}.log"
+            process = _context().Process(target=_main, args=(theirs, rank, call))
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(process, ours, log))
+        yield ranks
+    finally:
+        for rank_ in ranks:
+            rank_.pipe.close()
+        for rank_ in ranks:
+            rank_.process.kill()
+            rank_.process.join()
+
+
+def _collect(ranks: list[_Rank], timeout_s: float, name: str) -> list[Any]:
+    __tracebackhide__ = True
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while len(results) + len(failures) < len(ranks):
+        open_ = {r.pipe: i for i, r in enumerate(ranks) if i not in results and i not in failures}
+        ready = multiprocessing.connection.wait(
+            list(open_), timeout=max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            break
+        for pipe in ready:
+            index = open_[pipe]
+            try:
+                is_good, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                ranks[index].process.join(_DUMP_S)
+                code = ranks[index].process.exitcode
+                is_good, value = False, f"died with exit code {code} and returned nothing."
+            if is_good:
+                results[index] = value
+            else:
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                failures[index] = value
+    if len(results) == len(ranks):
+        return [results[i] for i in range(len(ranks))]
+    silent = [i for i in range(len(ranks)) if i not in results and i not in failures]
+    raise RankError(_report(ranks, failures, silent, f"{name} (timeout {timeout_s:g} s)"))
+
+
+def _report(ranks: list[_Rank], failures: dict[int, str], silent: list[int], title: str) -> str:
+    for index in silent:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[index].process.pid, signal.SIGUSR2)
+    if silent:
+        time.sleep(_DUMP_S / 2)
+    world_size = len(ranks)
+    parts = [f"{title} on {world_size} ranks:"]
+    parts += [f"--- rank {index} of {world_size}: {text}" for index, text in failures.items()]
+    for index, rank in enumerate(ranks):
+        if index in silent:
+            parts.append(f"--- rank {index} of {world_size} did not return.")
+        output = (
+            rank.log.read_text(errors="replace")[-_TAIL_CHARACTERS:] if rank.log.exists() else ""
+        )
+        if output.strip():
+            parts.append(f"--- output of rank {index}:\n{output}")
+    return "\n".join(parts)
+
+
+def _main(pipe: multiprocessing.connection.Connection, rank: int, call: _Call) -> None:
+    """The life of one rank: returns never, exits when the test closes its end of the pipe."""
+    _redirect_output(Path(call.folder) / f"rank{rank}.log")
+    threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
+    try:
         _prepare(rank, call)
-        fn, args = pickle.loads(call.payload)  # imports its module
-        if process is not None:
-            process.look()
+        fn, args = pickle.loads(call.payload)
         coverage = _coverage(call)
         if call.has_group:
             _form_group(rank, call)
@@ -328,6 +212,7 @@ def _run(
         coverage.save()  # this process may be killed now
     pipe.send_bytes(answer)
     sys.stdout.flush()
+    threading.Event().wait()  # alive until all have finished: rank 0 holds the store
 
 
 def _coverage(call: _Call) -> Any:
@@ -350,10 +235,9 @@ def _redirect_output(log: Path) -> None:
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
 
 
-def _receive(pipe: multiprocessing.connection.Connection, requests: queue.SimpleQueue[Any]) -> None:
+def _exit_with_parent(pipe: multiprocessing.connection.Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
-        while True:
-            requests.put(pipe.recv())
+        pipe.recv_bytes()
     os._exit(0)
 
 

@@ -647,4 +647,4 @@ def _set_a_part(rank, world_size, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_part_that_is_set_as_data_of_a_whole_parameter_is_an_error_and_no_crash(stage):
-    run_ranks(2, _set_a_part, stage, fresh=True)
+    run_ranks(2, _set_a_part, stage)

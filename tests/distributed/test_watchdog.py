@@ -199,7 +199,7 @@ def _cut_while_waiting(rank, world_size):
 
 
 def test_connections_of_a_group_with_a_backend_for_each_kind_of_device_are_cut():
-    (error, seconds), _ = run_ranks(2, _cut_while_waiting, has_group=False, fresh=True)
+    (error, seconds), _ = run_ranks(2, _cut_while_waiting, has_group=False)
     assert error.startswith("RuntimeError")
     assert seconds < 4
 

@@ -7,18 +7,19 @@ Of the tests that are not marked slow where they stand, these run by default: th
 than `--cheap-s`; of the rest as few seconds' worth as execute every line and every branch that all
 of them execute together; the quickest case of every function of which no case is among these, if it
 takes less than `--case-s`; and `ALWAYS`. The others are written to `tests/covered.txt`: they run
-with the slow tests.
+with the slow tests, and what they took to `tests/slow_durations.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from tests.slices import COVERED
+from tests.slices import COVERED, DURATIONS
 from tests.tools.records import FOLDER, Arc, Records
 
 __all__ = ["ALWAYS", "choose", "cover", "main"]
@@ -97,6 +98,9 @@ def main(words: Sequence[str] | None = None) -> int:
     kept = choose(records, options.cheap_s, options.case_s)
     others = records.durations_s.keys() - kept
     COVERED.write_text("".join(f"{name}\n" for name in shortened(others, records.durations_s)))
+    recorded = json.loads(DURATIONS.read_text())
+    recorded |= {test: round(records.durations_s[test], 1) for test in others}
+    DURATIONS.write_text(json.dumps(dict(sorted(recorded.items())), indent=0) + "\n")
     for name, tests in (("by default", kept), ("with the slow", others)):
         print(
             f"{name}: {len(tests)} tests, {sum(map(records.durations_s.__getitem__, tests)):.0f} s"
