@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -56,12 +57,17 @@ class Records:
 
     def tests_of(self, path: str, lines: range) -> list[str]:
         """The tests that execute one of the lines, the quickest first."""
-        found = {
-            test
-            for test, arcs in self.arcs.items()
-            if any(file == path and (a in lines or b in lines) for file, a, b in arcs)
-        }
+        found = set().union(*(self._by_line.get((path, line), ()) for line in lines))
         return sorted(found, key=lambda test: (self.durations_s.get(test, 0.0), test))
+
+    @functools.cached_property
+    def _by_line(self) -> dict[tuple[str, int], set[str]]:
+        found: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for test, arcs in self.arcs.items():
+            for file, line, next_line in arcs:
+                found[file, line].add(test)
+                found[file, next_line].add(test)
+        return found
 
 
 def _read(file: Path) -> Iterator[tuple[str, Arc]]:
