@@ -32,7 +32,10 @@ NUMEL = sum(p.numel() for p in SHAPES.parameters())
 UNIT_NUMEL = sum(p.numel() for p in SHAPES.blocks[0].parameters())
 TOLERANCE = 0.03
 # Backend and size of the group. "fake" is one process that believes to be rank 0 of the group.
-GROUPS = [("gloo", 2), pytest.param("gloo", 4, marks=pytest.mark.slow), ("fake", 8)]
+GROUPS = [
+    ("gloo", 2),
+    *(pytest.param(*g, marks=pytest.mark.slow) for g in [("gloo", 4), ("fake", 8)]),
+]
 
 # Bytes per parameter at rest after a step, gradients resident, on each of n ranks. The optimizer's
 # 12 bytes are the fp32 master and the two moments; in fp32 the master is the parameter itself, so
