@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="choose", description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="what records wrote")
     parser.add_argument("--cheap-s", type=float, default=0.25)
-    parser.add_argument("--case-s", type=float, default=5.0)
+    parser.add_argument("--case-s", type=float, default=4.0)
     options = parser.parse_args(words)
     records = Records.read(options.folder)
     kept = choose(records, options.cheap_s, options.case_s)
