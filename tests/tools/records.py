@@ -17,7 +17,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -56,9 +56,15 @@ class Records:
         return cls({test: found - at_import for test, found in arcs.items()}, durations_s)
 
     def tests_of(self, path: str, lines: range) -> list[str]:
-        """The tests that execute one of the lines, the quickest first."""
+        """The tests that execute one of the lines: the quickest of each file, then the second..."""
         found = set().union(*(self._by_line.get((path, line), ()) for line in lines))
-        return sorted(found, key=lambda test: (self.durations_s.get(test, 0.0), test))
+        num_before: Counter[str] = Counter()
+        order: dict[str, tuple[int, float]] = {}
+        for test in sorted(found, key=lambda test: (self.durations_s.get(test, 0.0), test)):
+            file = test.partition("::")[0]
+            order[test] = (num_before[file], self.durations_s.get(test, 0.0))
+            num_before[file] += 1
+        return sorted(order, key=order.__getitem__)
 
     @functools.cached_property
     def _by_line(self) -> dict[tuple[str, int], set[str]]:

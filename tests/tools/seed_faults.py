@@ -4,8 +4,8 @@
     python -m tests.tools.seed_faults run --num 100 --table faults.md -- -x -q -m "not slow"
 
 What stands after `--` is for pytest. `run` draws faults with `--seed` from all that there are, puts
-each into a copy of the repository and runs the tests that execute its line, the quickest first;
-without records, all that pytest is told. The same seed, number and sources give the same faults.
+each into a copy of the repository and runs the tests that execute its line; without records, all
+that pytest is told. The same seed, number and sources give the same faults.
 
 A fault is found if a test fails or does not end. What no test executes is not found.
 """
@@ -297,7 +297,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=100, help="of faults")
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="of lightning_zero")
     parser.add_argument("--executed", action="store_true", help="only of lines that tests execute")
-    parser.add_argument("--max-tests", type=int, default=200, help="for one fault")
+    parser.add_argument("--max-tests", type=int, default=400, help="for one fault")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for the tests of one fault")
     parser.add_argument("--table", type=Path, help="where the table goes")
     options = parser.parse_args(own)
