@@ -290,6 +290,7 @@ class Watchdog:
             Whether all came in time: the same on every rank that comes.
         """
         if not self._is_on_watch() or self.is_lost:
+            self._order(self._never_come)
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
         thread = threading.get_ident()
@@ -310,12 +311,14 @@ class Watchdog:
 
     def leave(self) -> None:
         """This rank needs the others no more, nor they it, unless one waits all the same."""
+        self._order(self._never_come)
         if self.verdict is None:
             self._order(partial(self._mark, f"left/{self._rank}"))
         self._is_needed = False
 
     def end_with_process(self) -> None:
         """The script of this rank is over; those that wait for it learn of it."""
+        self._order(self._never_come)
         self._order(partial(self._mark, f"left/{self._rank}"))
         self._order(partial(self._mark, "ended"))
         self.stop()
@@ -461,6 +464,10 @@ class Watchdog:
         if wish is not None:
             return str(self._store.compare_set(key, "", wish).decode())
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def _never_come(self) -> None:
+        """The next rally is lost: nobody shall wait for this rank there."""
+        self._decide(self._epoch, 0.0)
 
     def _mark(self, what: str) -> None:
         with suppress(RuntimeError):

@@ -79,6 +79,27 @@ def test_an_exception_beside_workers_of_a_data_loader_ends_all_ranks(stage):
     assert "out of luck" in first[0]
 
 
+class GatheringModule(FaultyModule):
+    """Rank 0 waits in a collective of its own while rank 1 raises."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            dist.all_reduce(torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_gathering(rank, world_size):
+    trainer = make_trainer(settings(1), limit_train_batches=3)
+    return _error_of(lambda: trainer.fit(GatheringModule(_raise, ranks=world_size)))
+
+
+def test_an_exception_while_another_rank_is_in_a_collective_of_the_user_ends_both_soon():
+    first, second = run_ranks(2, _fit_gathering, has_group=False)
+    assert second[0] == "ArithmeticError: out of luck"
+    assert first[0].startswith("RuntimeError"), "its connections are cut"
+    assert max(first[1], second[1]) < 8
+
+
 class _NothingOnRank0(IterableDataset):
     def __iter__(self):
         return iter([] if dist.get_rank() == 0 else [[torch.ones(4, 8), torch.ones(4, 3)]] * 3)
@@ -331,6 +352,24 @@ def _rally_late(rank, world_size):
 
 def test_a_rank_that_comes_to_a_rally_too_late_does_not_believe_that_all_came():
     assert run_ranks(2, _rally_late) == [False, False]
+
+
+def _rally_alone(rank, world_size):
+    watchdog = Watchdog("alone", rank=rank, size=world_size)
+    if rank == 1:
+        watchdog.end_with_process()
+        return None
+    watchdog.abort(ArithmeticError("out of luck"))
+    start = time.monotonic()
+    outcome = watchdog.rally(timedelta(seconds=20))
+    watchdog.stop()
+    return outcome, time.monotonic() - start
+
+
+def test_nobody_rallies_with_a_rank_whose_script_is_over():
+    (outcome, seconds), _ = run_ranks(2, _rally_alone)
+    assert not outcome
+    assert seconds < 5
 
 
 def _rally(rank, world_size):
