@@ -40,8 +40,8 @@ from lightning_zero.doing import (
     Doing,
     collective_of,
     frame_of,
-    is_between_two,
     is_in_collective,
+    is_one_way,
     ranks_of_collective,
     report,
     user_frames,
@@ -90,6 +90,7 @@ class _Wait:
     since: float  # time.monotonic()
     is_engines: bool = True
     is_for_data: bool = False  # which may take its time
+    is_one_way: bool = False  # others may have done their part, and be gone
     ranks: tuple[int, ...] | None = None  # that take part; None: all
 
     def needs(self, rank: int | None) -> bool:
@@ -210,7 +211,12 @@ class Watchdog:
 
     @contextmanager
     def waiting(
-        self, name: str, *, is_engines: bool = True, is_for_data: bool = False
+        self,
+        name: str,
+        *,
+        is_engines: bool = True,
+        is_for_data: bool = False,
+        is_one_way: bool = False,
     ) -> Iterator[None]:
         """Around waiting for other ranks.
 
@@ -218,6 +224,7 @@ class Watchdog:
             name: What for, as in "rank 0 waits for the gather of layers.3".
             is_engines: On a group that is cut by what was given to `on_failure`.
             is_for_data: Much may be under way, so that a long wait is no sign of a fault.
+            is_one_way: Likewise; and others may be done with it, and gone.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
@@ -226,7 +233,9 @@ class Watchdog:
         self.raise_if_failed()
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        self._waits[thread] = _Wait(name, time.monotonic(), is_engines, is_for_data)
+        self._waits[thread] = _Wait(
+            name, time.monotonic(), is_engines, is_for_data or is_one_way, is_one_way
+        )
         try:
             yield
         except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
@@ -508,7 +517,7 @@ class Watchdog:
         if self._store_gone_at is not None:
             if now - self._store_gone_at > _STORE_CONFIRM_S:
                 self._bury(0, "rank 0, or the launcher that held the ranks' store, has died")
-        elif now - wait.since > _END_CONFIRM_S:
+        elif not wait.is_one_way and now - wait.since > _END_CONFIRM_S:
             rank = self._find_mark("ended")
             if rank is not None and wait.needs(rank):
                 self._bury(rank, f"rank {rank} has come to the end of its script")
@@ -532,7 +541,8 @@ class Watchdog:
                 name,
                 time.monotonic(),
                 is_engines=False,
-                is_for_data=ranks is not None or is_between_two(name),
+                is_for_data=ranks is not None or is_one_way(name),
+                is_one_way=is_one_way(name),
                 ranks=ranks,
             )
             self._outside = (mark, wait)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.doing import Doing, report
+from lightning_zero.doing import Doing, is_one_way, report
 from lightning_zero.peers import how_ended
 from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
 from tests.distributed.ranks import run_ranks
@@ -283,6 +283,64 @@ def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
     assert "all ranks wait for each other" in errors[1][0], errors
     assert "torch.distributed.all_reduce" in errors[1][0]
     assert errors[0][0], "the collective of rank 0 is cut"
+
+
+def _receive_beside_ended(rank, world_size):
+    watchdog = Watchdog("ended", rank=rank, size=world_size)
+    if rank == 0:
+        box = torch.zeros(1)
+        dist.recv(box, src=2)
+        return float(box)
+    if rank == 1:
+        watchdog.end_with_process()
+    time.sleep(7)  # longer than it takes to miss a rank, and to cut the connections
+    if rank == 2:
+        dist.send(torch.ones(1), dst=0)
+    return None
+
+
+def test_a_receive_goes_on_although_another_rank_than_the_sender_has_ended():
+    assert run_ranks(3, _receive_beside_ended)[0] == 1
+
+
+class _SlowToLoad:
+    def __reduce__(self):
+        return time.sleep, (7,)
+
+
+def _load_beside_ended(rank, world_size):
+    watchdog = Watchdog("slow", rank=rank, size=world_size)
+    objects = [None, None] if rank == 0 else None
+    dist.gather_object(_SlowToLoad() if rank else None, objects)
+    if rank == 1:
+        watchdog.end_with_process()
+    dist.barrier()  # the connections are whole
+    return objects
+
+
+def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender():
+    assert run_ranks(2, _load_beside_ended)[0] == [None, None]
+
+
+def _barrier_beside_broadcast(rank, world_size):
+    watchdog = Watchdog("one way", rank=rank, size=world_size, report_after_s=0.5)
+    if rank == 0:
+        dist.barrier()
+    else:
+        with watchdog.waiting("an object of rank 0", is_one_way=True):
+            time.sleep(4)  # it loads, say
+        dist.barrier()
+    return watchdog.verdict
+
+
+def test_a_barrier_after_a_broadcast_that_others_have_not_done_with_is_no_mutual_wait():
+    assert run_ranks(2, _barrier_beside_broadcast) == [None, None]
+
+
+def test_it_is_known_which_collectives_go_one_way():
+    assert is_one_way("torch.distributed.broadcast_object_list")
+    assert is_one_way("torch.distributed.irecv")
+    assert not is_one_way("torch.distributed.all_gather_object")
 
 
 def test_a_report_tells_ranks_that_do_the_same_together():
