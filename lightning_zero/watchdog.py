@@ -46,7 +46,7 @@ from lightning_zero.doing import (
     report,
     user_frames,
 )
-from lightning_zero.peers import Peers
+from lightning_zero.peers import Peers, Roll, how_ended
 
 __all__ = ["PeerAbortedError", "Verdict", "Watchdog", "cut_connections", "next_name"]
 
@@ -59,6 +59,7 @@ _SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's ar
 _LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
 _ANSWER_S = 3.0  # for all ranks to say what they are doing
 _AGAIN_S = 10.0  # between two looks at ranks that seem to wait for each other
+_AT_END = "has come to the end of its script"
 _TOGETHER, _LOST = "together", "lost"  # how a rally ends
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class _Wait:
     is_engines: bool = True
     is_for_data: bool = False  # which may take its time
     is_one_way: bool = False  # others may have done their part, and be gone
+    has_failed: bool = False  # nothing comes any more
     ranks: tuple[int, ...] | None = None  # that take part; None: all
 
     def needs(self, rank: int | None) -> bool:
@@ -154,6 +156,8 @@ class Watchdog:
         self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
         self._num_read = 0
+        self._roll_of_ends = Roll("lightning_zero/ends")  # of all runs
+        self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
         self._outside: tuple[Any, _Wait] | None = None  # a wait that the engine has not announced
         self._reported: _Wait | None = None
         self._texts: list[str] = []  # keys of reports that rank 0 will write
@@ -241,6 +245,7 @@ class Watchdog:
         except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
+            self._waits[thread] = replace(self._waits[thread], has_failed=True)
             self.await_verdict()  # a closed connection is seen before the news of its cause
             self.raise_if_failed(error)
             raise RuntimeError(
@@ -299,7 +304,7 @@ class Watchdog:
             Whether all came in time: the same on every rank that comes.
         """
         if not self._is_on_watch() or self.is_lost:
-            self._order(self._never_come)
+            self._order(partial(self._decide, self._epoch, 0.0))  # nobody shall wait there
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
         thread = threading.get_ident()
@@ -320,16 +325,14 @@ class Watchdog:
 
     def leave(self) -> None:
         """This rank needs the others no more, nor they it, unless one waits all the same."""
-        self._order(self._never_come)
-        if self.verdict is None:
-            self._order(partial(self._mark, f"left/{self._rank}"))
+        self._order(self._depart)
         self._is_needed = False
 
     def end_with_process(self) -> None:
         """The script of this rank is over; those that wait for it learn of it."""
-        self._order(self._never_come)
-        self._order(partial(self._mark, f"left/{self._rank}"))
-        self._order(partial(self._mark, "ended"))
+        error = getattr(sys, "last_value", None)  # has ended it
+        end = _AT_END if error is None else f"raised {_summary(error)}"
+        self._order(partial(self._depart, end))
         self.stop()
 
     def stop(self) -> None:
@@ -368,7 +371,7 @@ class Watchdog:
     def run(self) -> None:
         """Watches, until `stop`; in a thread of its own."""
         try:
-            self._peers.announce(self._rank, self._store, self._name)
+            self._peers.announce(self._rank, self._store)
             while not self._is_over:
                 self._peers.wait(_POLL_S)
                 self._look()
@@ -383,16 +386,18 @@ class Watchdog:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_over = True
             return
-        try:
-            while not self._orders.empty():
-                self._orders.get()()
-            if self._store is not None:
-                self._read_news()
-                self._peers.find(self._store)
-        except RuntimeError:  # the process that has the store is gone
-            self._lose_store()
-        self._look_at_peers()
-        self._look_at_main()
+        for look in (self._look_at_store, self._look_at_peers, self._look_at_main):
+            try:
+                look()
+            except RuntimeError:  # the process that has the store is gone
+                self._lose_store()
+
+    def _look_at_store(self) -> None:
+        while not self._orders.empty():
+            self._orders.get()()
+        if self._store is not None:
+            self._read_news()
+            self._peers.find(self._store)
 
     def _lose_store(self) -> None:
         if self._store_gone_at is None:
@@ -474,53 +479,54 @@ class Watchdog:
             return str(self._store.compare_set(key, "", wish).decode())
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
-    def _never_come(self) -> None:
-        """The next rally is lost: nobody shall wait for this rank there."""
+    def _depart(self, end: str | None = None) -> None:
+        """Nobody shall wait for this rank in a rally, nor miss it; `end`: how its script ends."""
         self._decide(self._epoch, 0.0)
+        if self._store is None:
+            return
+        if end is not None:
+            self._roll_of_ends.append(self._store, f"{self._rank} {end}")
+        if end is not None or self.verdict is None:
+            self._store.set(f"{self._name}/left/{self._rank}", "")
 
-    def _mark(self, what: str) -> None:
-        with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(f"{self._name}/{what}", str(self._rank))
+    def _read_ends(self) -> None:
+        for line in self._roll_of_ends.read(self._store) if self._store is not None else ():
+            rank, _, end = line.partition(" ")
+            self._ends.setdefault(int(rank), end)
 
-    def _find_mark(self, what: str) -> int | None:
-        """The rank that has set it, if any."""
-        key = f"{self._name}/{what}"
-        try:
-            if self._store is not None and self._store.check([key]):
-                return int(self._store.get(key))
-        except RuntimeError:
-            self._lose_store()
-        return None
+    def _has_left(self, rank: int) -> bool:
+        return self._store is not None and self._store.check([f"{self._name}/left/{rank}"])
 
     def _look_at_peers(self) -> None:
         """Tells all of a process of this node that has ended before its time."""
-        now, wait = time.monotonic(), self._wait_of_main()
+        now, wait, gone = time.monotonic(), self._wait_of_main(), self._peers.gone()
         if not self._is_needed and not self._waits and wait is None:
             return
-        for peer in self._peers.gone():
-            if self._find_mark(f"left/{peer.rank}") is not None:
-                self._peers.drop(peer)
-                continue
+        if gone or wait is not None:
+            self._read_ends()
+        for peer in gone:
             how = peer.how or self._how_ended(peer.pid)
             assert peer.gone_at is not None
             if how is None and now - peer.gone_at < _CONFIRM_S:
                 continue
+            has_left = self._has_left(peer.rank)
             self._peers.drop(peer)
-            text = f"rank {peer.rank} {how or 'has died'}"
-            if self._store is not None:
-                with suppress(RuntimeError):
-                    self._append({"kind": "dead", "rank": peer.rank, "text": text})
-            self._bury(peer.rank, text)
+            end = self._ends.get(peer.rank)
+            if end is None or (end == _AT_END and how not in (None, how_ended(0))):
+                end = self._ends[peer.rank] = how or "has died"
+            if not has_left:
+                text = f"rank {peer.rank} {end}"
+                self._bury(peer.rank, text)
+                self._append({"kind": "dead", "rank": peer.rank, "text": text})
         if wait is None or self.verdict is not None:
             return
         if self._store_gone_at is not None:
             if now - self._store_gone_at > _STORE_CONFIRM_S:
                 self._bury(0, "rank 0, or the launcher that held the ranks' store, has died")
-        elif not wait.is_one_way and now - wait.since > _END_CONFIRM_S:
-            rank = self._find_mark("ended")
-            if rank is not None and wait.needs(rank):
-                self._bury(rank, f"rank {rank} has come to the end of its script")
+        elif wait.has_failed or (not wait.is_one_way and now - wait.since > _END_CONFIRM_S):
+            for rank, end in self._ends.items():
+                if wait.needs(rank):
+                    self._bury(rank, f"rank {rank} {end}")
 
     # ---------------------------------------------------------------- the main thread's waits
 
@@ -557,16 +563,13 @@ class Watchdog:
             return
         if self._report_after_s is None or self._store is None:
             return
-        try:
-            is_long = wait is not None and now - wait.since > self._report_after_s
-            if is_long and wait is not self._reported:
-                self._reported = wait
-                self._append({"kind": "report"})
-            if self._second_look is not None and now > self._second_look[0]:
-                self._append({"kind": "report", "is_again": True})
-            self._read_texts()
-        except RuntimeError:
-            self._lose_store()
+        is_long = wait is not None and now - wait.since > self._report_after_s
+        if is_long and wait is not self._reported:
+            self._reported = wait
+            self._append({"kind": "report"})
+        if self._second_look is not None and now > self._second_look[0]:
+            self._append({"kind": "report", "is_again": True})
+        self._read_texts()
 
     def _wake_main(self, wait: _Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""

@@ -21,6 +21,7 @@ from lightning_zero.doing import Doing, is_one_way, report
 from lightning_zero.peers import how_ended
 from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_launch import start
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
@@ -362,6 +363,9 @@ def test_a_report_tells_ranks_that_do_the_same_together():
     [
         ("os._exit(3)", "ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+        ("sys.exit()", "has come to the end of its script"),
     ],
 )
 def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(code, text, tmp_path):
@@ -396,6 +400,39 @@ if rank == 1:
     DIE
 engine.backward(module(torch.ones(2, 4)).sum())
 """
+
+
+_BETWEEN = """
+import os, sys
+from tests.fitting import make_trainer, settings
+from tests.models import MLPModule
+module = MLPModule(ranks=2)
+trainer = make_trainer(settings(1), devices=2, limit_train_batches=1)
+trainer.fit(module)
+if trainer.global_rank == FAULTY:
+    FAULT
+try:
+    trainer.validate(module)
+except BaseException as error:
+    print("the other says:", error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault", "text"),
+    [
+        (0, "raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+        (1, "os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(rank, fault, text, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_BETWEEN.replace("FAULTY", str(rank)).replace("FAULT", fault))
+    with start(script) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"the other says: rank {1 - rank} stops because rank {rank} {text}" in output, output
 
 
 def _rally_late(rank, world_size):
