@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Kind
-from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
+from lightning_zero.watchdog import PeerAbortedError, RanksApartError, Watchdog, cut_connections
 
 __all__ = ["Control", "PeerFailedError", "Round", "topic_of"]
 
@@ -26,7 +26,7 @@ _FAILED = -1
 _NO_MARK = 2**62
 
 
-class PeerFailedError(RuntimeError):
+class PeerFailedError(RanksApartError):
     """Another rank failed where all go on together; the text tells how."""
 
 

@@ -20,9 +20,8 @@ _NUM_FRAMES = 3
 # The innermost Python frame of a thread that waits in a collective which the engine did not call.
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
 _LOCAL = ("_object_to_tensor", "_tensor_to_object", "destroy_process_group")  # of their functions
-_ONE_WAY = frozenset(
-    "batch_isend_irecv broadcast gather irecv isend recv reduce scatter send".split()
-)
+_ONE_WAY = {"batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv", "reduce"}
+_ONE_WAY |= {"scatter", "send"}
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _PACKAGE = os.path.dirname(__file__)
 _NOT_USERS = tuple(

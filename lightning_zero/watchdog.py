@@ -48,7 +48,14 @@ from lightning_zero.doing import (
 )
 from lightning_zero.peers import Peers, Roll, how_ended
 
-__all__ = ["PeerAbortedError", "Verdict", "Watchdog", "cut_connections", "next_name"]
+__all__ = [
+    "PeerAbortedError",
+    "RanksApartError",
+    "Verdict",
+    "Watchdog",
+    "cut_connections",
+    "next_name",
+]
 
 _POLL_S = 0.25
 _STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
@@ -66,7 +73,11 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class PeerAbortedError(RuntimeError):
+class RanksApartError(RuntimeError):
+    """The ranks are not together, whatever this one computes."""
+
+
+class PeerAbortedError(RanksApartError):
     """Another rank raised an exception or has died, which is what to read."""
 
 
@@ -232,7 +243,7 @@ class Watchdog:
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
-            RuntimeError: One does not come.
+            RanksApartError: One does not come.
         """
         self.raise_if_failed()
         thread = threading.get_ident()
@@ -245,10 +256,14 @@ class Watchdog:
         except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
-            self._waits[thread] = replace(self._waits[thread], has_failed=True)
-            self.await_verdict()  # a closed connection is seen before the news of its cause
+            is_in_vain = _is_of_connection(error)
+            if is_in_vain:  # which is seen before the news of its cause
+                self._waits[thread] = replace(self._waits[thread], has_failed=True)
+                self.await_verdict()
             self.raise_if_failed(error)
-            raise RuntimeError(
+            if not is_in_vain:
+                raise  # what was to be sent could not be pickled, say
+            raise RanksApartError(
                 f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
                 "same point. Every rank must run forward and backward together, with equally many "
                 "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
@@ -707,8 +722,8 @@ def _backends_of(group: Any) -> set[str]:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether it tells only that another rank is not there any more."""
-    words = ("gloo", "NCCL", "onnection", "pair closure")
+    """Whether it tells only that another rank is not there, or does not come."""
+    words = ("gloo", "NCCL", "onnection", "pair closure", "imed out", "imeout")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.doing import Doing, is_one_way, report
 from lightning_zero.peers import how_ended
-from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
-from tests.distributed.ranks import run_ranks
+from lightning_zero.watchdog import PeerAbortedError, RanksApartError, Watchdog, cut_connections
+from tests.distributed.ranks import free_port, run_ranks
 from tests.distributed.test_launch import start
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -499,6 +499,14 @@ def test_statuses_are_told_in_words():
     assert how_ended(-9) == "was killed by SIGKILL"
     assert how_ended(-40) == "was killed by signal 40"
     assert how_ended(3) == "ended with exit code 3"
+
+
+def test_an_error_of_this_rank_alone_is_not_told_as_one_of_others_that_do_not_come():
+    watchdog = Watchdog("alone", rank=0, size=1)
+    with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
+        raise RecursionError("too deep")
+    with pytest.raises(RanksApartError, match="in vain"), watchdog.waiting("an object"):
+        raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
 def test_there_is_nothing_to_watch_without_other_ranks():
