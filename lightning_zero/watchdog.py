@@ -164,6 +164,7 @@ class Watchdog:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_over = False
         self._store: Any = None  # None: there is none any more
+        self._is_with_rank_0 = False  # its process has the store
         self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
         self._num_read = 0
@@ -178,6 +179,7 @@ class Watchdog:
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
             self._store = _clone(dist.distributed_c10d._get_default_store())
+            self._is_with_rank_0 = _is_with_rank_0(self._store)
             self._peers = Peers()
             self._thread = _Thread(self)
             self._thread.start()
@@ -401,6 +403,8 @@ class Watchdog:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_over = True
             return
+        if self._is_with_rank_0 and any(peer.rank == 0 for peer in self._peers.gone()):
+            self._lose_store()  # its forks may hold the connection open, without any answer
         for look in (self._look_at_store, self._look_at_peers, self._look_at_main):
             try:
                 look()
@@ -687,6 +691,14 @@ def _may_be_circle(answers: list[Doing | None]) -> bool:
 def _clone(store: Any) -> Any:
     """The same with a connection of its own: a request on one waits for the one before it."""
     return store.clone()
+
+
+def _is_with_rank_0(store: Any) -> bool:
+    """Whether it goes with the process of rank 0; else it is in files, or torchrun has it."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return hasattr(store, "port") and not is_torchruns
 
 
 def next_name(rank: int) -> str:

@@ -402,6 +402,23 @@ engine.backward(module(torch.ones(2, 4)).sum())
 """
 
 
+def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    die = "import time; time.sleep(1); os.kill(os.getpid(), 9)"  # they know each other by then
+    text = _SCRIPT.replace("rank == 1", "rank == 0").replace("DIE", die)
+    text = text.replace("sleep(8)", "sleep(40)")
+    text = text.replace('f"file://{sys.argv[1]}"', "sys.argv[1]")
+    script.write_text(text.replace('os.environ["RANK"]', "sys.argv[2]"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with start(script, address, 0) as dying, start(script, address, 1) as other:
+        dying.wait(timeout=40)
+        at = time.monotonic()
+        output, _ = other.communicate(timeout=40)
+        seconds = time.monotonic() - at
+    assert "PeerAbortedError: rank 1 stops because rank 0 was killed by SIGKILL" in output, output
+    assert seconds < 15
+
+
 _BETWEEN = """
 import os, sys
 from tests.fitting import make_trainer, settings
