@@ -172,7 +172,7 @@ class Watchdog:
         self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
         self._outside: tuple[Any, _Wait] | None = None  # a wait that the engine has not announced
         self._reported: _Wait | None = None
-        self._texts: list[str] = []  # keys of reports that rank 0 will write
+        self._texts: list[str] = []  # keys of reports that others will write
         self._second_look: tuple[float, list[float]] | None = None
         self._peers: Peers  # where there is a thread
         self._thread: _Thread | None = None
@@ -556,7 +556,8 @@ class Watchdog:
             return wait
         if not is_in_collective(frame):
             self._outside = None
-            return None
+            # On CUDA autograd has a thread of its own, in which its hooks wait.
+            return min(list(self._waits.values()), key=lambda each: each.since, default=None)
         assert frame is not None
         mark = (id(frame), frame.f_lasti)
         if self._outside is None or self._outside[0] != mark:
@@ -619,11 +620,11 @@ class Watchdog:
         return Doing(moment, wait.name, waited, wait.is_for_data, frames, wait.since)
 
     def _answer(self, number: int, news: dict[str, Any]) -> None:
-        """Tells what this rank is doing; rank 0 reads all answers and writes the report."""
+        """Tells what this rank is doing; the one that asked reads all, and writes the report."""
         self._reported = self._wait_of_main()
         key = f"{self._name}/doing/{number}"
         self._store.set(f"{key}/{self._rank}", json.dumps(self._doing().as_dict()))
-        if self._rank == 0:
+        if news["by"] == self._rank:
             self._write_report(key, news)
         elif not news.get("is_again"):
             self._texts.append(f"{key}/text")
@@ -635,8 +636,8 @@ class Watchdog:
             return
         who = f"rank {news['by']} has waited {self._report_after_s:g} s for other ranks"
         text = report(f"{who}; what every rank is doing:", answers)
-        _log.warning("%s", text)
         self._store.set(f"{key}/text", text)
+        self._log_report(text, is_alone=answers[0] is None)
         if _may_be_circle(answers):
             again = time.monotonic() + min(_AGAIN_S, self._report_after_s or _AGAIN_S)
             self._second_look = (again, [a.since for a in answers if a is not None])
@@ -671,7 +672,11 @@ class Watchdog:
     def _read_texts(self) -> None:
         for key in [key for key in self._texts if self._store.check([key])]:
             self._texts.remove(key)
-            _log.info("%s", self._store.get(key).decode())
+            self._log_report(self._store.get(key).decode())
+
+    def _log_report(self, text: str, *, is_alone: bool = False) -> None:
+        """For people to see on rank 0, or where that one does not answer; else for the log."""
+        _log.log(logging.WARNING if self._rank == 0 or is_alone else logging.INFO, "%s", text)
 
 
 class _Thread(threading.Thread):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -284,6 +285,45 @@ def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
     assert "all ranks wait for each other" in errors[1][0], errors
     assert "torch.distributed.all_reduce" in errors[1][0]
     assert errors[0][0], "the collective of rank 0 is cut"
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
+    shown = _Lines()
+    logging.getLogger("lightning_zero.watchdog").addHandler(shown)
+    watchdog = Watchdog("threads", rank=rank, size=world_size, report_after_s=0.5)
+    if rank == 0 and not is_rank_0_there:
+        watchdog.stop()  # as if it were stuck
+
+    def wait():
+        with watchdog.waiting("the gather of a layer"):
+            time.sleep(5)
+
+    if rank == 1:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    else:
+        time.sleep(6)
+    return "".join(shown.lines)
+
+
+@pytest.mark.parametrize("is_rank_0_there", [True, False])
+def test_a_wait_in_another_thread_is_reported_also_where_rank_0_does_not_answer(is_rank_0_there):
+    texts = run_ranks(2, _wait_in_thread_or_without_rank_0, is_rank_0_there)
+    text, nothing = texts if is_rank_0_there else reversed(texts)
+    assert "rank 1 has waited 0.5 s for other ranks" in text
+    assert "waits for the gather of a layer" in text
+    assert ("rank 0: no answer" in text) != is_rank_0_there
+    assert not nothing
 
 
 def _receive_beside_ended(rank, world_size):
