@@ -253,7 +253,7 @@ class Communicator:
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to every rank, in place, and waits."""
         if self._group is not None and self.size > 1:
-            with self.control.waiting(f"a broadcast of rank {source}"):
+            with self.control.waiting(f"a broadcast of rank {source}", is_one_way=True):
                 dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
 

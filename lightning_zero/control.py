@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.recorder import Recorder
 from lightning_zero.recording import Kind
-from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
+from lightning_zero.watchdog import PeerAbortedError, RanksApartError, Watchdog, cut_connections
 
 __all__ = ["Control", "PeerFailedError", "Round", "topic_of"]
 
@@ -26,7 +26,7 @@ _FAILED = -1
 _NO_MARK = 2**62
 
 
-class PeerFailedError(RuntimeError):
+class PeerFailedError(RanksApartError):
     """Another rank failed where all go on together; the text tells how."""
 
 
@@ -91,14 +91,19 @@ class Control:
         return self._group is not None
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
+    def waiting(self, name: str, *, is_one_way: bool = False) -> Iterator[None]:
         """Around waiting for other ranks, not for data. Local.
+
+        Args:
+            name: See `Watchdog.waiting`.
+            is_one_way: See there.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
             RuntimeError: One does not come.
         """
-        with self.watchdog.waiting(name), self._recorder.span(Kind.AGREE, name, is_wait=True):
+        waiting = self.watchdog.waiting(name, is_one_way=is_one_way)
+        with waiting, self._recorder.span(Kind.AGREE, name, is_wait=True):
             yield
 
     # ---------------------------------------------------------------- values
@@ -126,7 +131,7 @@ class Control:
         if self._group is None or self.size == 1:
             return value
         box = [value]
-        with self.waiting("broadcast"):
+        with self.waiting("broadcast", is_one_way=True):
             dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
@@ -144,7 +149,7 @@ class Control:
         if self._group is None or self.size == 1:
             return [value]
         box: list[Any] | None = None if self.rank else [None] * self.size
-        with self.waiting("objects"):
+        with self.waiting("objects", is_one_way=True):
             dist.gather_object(value, box, group=self._group, group_dst=0)
         return box or []
 

@@ -19,7 +19,9 @@ __all__ = ["Doing", "frame_of", "is_in_collective", "report", "user_frames"]
 _NUM_FRAMES = 3
 # The innermost Python frame of a thread that waits in a collective which the engine did not call.
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
-_BETWEEN_TWO = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
+_LOCAL = ("_object_to_tensor", "_tensor_to_object", "destroy_process_group")  # of their functions
+_ONE_WAY = {"batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv", "reduce"}
+_ONE_WAY |= {"scatter", "send"}
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _PACKAGE = os.path.dirname(__file__)
 _NOT_USERS = tuple(
@@ -82,7 +84,8 @@ def is_in_collective(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     folder, name = os.path.split(frame.f_code.co_filename)
-    return folder == _DISTRIBUTED and name in _COLLECTIVES
+    is_there = folder == _DISTRIBUTED and name in _COLLECTIVES
+    return is_there and frame.f_code.co_name not in _LOCAL
 
 
 def collective_of(frame: FrameType | None) -> str:
@@ -106,9 +109,10 @@ def ranks_of_collective(frame: FrameType | None) -> tuple[int, ...] | None:
     return None
 
 
-def is_between_two(name: str) -> bool:
-    """Whether a collective's two sides have different names while data is under way."""
-    return name.rpartition(".")[2] in _BETWEEN_TWO
+def is_one_way(name: str) -> bool:
+    """Whether some ranks may be done with a collective, and gone, while others are in it."""
+    verb = name.rpartition(".")[2]
+    return verb.removesuffix("_list").removesuffix("_object") in _ONE_WAY
 
 
 def user_frames(frame: FrameType | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from lightning_zero.control import Round, topic_of
 from lightning_zero.recorder import Recorder
 from lightning_zero.trained import Trained
 from lightning_zero.unit import Trace, Unit
+from lightning_zero.watchdog import RanksApartError
 
 __all__ = ["Gathering"]
 
@@ -301,15 +302,15 @@ class Gathering:
             self._drop_unclaimed(None)
 
 
-def _waits_in_vain() -> RuntimeError:
-    return RuntimeError(
+def _waits_in_vain() -> RanksApartError:
+    return RanksApartError(
         "a rank waits in its backward for gradients that another does not reduce: run equally many "
         "backwards on every rank, and the same collectives in each."
     )
 
 
-def _is_alone(name: str) -> RuntimeError:
-    return RuntimeError(
+def _is_alone(name: str) -> RanksApartError:
+    return RanksApartError(
         f"this rank has come to {name}, and another rank to something else: it has fewer or more "
         "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
         "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "

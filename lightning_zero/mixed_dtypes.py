@@ -11,10 +11,11 @@ from torch import nn
 from lightning_zero.bucket import Bucket
 from lightning_zero.kept import CAST_AS_A_WHOLE
 from lightning_zero.plan import saved_name
+from lightning_zero.watchdog import RanksApartError
 
 __all__ = ["explain_dtype_error"]
 
-_OF_DTYPES = re.compile(r"dtype|scalar ?type|bfloat16|float16|\bhalf\b", re.IGNORECASE)
+_OF_DTYPES = re.compile(r"dtype|scalar ?type|bfloat16|float16", re.IGNORECASE)
 _MARK = "keep_float32="
 _NUM_NAMED = 3
 
@@ -30,7 +31,8 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
         buckets: Of all its parameters.
     """
     text = str(error)
-    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or _MARK in text:
+    is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)
+    if not is_of_torch or isinstance(error, RanksApartError) or _MARK in text:
         return
     cast = {
         slot.name: str(bucket.plan.dtype).removeprefix("torch.")

@@ -7,14 +7,39 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Peer", "Peers", "how_ended"]
+__all__ = ["Peer", "Peers", "Roll", "how_ended"]
 
 _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
+
+
+class Roll:
+    """Lines in a store, to which every rank appends, in an order that is the same for all.
+
+    Args:
+        key: Of the first of them, without its number.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._num_read = 0
+
+    def append(self, store: Any, line: str) -> None:
+        """Once: a line that is there already is left alone."""
+        number = self._num_read
+        while store.compare_set(f"{self._key}/{number}", "", line).decode() != line:
+            number += 1
+
+    def read(self, store: Any) -> Iterator[str]:
+        """Those that have come since the last time."""
+        while store.check([key := f"{self._key}/{self._num_read}"]):
+            self._num_read += 1
+            yield store.get(key).decode()
 
 
 @dataclass(eq=False)
@@ -52,27 +77,23 @@ class Peers:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._peers: dict[Peer, int | None] = {}  # and a file descriptor, where the kernel has one
-        self._key = ""
-        self._num_found = 0
+        self._roll = Roll(f"lightning_zero/node/{_node()}")
         self._rank = -1
         self._until = 0.0
 
-    def announce(self, rank: int, store: Any, name: str) -> None:
-        """Tells the other ranks of this node which process this is."""
+    def announce(self, rank: int, store: Any) -> None:
+        """Tells the other ranks of this node, also in runs to come, which process this is."""
         self._rank = rank
-        self._key = f"{name}/node/{_node()}"
         self._until = time.monotonic() + _LOOK_FOR_S
         with suppress(RuntimeError):
-            number = store.add(self._key, 1) - 1
-            store.set(f"{self._key}/{number}", f"{rank} {os.getpid()}")
+            self._roll.append(store, f"{rank} {os.getpid()}")
 
     def find(self, store: Any) -> None:
         """Takes up those that have announced themselves since the last time."""
         if time.monotonic() > self._until:
             return
-        while store.check([key := f"{self._key}/{self._num_found}"]):
-            self._num_found += 1
-            rank, pid = map(int, store.get(key).split())
+        for line in self._roll.read(store):
+            rank, pid = map(int, line.split())
             if rank != self._rank:
                 self._take_up(Peer(rank, pid))
 

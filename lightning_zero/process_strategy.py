@@ -184,10 +184,10 @@ class ProcessStrategy(ParallelStrategy):
         """
         return has_world()
 
-    def _waiting(self, name: str) -> AbstractContextManager[None]:
+    def _waiting(self, name: str, *, is_one_way: bool = False) -> AbstractContextManager[None]:
         if self._watchdog is None:
             return nullcontext()
-        return self._watchdog.waiting(name, is_engines=False)
+        return self._watchdog.waiting(name, is_engines=False, is_one_way=is_one_way)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -201,7 +201,7 @@ class ProcessStrategy(ParallelStrategy):
         name = f"an object of rank {src}"
         if not self._meets(name):
             return obj
-        with self._waiting(name):
+        with self._waiting(name, is_one_way=True):
             return broadcast_object(obj, src)
 
     @override

@@ -40,15 +40,22 @@ from lightning_zero.doing import (
     Doing,
     collective_of,
     frame_of,
-    is_between_two,
     is_in_collective,
+    is_one_way,
     ranks_of_collective,
     report,
     user_frames,
 )
-from lightning_zero.peers import Peers
+from lightning_zero.peers import Peers, Roll, how_ended
 
-__all__ = ["PeerAbortedError", "Verdict", "Watchdog", "cut_connections", "next_name"]
+__all__ = [
+    "PeerAbortedError",
+    "RanksApartError",
+    "Verdict",
+    "Watchdog",
+    "cut_connections",
+    "next_name",
+]
 
 _POLL_S = 0.25
 _STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
@@ -59,13 +66,18 @@ _SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's ar
 _LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
 _ANSWER_S = 3.0  # for all ranks to say what they are doing
 _AGAIN_S = 10.0  # between two looks at ranks that seem to wait for each other
+_AT_END = "has come to the end of its script"
 _TOGETHER, _LOST = "together", "lost"  # how a rally ends
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class PeerAbortedError(RuntimeError):
+class RanksApartError(RuntimeError):
+    """The ranks are not together, whatever this one computes."""
+
+
+class PeerAbortedError(RanksApartError):
     """Another rank raised an exception or has died, which is what to read."""
 
 
@@ -90,6 +102,8 @@ class _Wait:
     since: float  # time.monotonic()
     is_engines: bool = True
     is_for_data: bool = False  # which may take its time
+    is_one_way: bool = False  # others may have done their part, and be gone
+    has_failed: bool = False  # nothing comes any more
     ranks: tuple[int, ...] | None = None  # that take part; None: all
 
     def needs(self, rank: int | None) -> bool:
@@ -150,18 +164,22 @@ class Watchdog:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_over = False
         self._store: Any = None  # None: there is none any more
+        self._is_with_rank_0 = False  # its process has the store
         self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
         self._num_read = 0
+        self._roll_of_ends = Roll("lightning_zero/ends")  # of all runs
+        self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
         self._outside: tuple[Any, _Wait] | None = None  # a wait that the engine has not announced
         self._reported: _Wait | None = None
-        self._texts: list[str] = []  # keys of reports that rank 0 will write
+        self._texts: list[str] = []  # keys of reports that others will write
         self._second_look: tuple[float, list[float]] | None = None
         self._peers: Peers  # where there is a thread
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
             self._store = _clone(dist.distributed_c10d._get_default_store())
+            self._is_with_rank_0 = _is_with_rank_0(self._store)
             self._peers = Peers()
             self._thread = _Thread(self)
             self._thread.start()
@@ -210,7 +228,12 @@ class Watchdog:
 
     @contextmanager
     def waiting(
-        self, name: str, *, is_engines: bool = True, is_for_data: bool = False
+        self,
+        name: str,
+        *,
+        is_engines: bool = True,
+        is_for_data: bool = False,
+        is_one_way: bool = False,
     ) -> Iterator[None]:
         """Around waiting for other ranks.
 
@@ -218,23 +241,31 @@ class Watchdog:
             name: What for, as in "rank 0 waits for the gather of layers.3".
             is_engines: On a group that is cut by what was given to `on_failure`.
             is_for_data: Much may be under way, so that a long wait is no sign of a fault.
+            is_one_way: Likewise; and others may be done with it, and gone.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
-            RuntimeError: One does not come.
+            RanksApartError: One does not come.
         """
         self.raise_if_failed()
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        self._waits[thread] = _Wait(name, time.monotonic(), is_engines, is_for_data)
+        self._waits[thread] = _Wait(
+            name, time.monotonic(), is_engines, is_for_data or is_one_way, is_one_way
+        )
         try:
             yield
         except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
-            self.await_verdict()  # a closed connection is seen before the news of its cause
+            is_in_vain = _is_of_connection(error)
+            if is_in_vain:  # which is seen before the news of its cause
+                self._waits[thread] = replace(self._waits[thread], has_failed=True)
+                self.await_verdict()
             self.raise_if_failed(error)
-            raise RuntimeError(
+            if not is_in_vain:
+                raise  # what was to be sent could not be pickled, say
+            raise RanksApartError(
                 f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
                 "same point. Every rank must run forward and backward together, with equally many "
                 "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
@@ -290,6 +321,7 @@ class Watchdog:
             Whether all came in time: the same on every rank that comes.
         """
         if not self._is_on_watch() or self.is_lost:
+            self._order(partial(self._decide, self._epoch, 0.0))  # nobody shall wait there
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
         thread = threading.get_ident()
@@ -310,14 +342,14 @@ class Watchdog:
 
     def leave(self) -> None:
         """This rank needs the others no more, nor they it, unless one waits all the same."""
-        if self.verdict is None:
-            self._order(partial(self._mark, f"left/{self._rank}"))
+        self._order(self._depart)
         self._is_needed = False
 
     def end_with_process(self) -> None:
         """The script of this rank is over; those that wait for it learn of it."""
-        self._order(partial(self._mark, f"left/{self._rank}"))
-        self._order(partial(self._mark, "ended"))
+        error = getattr(sys, "last_value", None)  # has ended it
+        end = _AT_END if error is None else f"raised {_summary(error)}"
+        self._order(partial(self._depart, end))
         self.stop()
 
     def stop(self) -> None:
@@ -356,7 +388,7 @@ class Watchdog:
     def run(self) -> None:
         """Watches, until `stop`; in a thread of its own."""
         try:
-            self._peers.announce(self._rank, self._store, self._name)
+            self._peers.announce(self._rank, self._store)
             while not self._is_over:
                 self._peers.wait(_POLL_S)
                 self._look()
@@ -371,16 +403,20 @@ class Watchdog:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_over = True
             return
-        try:
-            while not self._orders.empty():
-                self._orders.get()()
-            if self._store is not None:
-                self._read_news()
-                self._peers.find(self._store)
-        except RuntimeError:  # the process that has the store is gone
-            self._lose_store()
-        self._look_at_peers()
-        self._look_at_main()
+        if self._is_with_rank_0 and any(peer.rank == 0 for peer in self._peers.gone()):
+            self._lose_store()  # its forks may hold the connection open, without any answer
+        for look in (self._look_at_store, self._look_at_peers, self._look_at_main):
+            try:
+                look()
+            except RuntimeError:  # the process that has the store is gone
+                self._lose_store()
+
+    def _look_at_store(self) -> None:
+        while not self._orders.empty():
+            self._orders.get()()
+        if self._store is not None:
+            self._read_news()
+            self._peers.find(self._store)
 
     def _lose_store(self) -> None:
         if self._store_gone_at is None:
@@ -462,49 +498,54 @@ class Watchdog:
             return str(self._store.compare_set(key, "", wish).decode())
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
-    def _mark(self, what: str) -> None:
-        with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(f"{self._name}/{what}", str(self._rank))
+    def _depart(self, end: str | None = None) -> None:
+        """Nobody shall wait for this rank in a rally, nor miss it; `end`: how its script ends."""
+        self._decide(self._epoch, 0.0)
+        if self._store is None:
+            return
+        if end is not None:
+            self._roll_of_ends.append(self._store, f"{self._rank} {end}")
+        if end is not None or self.verdict is None:
+            self._store.set(f"{self._name}/left/{self._rank}", "")
 
-    def _find_mark(self, what: str) -> int | None:
-        """The rank that has set it, if any."""
-        key = f"{self._name}/{what}"
-        try:
-            if self._store is not None and self._store.check([key]):
-                return int(self._store.get(key))
-        except RuntimeError:
-            self._lose_store()
-        return None
+    def _read_ends(self) -> None:
+        for line in self._roll_of_ends.read(self._store) if self._store is not None else ():
+            rank, _, end = line.partition(" ")
+            self._ends.setdefault(int(rank), end)
+
+    def _has_left(self, rank: int) -> bool:
+        return self._store is not None and self._store.check([f"{self._name}/left/{rank}"])
 
     def _look_at_peers(self) -> None:
         """Tells all of a process of this node that has ended before its time."""
-        now, wait = time.monotonic(), self._wait_of_main()
+        now, wait, gone = time.monotonic(), self._wait_of_main(), self._peers.gone()
         if not self._is_needed and not self._waits and wait is None:
             return
-        for peer in self._peers.gone():
-            if self._find_mark(f"left/{peer.rank}") is not None:
-                self._peers.drop(peer)
-                continue
+        if gone or wait is not None:
+            self._read_ends()
+        for peer in gone:
             how = peer.how or self._how_ended(peer.pid)
             assert peer.gone_at is not None
             if how is None and now - peer.gone_at < _CONFIRM_S:
                 continue
+            has_left = self._has_left(peer.rank)
             self._peers.drop(peer)
-            text = f"rank {peer.rank} {how or 'has died'}"
-            if self._store is not None:
-                with suppress(RuntimeError):
-                    self._append({"kind": "dead", "rank": peer.rank, "text": text})
-            self._bury(peer.rank, text)
+            end = self._ends.get(peer.rank)
+            if end is None or (end == _AT_END and how not in (None, how_ended(0))):
+                end = self._ends[peer.rank] = how or "has died"
+            if not has_left:
+                text = f"rank {peer.rank} {end}"
+                self._bury(peer.rank, text)
+                self._append({"kind": "dead", "rank": peer.rank, "text": text})
         if wait is None or self.verdict is not None:
             return
         if self._store_gone_at is not None:
             if now - self._store_gone_at > _STORE_CONFIRM_S:
                 self._bury(0, "rank 0, or the launcher that held the ranks' store, has died")
-        elif now - wait.since > _END_CONFIRM_S:
-            rank = self._find_mark("ended")
-            if rank is not None and wait.needs(rank):
-                self._bury(rank, f"rank {rank} has come to the end of its script")
+        elif wait.has_failed or (not wait.is_one_way and now - wait.since > _END_CONFIRM_S):
+            for rank, end in self._ends.items():
+                if wait.needs(rank):
+                    self._bury(rank, f"rank {rank} {end}")
 
     # ---------------------------------------------------------------- the main thread's waits
 
@@ -515,7 +556,8 @@ class Watchdog:
             return wait
         if not is_in_collective(frame):
             self._outside = None
-            return None
+            # On CUDA autograd has a thread of its own, in which its hooks wait.
+            return min(list(self._waits.values()), key=lambda each: each.since, default=None)
         assert frame is not None
         mark = (id(frame), frame.f_lasti)
         if self._outside is None or self._outside[0] != mark:
@@ -525,7 +567,8 @@ class Watchdog:
                 name,
                 time.monotonic(),
                 is_engines=False,
-                is_for_data=ranks is not None or is_between_two(name),
+                is_for_data=ranks is not None or is_one_way(name),
+                is_one_way=is_one_way(name),
                 ranks=ranks,
             )
             self._outside = (mark, wait)
@@ -540,16 +583,13 @@ class Watchdog:
             return
         if self._report_after_s is None or self._store is None:
             return
-        try:
-            is_long = wait is not None and now - wait.since > self._report_after_s
-            if is_long and wait is not self._reported:
-                self._reported = wait
-                self._append({"kind": "report"})
-            if self._second_look is not None and now > self._second_look[0]:
-                self._append({"kind": "report", "is_again": True})
-            self._read_texts()
-        except RuntimeError:
-            self._lose_store()
+        is_long = wait is not None and now - wait.since > self._report_after_s
+        if is_long and wait is not self._reported:
+            self._reported = wait
+            self._append({"kind": "report"})
+        if self._second_look is not None and now > self._second_look[0]:
+            self._append({"kind": "report", "is_again": True})
+        self._read_texts()
 
     def _wake_main(self, wait: _Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""
@@ -580,11 +620,11 @@ class Watchdog:
         return Doing(moment, wait.name, waited, wait.is_for_data, frames, wait.since)
 
     def _answer(self, number: int, news: dict[str, Any]) -> None:
-        """Tells what this rank is doing; rank 0 reads all answers and writes the report."""
+        """Tells what this rank is doing; the one that asked reads all, and writes the report."""
         self._reported = self._wait_of_main()
         key = f"{self._name}/doing/{number}"
         self._store.set(f"{key}/{self._rank}", json.dumps(self._doing().as_dict()))
-        if self._rank == 0:
+        if news["by"] == self._rank:
             self._write_report(key, news)
         elif not news.get("is_again"):
             self._texts.append(f"{key}/text")
@@ -596,8 +636,8 @@ class Watchdog:
             return
         who = f"rank {news['by']} has waited {self._report_after_s:g} s for other ranks"
         text = report(f"{who}; what every rank is doing:", answers)
-        _log.warning("%s", text)
         self._store.set(f"{key}/text", text)
+        self._log_report(text, is_alone=answers[0] is None)
         if _may_be_circle(answers):
             again = time.monotonic() + min(_AGAIN_S, self._report_after_s or _AGAIN_S)
             self._second_look = (again, [a.since for a in answers if a is not None])
@@ -632,7 +672,11 @@ class Watchdog:
     def _read_texts(self) -> None:
         for key in [key for key in self._texts if self._store.check([key])]:
             self._texts.remove(key)
-            _log.info("%s", self._store.get(key).decode())
+            self._log_report(self._store.get(key).decode())
+
+    def _log_report(self, text: str, *, is_alone: bool = False) -> None:
+        """For people to see on rank 0, or where that one does not answer; else for the log."""
+        _log.log(logging.WARNING if self._rank == 0 or is_alone else logging.INFO, "%s", text)
 
 
 class _Thread(threading.Thread):
@@ -652,6 +696,14 @@ def _may_be_circle(answers: list[Doing | None]) -> bool:
 def _clone(store: Any) -> Any:
     """The same with a connection of its own: a request on one waits for the one before it."""
     return store.clone()
+
+
+def _is_with_rank_0(store: Any) -> bool:
+    """Whether it goes with the process of rank 0; else it is in files, or torchrun has it."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return hasattr(store, "port") and not is_torchruns
 
 
 def next_name(rank: int) -> str:
@@ -687,8 +739,8 @@ def _backends_of(group: Any) -> set[str]:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether it tells only that another rank is not there any more."""
-    words = ("gloo", "NCCL", "onnection", "pair closure")
+    """Whether it tells only that another rank is not there, or does not come."""
+    words = ("gloo", "NCCL", "onnection", "pair closure", "imed out", "imeout")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

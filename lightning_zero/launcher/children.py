@@ -62,6 +62,8 @@ class Children(threading.Thread):
         """The job has ended when all its ranks have: the shell gets its prompt then."""
         if self._is_over.is_set() or self._has_failed:
             return
+        if running := self._wait(_GRACE_S):
+            _say(f"rank 0 has come to its end, and waits: {self._names(running)}.")
         for process in self.processes:
             process.wait()
         failed = [process for process in self.processes if process.returncode]
@@ -136,17 +138,21 @@ class Children(threading.Thread):
 
     def _kill_rest(self, timeout_s: float = _GRACE_S) -> None:
         """Waits for the children to exit, and ends those that do not."""
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        running = [process for process in self.processes if process.returncode is None]
+        running = self._wait(timeout_s)
         if running:
             what = "failed" if self._has_failed else "finished"
             _say(f"{self._names(running)} {timeout_s:g} s after rank 0 had {what}, and is killed.")
         for process in running:
             process.kill()
             process.wait()
+
+    def _wait(self, timeout_s: float) -> list[subprocess.Popen[bytes]]:
+        """Those of the children that have not exited by then."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [process for process in self.processes if process.returncode is None]
 
     def _names(self, processes: Sequence[subprocess.Popen[bytes]]) -> str:
         texts = []

@@ -20,8 +20,8 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
-ELSEWHERE = "RuntimeError: this rank has come to "
-IN_VAIN = "RuntimeError: a rank waits in its backward for gradients that another does not reduce"
+ELSEWHERE = "RanksApartError: this rank has come to "
+IN_VAIN = "RanksApartError: a rank waits in its backward for gradients that another does not reduce"
 ABORTED = "PeerAbortedError: "
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -17,10 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.doing import Doing, report
+from lightning_zero.doing import Doing, is_one_way, report
 from lightning_zero.peers import how_ended
-from lightning_zero.watchdog import PeerAbortedError, Watchdog, cut_connections
-from tests.distributed.ranks import run_ranks
+from lightning_zero.watchdog import PeerAbortedError, RanksApartError, Watchdog, cut_connections
+from tests.distributed.ranks import free_port, run_ranks
+from tests.distributed.test_launch import start
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
@@ -77,6 +79,27 @@ def test_an_exception_beside_workers_of_a_data_loader_ends_all_ranks(stage):
     assert second[0] == "ArithmeticError: out of luck"
     assert first[0].startswith("PeerAbortedError: rank 0 stops because rank 1 raised Arithmetic")
     assert "out of luck" in first[0]
+
+
+class GatheringModule(FaultyModule):
+    """Rank 0 waits in a collective of its own while rank 1 raises."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            dist.all_reduce(torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_gathering(rank, world_size):
+    trainer = make_trainer(settings(1), limit_train_batches=3)
+    return _error_of(lambda: trainer.fit(GatheringModule(_raise, ranks=world_size)))
+
+
+def test_an_exception_while_another_rank_is_in_a_collective_of_the_user_ends_both_soon():
+    first, second = run_ranks(2, _fit_gathering, has_group=False)
+    assert second[0] == "ArithmeticError: out of luck"
+    assert first[0].startswith("RuntimeError"), "its connections are cut"
+    assert max(first[1], second[1]) < 8
 
 
 class _NothingOnRank0(IterableDataset):
@@ -264,6 +287,103 @@ def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
     assert errors[0][0], "the collective of rank 0 is cut"
 
 
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
+    shown = _Lines()
+    logging.getLogger("lightning_zero.watchdog").addHandler(shown)
+    watchdog = Watchdog("threads", rank=rank, size=world_size, report_after_s=0.5)
+    if rank == 0 and not is_rank_0_there:
+        watchdog.stop()  # as if it were stuck
+
+    def wait():
+        with watchdog.waiting("the gather of a layer"):
+            time.sleep(5)
+
+    if rank == 1:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    else:
+        time.sleep(6)
+    return "".join(shown.lines)
+
+
+@pytest.mark.parametrize("is_rank_0_there", [True, False])
+def test_a_wait_in_another_thread_is_reported_also_where_rank_0_does_not_answer(is_rank_0_there):
+    texts = run_ranks(2, _wait_in_thread_or_without_rank_0, is_rank_0_there)
+    text, nothing = texts if is_rank_0_there else reversed(texts)
+    assert "rank 1 has waited 0.5 s for other ranks" in text
+    assert "waits for the gather of a layer" in text
+    assert ("rank 0: no answer" in text) != is_rank_0_there
+    assert not nothing
+
+
+def _receive_beside_ended(rank, world_size):
+    watchdog = Watchdog("ended", rank=rank, size=world_size)
+    if rank == 0:
+        box = torch.zeros(1)
+        dist.recv(box, src=2)
+        return float(box)
+    if rank == 1:
+        watchdog.end_with_process()
+    time.sleep(7)  # longer than it takes to miss a rank, and to cut the connections
+    if rank == 2:
+        dist.send(torch.ones(1), dst=0)
+    return None
+
+
+def test_a_receive_goes_on_although_another_rank_than_the_sender_has_ended():
+    assert run_ranks(3, _receive_beside_ended)[0] == 1
+
+
+class _SlowToLoad:
+    def __reduce__(self):
+        return time.sleep, (7,)
+
+
+def _load_beside_ended(rank, world_size):
+    watchdog = Watchdog("slow", rank=rank, size=world_size)
+    objects = [None, None] if rank == 0 else None
+    dist.gather_object(_SlowToLoad() if rank else None, objects)
+    if rank == 1:
+        watchdog.end_with_process()
+    dist.barrier()  # the connections are whole
+    return objects
+
+
+def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender():
+    assert run_ranks(2, _load_beside_ended)[0] == [None, None]
+
+
+def _barrier_beside_broadcast(rank, world_size):
+    watchdog = Watchdog("one way", rank=rank, size=world_size, report_after_s=0.5)
+    if rank == 0:
+        dist.barrier()
+    else:
+        with watchdog.waiting("an object of rank 0", is_one_way=True):
+            time.sleep(4)  # it loads, say
+        dist.barrier()
+    return watchdog.verdict
+
+
+def test_a_barrier_after_a_broadcast_that_others_have_not_done_with_is_no_mutual_wait():
+    assert run_ranks(2, _barrier_beside_broadcast) == [None, None]
+
+
+def test_it_is_known_which_collectives_go_one_way():
+    assert is_one_way("torch.distributed.broadcast_object_list")
+    assert is_one_way("torch.distributed.irecv")
+    assert not is_one_way("torch.distributed.all_gather_object")
+
+
 def test_a_report_tells_ranks_that_do_the_same_together():
     same = Doing("in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",))
     text = report("what:", [same, same, None, same])
@@ -283,6 +403,9 @@ def test_a_report_tells_ranks_that_do_the_same_together():
     [
         ("os._exit(3)", "ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+        ("sys.exit()", "has come to the end of its script"),
     ],
 )
 def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(code, text, tmp_path):
@@ -319,6 +442,56 @@ engine.backward(module(torch.ones(2, 4)).sum())
 """
 
 
+def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    die = "import time; time.sleep(1); os.kill(os.getpid(), 9)"  # they know each other by then
+    text = _SCRIPT.replace("rank == 1", "rank == 0").replace("DIE", die)
+    text = text.replace("sleep(8)", "sleep(40)")
+    text = text.replace('f"file://{sys.argv[1]}"', "sys.argv[1]")
+    script.write_text(text.replace('os.environ["RANK"]', "sys.argv[2]"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with start(script, address, 0) as dying, start(script, address, 1) as other:
+        dying.wait(timeout=40)
+        at = time.monotonic()
+        output, _ = other.communicate(timeout=40)
+        seconds = time.monotonic() - at
+    assert "PeerAbortedError: rank 1 stops because rank 0 was killed by SIGKILL" in output, output
+    assert seconds < 15
+
+
+_BETWEEN = """
+import os, sys
+from tests.fitting import make_trainer, settings
+from tests.models import MLPModule
+module = MLPModule(ranks=2)
+trainer = make_trainer(settings(1), devices=2, limit_train_batches=1)
+trainer.fit(module)
+if trainer.global_rank == FAULTY:
+    FAULT
+try:
+    trainer.validate(module)
+except BaseException as error:
+    print("the other says:", error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault", "text"),
+    [
+        (0, "raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+        (1, "os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(rank, fault, text, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_BETWEEN.replace("FAULTY", str(rank)).replace("FAULT", fault))
+    with start(script) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"the other says: rank {1 - rank} stops because rank {rank} {text}" in output, output
+
+
 def _rally_late(rank, world_size):
     watchdog = Watchdog("late", rank=rank, size=world_size)
     if rank == 1:
@@ -331,6 +504,24 @@ def _rally_late(rank, world_size):
 
 def test_a_rank_that_comes_to_a_rally_too_late_does_not_believe_that_all_came():
     assert run_ranks(2, _rally_late) == [False, False]
+
+
+def _rally_alone(rank, world_size):
+    watchdog = Watchdog("alone", rank=rank, size=world_size)
+    if rank == 1:
+        watchdog.end_with_process()
+        return None
+    watchdog.abort(ArithmeticError("out of luck"))
+    start = time.monotonic()
+    outcome = watchdog.rally(timedelta(seconds=20))
+    watchdog.stop()
+    return outcome, time.monotonic() - start
+
+
+def test_nobody_rallies_with_a_rank_whose_script_is_over():
+    (outcome, seconds), _ = run_ranks(2, _rally_alone)
+    assert not outcome
+    assert seconds < 5
 
 
 def _rally(rank, world_size):
@@ -365,6 +556,14 @@ def test_statuses_are_told_in_words():
     assert how_ended(-9) == "was killed by SIGKILL"
     assert how_ended(-40) == "was killed by signal 40"
     assert how_ended(3) == "ended with exit code 3"
+
+
+def test_an_error_of_this_rank_alone_is_not_told_as_one_of_others_that_do_not_come():
+    watchdog = Watchdog("alone", rank=0, size=1)
+    with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
+        raise RecursionError("too deep")
+    with pytest.raises(RanksApartError, match="in vain"), watchdog.waiting("an object"):
+        raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
 def test_there_is_nothing_to_watch_without_other_ranks():
