@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_zero.watchdog import cut_connections
+from lightning_zero.control import PeerFailedError
+from lightning_zero.watchdog import cut_connections, summary
 
 __all__ = ["Channel"]
 
@@ -89,8 +90,8 @@ class Channel:
             Every rank's result, on rank 0; None elsewhere.
 
         Raises:
-            BaseException: That of the first rank that has one, the same on every rank; but an
-                interruption of this rank always.
+            BaseException: That of the first rank that has one, the same on every rank, caused by a
+                `PeerFailedError` that names the rank; but an interruption of this rank always.
         """
         failure: BaseException | None = None
         result: Any = None
@@ -98,17 +99,18 @@ class Channel:
             result = action()
         except BaseException as error:  # the others are told before it goes on its way
             failure = error
-        outcomes = self.gather((result, _portable(failure, self.rank)))
-        failures = [error for _, error in outcomes or [] if error is not None]
-        first: Exception | None = self.broadcast(failures[0] if failures else None)
+        portable, said = _portable(failure, self.rank)
+        outcomes = self.gather((result, portable, said))
+        failures = [(error, said) for _, error, said in outcomes or [] if error is not None]
+        first, said = self.broadcast(failures[0] if failures else (None, ""))
         if failure is not None and not isinstance(failure, Exception):
             self.close()  # this rank goes away
             raise failure
         if first is not None:
-            if type(failure) is type(first) and str(failure) == str(first):
-                first = failure
-            raise first from (None if first is failure else failure)
-        return None if outcomes is None else [result for result, _ in outcomes]
+            if failure is not None and repr(failure) == repr(first):
+                raise failure
+            raise first from (failure or PeerFailedError(said))
+        return None if outcomes is None else [result for result, *_ in outcomes]
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
@@ -129,17 +131,15 @@ class Channel:
             dist.destroy_process_group(group)
 
 
-def _portable(error: BaseException | None, rank: int) -> Exception | None:
-    """The exception as another rank can raise it."""
+def _portable(error: BaseException | None, rank: int) -> tuple[Exception | None, str]:
+    """The exception as another rank can raise it, and what it says of it."""
     if error is None:
-        return None
-    if not isinstance(error, Exception):
-        return RuntimeError(f"rank {rank} stopped with {type(error).__name__}.")
+        return None, ""
+    said = f"rank {rank} raised {summary(error)}"
     try:
         copied = pickle.loads(pickle.dumps(error))
     except Exception:
         copied = None
-    if type(copied) is not type(error) or str(copied) != str(error):
-        return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
-    assert isinstance(copied, Exception)
-    return copied
+    if isinstance(copied, Exception) and type(copied) is type(error) and str(copied) == str(error):
+        return copied, said
+    return RuntimeError(f"rank {rank} raised {type(error).__name__}: {error}"), said

@@ -55,9 +55,12 @@ __all__ = [
     "Watchdog",
     "cut_connections",
     "next_name",
+    "summary",
 ]
 
 _POLL_S = 0.25
+_POLL_AT_FIRST_S = 0.05  # while the processes of this node find each other
+_AT_FIRST_S = 2.0
 _STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until others are told, where nobody knows how
 _STORE_CONFIRM_S = 3.0  # from the end of the store
@@ -310,7 +313,7 @@ class Watchdog:
             self.await_verdict()  # another rank is the cause
         if self.verdict is not None:
             return
-        text = "stopped" if error is None else f"raised {_summary(error)}"
+        text = "stopped" if error is None else f"raised {summary(error)}"
         entry = {"kind": "abort", "epoch": self._epoch, "text": f"rank {self._rank} {text}"}
         self._order(partial(self._append, entry))
 
@@ -348,7 +351,7 @@ class Watchdog:
     def end_with_process(self) -> None:
         """The script of this rank is over; those that wait for it learn of it."""
         error = getattr(sys, "last_value", None)  # has ended it
-        end = _AT_END if error is None else f"raised {_summary(error)}"
+        end = _AT_END if error is None else f"raised {summary(error)}"
         self._order(partial(self._depart, end))
         self.stop()
 
@@ -389,9 +392,10 @@ class Watchdog:
         """Watches, until `stop`; in a thread of its own."""
         try:
             self._peers.announce(self._rank, self._store)
+            found_by = time.monotonic() + _AT_FIRST_S
             while not self._is_over:
-                self._peers.wait(_POLL_S)
                 self._look()
+                self._peers.wait(_POLL_S if time.monotonic() > found_by else _POLL_AT_FIRST_S)
         except Exception:  # it must not take the process with it
             if not sys.is_finalizing():
                 _log.exception("rank %d: the watchdog has failed.", self._rank)
@@ -744,7 +748,7 @@ def _is_of_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def _summary(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
     """Type and first line of an exception."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}{f': {lines[0][:500]}' if lines else ''}"
