@@ -134,6 +134,11 @@ class Peers:
         """Those that have ended and were not dropped."""
         return [peer for peer in self._peers if peer.gone_at is not None]
 
+    def is_rank_0_gone(self) -> bool:
+        """Looks anew."""
+        self.wait(0)
+        return any(peer.rank == 0 for peer in self.gone())
+
     def drop(self, peer: Peer) -> None:
         """Forgets one that has ended."""
         del self._peers[peer]

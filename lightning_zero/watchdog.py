@@ -47,6 +47,7 @@ from lightning_zero.doing import (
     user_frames,
 )
 from lightning_zero.peers import Peers, Roll, how_ended
+from lightning_zero.rank_store import HostedStore
 
 __all__ = [
     "PeerAbortedError",
@@ -167,7 +168,6 @@ class Watchdog:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_over = False
         self._store: Any = None  # None: there is none any more
-        self._is_with_rank_0 = False  # its process has the store
         self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
         self._num_read = 0
@@ -181,9 +181,10 @@ class Watchdog:
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
-            self._store = _clone(dist.distributed_c10d._get_default_store())
-            self._is_with_rank_0 = _is_with_rank_0(self._store)
             self._peers = Peers()
+            self._store = _clone(dist.distributed_c10d._get_default_store())
+            if rank > 0 and _is_with_rank_0(self._store):
+                self._store = HostedStore(self._store, self._peers.is_rank_0_gone)
             self._thread = _Thread(self)
             self._thread.start()
             _stop_at_exit(self)
@@ -400,15 +401,14 @@ class Watchdog:
             if not sys.is_finalizing():
                 _log.exception("rank %d: the watchdog has failed.", self._rank)
         finally:
+            self._drop_store()
             self._peers.close()
-            self._store = self._world = None  # their connections are no more than needed
+            self._world = None  # its connections are no more than needed
 
     def _look(self) -> None:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_over = True
             return
-        if self._is_with_rank_0 and any(peer.rank == 0 for peer in self._peers.gone()):
-            self._lose_store()  # its forks may hold the connection open, without any answer
         for look in (self._look_at_store, self._look_at_peers, self._look_at_main):
             try:
                 look()
@@ -422,9 +422,15 @@ class Watchdog:
             self._read_news()
             self._peers.find(self._store)
 
+    def _drop_store(self) -> None:
+        store, self._store = self._store, None
+        if isinstance(store, HostedStore):
+            store.close()
+
     def _lose_store(self) -> None:
         if self._store_gone_at is None:
-            self._store, self._store_gone_at = None, time.monotonic()
+            self._drop_store()
+            self._store_gone_at = time.monotonic()
         if not self._is_needed and not self._waits:
             self._is_over = True
 

@@ -455,7 +455,9 @@ def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is
         at = time.monotonic()
         output, _ = other.communicate(timeout=40)
         seconds = time.monotonic() - at
-    assert "PeerAbortedError: rank 1 stops because rank 0 was killed by SIGKILL" in output, output
+    # How, is to be read for a moment only: this process has started it, and asks too.
+    text = "PeerAbortedError: rank 1 stops because rank 0 (was killed by SIGKILL|has died)"
+    assert re.search(text, output), output
     assert seconds < 15
 
 
