@@ -32,6 +32,7 @@ LAYERS = {
         "exchange",
         "flight",
         "peers",
+        "rank_store",
         "recorder",
         "state_keys",
         "stored",
