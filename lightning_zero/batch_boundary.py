@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.lockstep import Lockstep
+from lightning_zero.watchdog import RanksApartError
 
 __all__ = ["BatchBoundary", "name_of_batch", "with_status"]
 
@@ -71,6 +73,8 @@ class BatchBoundary:
         wish = _STOP if self._is_told else _GO_ON
         if self._lockstep.meet_for(name_of_batch(self._trainer), wish) == _STOP:
             rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
+            with suppress(RanksApartError):  # so that none goes away before all know
+                self._lockstep.meet_for("the stop of all ranks")
             raise with_status(SIGTERMException())
 
     def _note(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
