@@ -199,6 +199,11 @@ class TestModelStates:
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
 
 
+def test_one_of_eight_ranks_of_a_fake_group_rests_at_the_bytes_of_stage_3():
+    (measured,) = _measure(3, "fp32", "fake", 8)
+    assert measured.rest == pytest.approx(NUMEL * 16 / 8, rel=TOLERANCE)
+
+
 def two_units_and(num_buckets: int, shapes: GPT, precision: str, backend: str, size: int) -> float:
     """Bytes of two whole units, of gradient buckets, and of what no schedule can avoid.
 
