@@ -3,6 +3,6 @@
 Importing it makes known what the files refer to, for an application that has them in a folder.
 """
 
-from lightning_zero.schema import register
+from lightning_zero.strategy.schema import register
 
 register()

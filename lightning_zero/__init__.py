@@ -7,16 +7,16 @@ Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero.access import full_grad, gathered
 from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, open_checkpoint
-from lightning_zero.config import ZeroConfig
-from lightning_zero.engine import Engine
-from lightning_zero.load_from_checkpoint import accept_every_format
-from lightning_zero.lockstep import lockstep
-from lightning_zero.memory import MemoryReport
-from lightning_zero.offload import OffloadConfig
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.core.access import full_grad, gathered
+from lightning_zero.core.lockstep import lockstep
+from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.strategy.load_from_checkpoint import accept_every_format
+from lightning_zero.strategy.strategy import ZeroStrategy
 
 __version__ = "0.1.0.dev0"
 

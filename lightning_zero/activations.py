@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.buffer import is_of_flat_buffer
+from lightning_zero.tensors.buffer import is_of_flat_buffer
 
 __all__ = ["OffloadedActivations", "offload_activations"]
 

@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroConfig, ZeroStrategy
-from lightning_zero import auto as auto_room
-from lightning_zero.auto import Room, auto_base, choose, refuse_what_cannot
+from lightning_zero.strategy import auto as auto_room
+from lightning_zero.strategy.auto import Room, auto_base, choose, refuse_what_cannot
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit, fit_reference, make_trainer, settings
 from tests.models import MLPModule

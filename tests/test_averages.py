@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.averages import _check_copy
+from lightning_zero.strategy.averages import _check_copy
 
 
 def test_a_copy_with_wrapped_or_empty_submodules_is_refused_by_name():

@@ -27,4 +27,4 @@ def test_files_and_commands_that_are_named_exist(capsys):
     words = shlex.split(command)
     options = words[words.index("--executed") : words.index("--")]
     assert seed_faults.main(["list", *options]) == 0
-    assert "lightning_zero/norm.py:" in capsys.readouterr().out
+    assert "lightning_zero/core/norm.py:" in capsys.readouterr().out

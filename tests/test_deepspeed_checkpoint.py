@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.stored import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
 from tests.deepspeed_format import TrainedModule, write_deepspeed
 from tests.distributed.ranks import free_port
 

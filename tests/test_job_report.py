@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from lightning_zero.callbacks.job_report import Flow, JobReport, Speed
-from lightning_zero.memory import MemoryReport
-from lightning_zero.stage import State
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.stage import State
+from lightning_zero.observe.job_report import Flow, JobReport, Speed
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.buffer import FlatBuffer, slice_shard
-from lightning_zero.layout import ALIGN_NUMEL, Layout, assign_owners
+from lightning_zero.layout.flat import ALIGN_NUMEL, Layout, assign_owners
+from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 WORLDS = st.integers(1, 9)

@@ -9,9 +9,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_zero.callbacks import MemoryTable
-from lightning_zero.callbacks.memory_table import memory_table
-from lightning_zero.memory import MemoryReport
-from lightning_zero.stage import State
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.stage import State
+from lightning_zero.observe.memory_table import memory_table
 from tests.distributed.ranks import run_ranks
 
 MIB = 1024**2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.mesh import Mesh
+from lightning_zero.layout.mesh import Mesh
 
 
 @settings(deadline=None)

@@ -9,16 +9,16 @@ from torch import nn
 
 from lightning_zero import ZeroConfig
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.callbacks.metrics import Sample, metrics_of, over_ranks
-from lightning_zero.callbacks.resident import allocated_and_peak_bytes
-from lightning_zero.callbacks.throughput import Throughput
-from lightning_zero.callbacks.windows import Windows
-from lightning_zero.memory import MemoryReport
-from lightning_zero.mesh import Mesh
-from lightning_zero.plan import make_plan
-from lightning_zero.recorder import Recorder
-from lightning_zero.recording import Kind, Recording, Span
-from lightning_zero.stage import State
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.mesh import Mesh
+from lightning_zero.layout.plan import make_plan
+from lightning_zero.layout.stage import State
+from lightning_zero.observe.metrics import Sample, metrics_of, over_ranks
+from lightning_zero.observe.resident import allocated_and_peak_bytes
+from lightning_zero.observe.throughput import Throughput
+from lightning_zero.observe.windows import Windows
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind, Recording, Span
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_zero import OffloadConfig
-from lightning_zero.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
+from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 
 ON_DEVICE = BucketTiers()
 SIZES = st.integers(0, 1000)

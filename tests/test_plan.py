@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from lightning_zero.config import ZeroConfig
-from lightning_zero.offload import BucketTiers, OffloadConfig, Tier
-from lightning_zero.plan import make_plan
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.offload import BucketTiers, OffloadConfig, Tier
+from lightning_zero.layout.plan import make_plan
 
 
 @pytest.fixture(autouse=True)

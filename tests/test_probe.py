@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_zero.probe import CannotShardError, Findings, StepKind, probe
+from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
 from tests.whole_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.tracing import write_recording
+from lightning_zero.observe.files import write_recording
 from tests.tracing.steps import made_ranks
 
 ROOT = Path(__file__).parents[1]

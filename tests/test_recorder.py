@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.recorder import Recorder
-from lightning_zero.recording import Kind
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind
 
 
 def test_nothing_is_kept_while_it_is_off():

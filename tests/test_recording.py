@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_zero.recording import Kind, Recording, Span
+from lightning_zero.record.spans import Kind, Recording, Span
 
 
 def recording(*spans, seconds=10.0):

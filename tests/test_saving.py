@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from lightning_zero.saving import Saving
+from lightning_zero.strategy.saving import Saving
 
 SIZES = {"below": (2**31 - 1, False), "at": (2**31, True)}
 

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from lightning_zero.stored import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
 
 VALUES = torch.arange(24.0).view(4, 6)
 

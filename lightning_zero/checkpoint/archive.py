@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.serialization import location_tag
 
 from lightning_zero.checkpoint.file import replacing
-from lightning_zero.stored import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
 
 __all__ = [
     "PIECE_BYTES",

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zero.checkpoint.items import Items
-from lightning_zero.composite import put_together
+from lightning_zero.tensors.composite import put_together
 
 __all__ = ["METADATA", "REST", "is_sharded", "open_sharded"]
 

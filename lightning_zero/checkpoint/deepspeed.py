@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.deepspeed_files import Group, Saved, open_files
-from lightning_zero.stored import StoredTensor
+from lightning_zero.tensors.lazy import StoredTensor
 
 __all__ = ["is_deepspeed", "open_deepspeed"]
 

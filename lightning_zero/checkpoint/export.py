@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from lightning_zero.checkpoint.ties import identity, total_nbytes
-from lightning_zero.stored import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
 
 __all__ = ["Format", "Plan", "plan"]
 

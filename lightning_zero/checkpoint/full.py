@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.engine import Engine
-from lightning_zero.guard import has_placement, placement_of
+from lightning_zero.engine.engine import Engine
+from lightning_zero.tensors.guarded import has_placement, placement_of
 
 __all__ = ["full_state_dict", "narrow_masters"]
 

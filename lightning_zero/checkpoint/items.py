@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_zero.checkpoint.boxes import boxes_of_range
-from lightning_zero.stored import StoredTensor
+from lightning_zero.tensors.lazy import StoredTensor
 
 __all__ = ["Items"]
 

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine import Engine
-from lightning_zero.guard import placement_of
-from lightning_zero.optim_state import load_optimizer_state_dict
-from lightning_zero.plan import saved_name
+from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.plan import saved_name
+from lightning_zero.optim.state import load_optimizer_state_dict
+from lightning_zero.tensors.guarded import placement_of
 
 __all__ = ["load_optimizer"]
 

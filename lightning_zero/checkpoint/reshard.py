@@ -26,8 +26,8 @@ from lightning_zero.checkpoint.rank_file import RankFile
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.ties import identity
 from lightning_zero.checkpoint.writer import split_rest
-from lightning_zero.composite import take_apart
-from lightning_zero.stored import read_flat
+from lightning_zero.tensors.composite import take_apart
+from lightning_zero.tensors.lazy import read_flat
 
 __all__ = ["write_dcp"]
 

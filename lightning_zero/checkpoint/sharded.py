@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.bucket import Bucket
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
-from lightning_zero.composite import take_apart
-from lightning_zero.engine import Engine
-from lightning_zero.guard import has_placement, placement_of
-from lightning_zero.mesh import Mesh
-from lightning_zero.optim_state import is_elementwise
-from lightning_zero.owned_state import Outline, outline_owned_states
-from lightning_zero.stored import read_flat
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.mesh import Mesh
+from lightning_zero.optim.owned_state import Outline, outline_owned_states
+from lightning_zero.optim.state import is_elementwise
+from lightning_zero.tensors.composite import take_apart
+from lightning_zero.tensors.guarded import has_placement, placement_of
+from lightning_zero.tensors.lazy import read_flat
 
 __all__ = [
     "shards_in",

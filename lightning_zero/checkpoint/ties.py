@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_zero.stored import StoredTensor
+from lightning_zero.tensors.lazy import StoredTensor
 
 __all__ = ["identity", "nbytes", "tensors_in", "total_nbytes"]
 

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_zero.channel import Channel
 from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.dcp import METADATA, REST
 from lightning_zero.checkpoint.rank_file import RankFile, Written
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import shards_in
+from lightning_zero.comm.channel import Channel
 
 __all__ = ["ShardedSave", "split_rest"]
 

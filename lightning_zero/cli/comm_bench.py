@@ -23,10 +23,10 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from lightning_zero.cli.links import LinkReport, Timing, measure_link
 from lightning_zero.cli.rates import read_rates, write_rates
 from lightning_zero.cli.sizes import parse_bytes
-from lightning_zero.comm import Communicator
-from lightning_zero.comm_bench import LinkReport, Timing, measure_link
+from lightning_zero.comm.communicator import Communicator
 
 __all__ = ["add_parser"]
 

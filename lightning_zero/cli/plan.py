@@ -18,9 +18,10 @@ from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arg
 from lightning_zero.cli.plan_text import as_text
 from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.cli.sizes import parse_bytes
-from lightning_zero.config import ZeroConfig
-from lightning_zero.offload import Tier
-from lightning_zero.plan import Plan, make_plan, parameters_by_name
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.plan import Plan, make_plan, parameters_by_name
+from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import (
     Job,
     Machine,
@@ -33,7 +34,6 @@ from lightning_zero.planner import (
     stretched,
     trace_step,
 )
-from lightning_zero.probe import find_whole_tensors
 
 __all__ = ["add_parser"]
 

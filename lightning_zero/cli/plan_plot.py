@@ -8,10 +8,9 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.cli.plan_report import Row
-from lightning_zero.offload import Tier
-from lightning_zero.planner import Estimate, Machine
-from lightning_zero.stage import State
-from lightning_zero.tracing.style import (
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.stage import State
+from lightning_zero.observe.style import (
     ALARM,
     HOW_TO_DRAW,
     INK,
@@ -20,6 +19,7 @@ from lightning_zero.tracing.style import (
     has_matplotlib,
     unit_of,
 )
+from lightning_zero.planner import Estimate, Machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

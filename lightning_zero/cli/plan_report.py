@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.auto import as_arguments
 from lightning_zero.planner import Estimate
+from lightning_zero.strategy.auto import as_arguments
 
 __all__ = ["Row", "as_dict", "best_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.config import ZeroConfig
+from lightning_zero.layout.config import ZeroConfig
 
 __all__ = ["strategy_settings", "trainer_settings"]
 

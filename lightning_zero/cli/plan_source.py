@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_zero
 from lightning_zero.cli.plan_settings import strategy_settings, trainer_settings
-from lightning_zero.config import ZeroConfig
+from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder, DecoderShape
-from lightning_zero.schema import register
+from lightning_zero.strategy.schema import register
 
 __all__ = ["PRECISIONS", "Precision", "Source", "of_arguments"]
 

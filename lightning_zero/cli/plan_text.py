@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_zero.cli.plan_report import Row
 from lightning_zero.cli.sizes import in_words
-from lightning_zero.offload import Tier
+from lightning_zero.layout.offload import Tier
 from lightning_zero.planner import Machine
 
 __all__ = ["as_text"]

@@ -8,17 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lightning_zero.recording import Kind, Recording
-from lightning_zero.tracing import (
-    HOW_TO_DRAW,
-    ON_CPU,
-    chrome_trace,
-    find_recordings,
-    has_matplotlib,
-    plot_timeline,
-    read_step,
-    steps_in,
-)
+from lightning_zero.observe.chrome import chrome_trace
+from lightning_zero.observe.files import find_recordings, read_step, steps_in
+from lightning_zero.observe.style import HOW_TO_DRAW, ON_CPU, has_matplotlib
+from lightning_zero.observe.timeline import plot_timeline
+from lightning_zero.record.spans import Kind, Recording
 
 __all__ = ["add_parser"]
 

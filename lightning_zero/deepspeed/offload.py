@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_zero.deepspeed.file import Section
-from lightning_zero.offload import OffloadConfig
-from lightning_zero.stage import Stage, State
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.stage import Stage, State
 
 __all__ = ["offload_settings"]
 

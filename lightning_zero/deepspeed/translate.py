@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed.file import Section, check_keys, read
 from lightning_zero.deepspeed.keys import (
     IGNORED,
@@ -24,7 +23,8 @@ from lightning_zero.deepspeed.offload import offload_settings
 from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer
 from lightning_zero.deepspeed.precision import precision, reduce_dtype
 from lightning_zero.deepspeed.schedule import build_scheduler
-from lightning_zero.stage import STAGES
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.stage import STAGES
 
 __all__ = ["Translation", "translate"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.config import ZeroConfig
-from lightning_zero.offload import OffloadConfig
-from lightning_zero.stage import STAGES, Stage, State
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.stage import STAGES, Stage, State
 
 __all__ = ["Choice", "all_choices"]
 

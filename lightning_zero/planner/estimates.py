@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.offload import Tier
-from lightning_zero.plan import Plan, make_plan
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.choices import Choice
 from lightning_zero.planner.optimizers import States
 from lightning_zero.planner.plain_trace import plain_trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_zero.plan import Plan, UnitPlan
+from lightning_zero.layout.plan import Plan, UnitPlan
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 
 __all__ = ["plain_trace"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_zero.offload import Tier
-from lightning_zero.stage import State
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.stage import State
 
 __all__ = ["Ranks", "Resting"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.offload import OffloadConfig, Tier, padded_bytes
-from lightning_zero.plan import BucketPlan, Plan, parameters_by_name
+from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes
+from lightning_zero.layout.plan import BucketPlan, Plan, parameters_by_name
+from lightning_zero.layout.stage import State
 from lightning_zero.planner.optimizers import KeptStates, States
 from lightning_zero.planner.ranks import Ranks, Resting
-from lightning_zero.stage import State
 
 __all__ = ["BUFFER_ELEMENT_BYTES", "Inventory", "has_own_master", "is_elsewhere"]
 

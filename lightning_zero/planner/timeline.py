@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_zero.config import ZeroConfig
-from lightning_zero.plan import BucketPlan, Plan, UnitPlan
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
+from lightning_zero.layout.stage import State
 from lightning_zero.planner.resting import is_elsewhere
 from lightning_zero.planner.scratch import Scratch
 from lightning_zero.planner.trace import Event, Moment, StepTrace
-from lightning_zero.stage import State
 
 __all__ = ["Peak", "Replay", "replay"]
 

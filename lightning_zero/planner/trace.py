@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.plan import parameters_by_name
+from lightning_zero.layout.plan import parameters_by_name
 
 __all__ = ["Event", "Moment", "StepTrace", "trace_step"]
 

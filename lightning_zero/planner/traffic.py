@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_zero.offload import Tier, padded_bytes
-from lightning_zero.plan import BucketPlan
+from lightning_zero.layout.offload import Tier, padded_bytes
+from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.layout.stage import State
 from lightning_zero.planner.resting import Inventory, is_elsewhere
-from lightning_zero.stage import State
 
 __all__ = ["Rates", "Traffic", "traffic_of"]
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-from lightning_zero.recorder import Recorder
+from lightning_zero.record.recorder import Recorder
 from lightning_zero.tiers.actor import Actor
 from lightning_zero.tiers.buffers import ALIGNMENT
 from lightning_zero.tiers.directory import locked_directory, remove_abandoned

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.offload import PAGE_BYTES, Tier, padded_bytes
-from lightning_zero.stored import StoredTensor
+from lightning_zero.layout.offload import PAGE_BYTES, Tier, padded_bytes
+from lightning_zero.tensors.lazy import StoredTensor
 from lightning_zero.tiers.buffers import aligned_empty
 from lightning_zero.tiers.file import NvmeFile
 from lightning_zero.tiers.files import NvmeStore

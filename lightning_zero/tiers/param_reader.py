@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_zero.recorder import Recorder
+from lightning_zero.record.recorder import Recorder
 from lightning_zero.tiers.buffers import BufferPool, aligned_empty
 from lightning_zero.tiers.home import PAGE_BYTES, InFile
 from lightning_zero.tiers.transfer import Transfer

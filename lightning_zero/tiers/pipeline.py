@@ -22,8 +22,8 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from lightning_zero.recorder import Recorder
-from lightning_zero.recording import Kind
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.actor import Actor
 from lightning_zero.tiers.buffers import ALIGNMENT, BufferPool
 from lightning_zero.tiers.file import NvmeFile

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.offload import OffloadConfig, Tier
-from lightning_zero.recorder import Recorder
+from lightning_zero.layout.offload import OffloadConfig, Tier
+from lightning_zero.record.recorder import Recorder
 from lightning_zero.tiers.buffers import BufferPool, aligned_empty
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.files import NvmeStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lightning_zero.recorder import Recorder
-from lightning_zero.recording import Kind
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind
 
 __all__ = ["Transfer"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.recorder import Recorder
-from lightning_zero.recording import Kind
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.buffers import aligned_empty
 
 __all__ = ["Uploader"]

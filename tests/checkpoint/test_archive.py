@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.archive import (
     has_checksums,
     write_torch_file,
 )
-from lightning_zero.stored import StoredTensor
+from lightning_zero.tensors.lazy import StoredTensor
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint16,

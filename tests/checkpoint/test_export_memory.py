@@ -11,7 +11,7 @@ import torch
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.archive import silent
 from lightning_zero.checkpoint.export import plan
-from lightning_zero.stored import StoredTensor
+from lightning_zero.tensors.lazy import StoredTensor
 
 MIB = 1024**2
 # What the process has in memory before, at most while it exports, and of that not of a file.

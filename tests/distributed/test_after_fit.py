@@ -15,7 +15,9 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy, after_fit, attached
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy
+from lightning_zero.engine import optimizers as attached
+from lightning_zero.strategy import after_fit
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule

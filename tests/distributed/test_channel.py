@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lightning_zero.comm import Communicator
+from lightning_zero.comm.communicator import Communicator
 from tests.distributed.ranks import RankError, run_ranks
 
 

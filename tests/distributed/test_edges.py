@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
-from lightning_zero.schedule import Moment
+from lightning_zero.core.schedule import Moment
 from tests.cells import ANY_STAGE, SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 
@@ -290,7 +290,7 @@ class Scalar(nn.Module):
 
 
 def _scalar(rank, world_size, stage, optimizer):
-    from lightning_zero.optim_state import load_optimizer_state_dict, optimizer_state_dict
+    from lightning_zero.optim.state import load_optimizer_state_dict, optimizer_state_dict
 
     module = Scalar()
     engine, _ = start(module, stage, optimizer(module.parameters(), lr=0.1))

@@ -304,7 +304,7 @@ def test_full_grad_is_ddps_gradient_on_every_rank(world_size, stage):
 
 
 def _report(rank, world_size, stage):
-    from lightning_zero.stage import State
+    from lightning_zero.layout.stage import State
 
     module, optimizer = build(width=64)
     numel = sum(p.numel() for p in module.parameters())
@@ -458,7 +458,7 @@ def _chunked_loss(module, x, backward, no_sync):
 
 def _use_parts(rank, world_size, stage):
     from lightning_zero import full_grad
-    from lightning_zero.guard import BetweenStepsError
+    from lightning_zero.tensors.guarded import BetweenStepsError
 
     torch.manual_seed(0)
     module = Chunked()

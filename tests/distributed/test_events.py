@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.comm import Communicator
+from lightning_zero.comm.communicator import Communicator
 from tests.distributed.ranks import run_ranks
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"

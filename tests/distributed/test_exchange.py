@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import Communicator
-from lightning_zero.control import PeerAbortedError
-from lightning_zero.exchange import PeerToPeer
-from lightning_zero.recording import Kind
+from lightning_zero.comm.backends import PeerToPeer
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.control import PeerAbortedError
+from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import run_ranks
 
 

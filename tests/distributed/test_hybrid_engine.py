@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
-from lightning_zero.comm import Communicator
-from lightning_zero.stage import State
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.layout.stage import State
 from tests.distributed.ranks import run_ranks
 
 STAGES = [1, 2, 3]

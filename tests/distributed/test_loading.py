@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
-from lightning_zero.awaited import await_values
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
-from lightning_zero.masters import Masters
-from lightning_zero.stored import StoredTensor
+from lightning_zero.core.masters import Masters
+from lightning_zero.tensors.awaited import await_values
+from lightning_zero.tensors.lazy import StoredTensor
 from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
 
@@ -326,7 +326,7 @@ def _by_name(engine, optimizer, state):
 
 
 def _optimizer_by_name(rank, world_size, stage):
-    from lightning_zero.optim_state import optimizer_state_dict
+    from lightning_zero.optim.state import optimizer_state_dict
 
     engine, _, optimizer = _trained(stage)
     state = optimizer_state_dict(optimizer, engine.buckets, is_recipient=True)
@@ -358,7 +358,7 @@ def test_states_by_name_are_read_by_shards(stage):
 
 
 def _optimizer_in_files(rank, world_size, dtype):
-    from lightning_zero.optim_state import optimizer_state_dict
+    from lightning_zero.optim.state import optimizer_state_dict
 
     engine, module, optimizer = start(3, param_dtype=dtype)
     step(engine, module)
@@ -392,7 +392,7 @@ def test_states_and_masters_that_rest_in_files_are_loaded_into_them():
 
 
 def _optimizer_errors(rank, world_size):
-    from lightning_zero.optim_state import optimizer_state_dict
+    from lightning_zero.optim.state import optimizer_state_dict
 
     engine, module, optimizer = _trained(2)
     state = optimizer_state_dict(optimizer, engine.buckets, is_recipient=True)

@@ -11,9 +11,9 @@ import torch
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.checkpoint import load_optimizer, open_checkpoint
-from lightning_zero.composite import plain_tensors, take_apart
-from lightning_zero.optim_state import optimizer_state_dict
-from lightning_zero.stage import State
+from lightning_zero.layout.stage import State
+from lightning_zero.optim.state import optimizer_state_dict
+from lightning_zero.tensors.composite import plain_tensors, take_apart
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.low_bit import KINDS, LIBRARIES, BlockModule, Blocks, builder_of

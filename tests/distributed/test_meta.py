@@ -12,7 +12,7 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, ZeroConfig, load_weights
-from lightning_zero.comm import Communicator
+from lightning_zero.comm.communicator import Communicator
 from tests.benchmarks.storage import live_storage_bytes
 from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.recording import Kind
-from lightning_zero.tracing import read_step
+from lightning_zero.observe.files import read_step
+from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import GANModule, GPTModule, MLPModule

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.stage import State
+from lightning_zero.layout.stage import State
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
 

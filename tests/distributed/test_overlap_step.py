@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
-from lightning_zero.bucket import Phase
+from lightning_zero.core.bucket import Phase
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_offload import Net, batch, loss_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad
-from lightning_zero.recording import Kind, Recording
+from lightning_zero.record.spans import Kind, Recording
 from tests.distributed.ranks import run_ranks
 
 RANKS, WIDTH, LAYERS = 2, 64, 4

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad, gathered
-from lightning_zero.sharded_tensor import ShardedTensor
+from lightning_zero.tensors.sharded import ShardedTensor
 from tests.distributed.ranks import run_ranks
 
 WORLD_SIZE = 3  # the second weight has an empty part on one of the ranks

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
 
 import lightning_zero
-from lightning_zero.kept import AUTOCAST, kept_parameters
+from lightning_zero.layout.kept import AUTOCAST, kept_parameters
 from tests.distributed.ranks import run_ranks
 
 WIDTH = 8

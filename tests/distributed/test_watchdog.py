@@ -18,9 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.doing import Doing, is_one_way, report
-from lightning_zero.peers import how_ended
-from lightning_zero.watchdog import PeerAbortedError, RanksApartError, Watchdog, cut_connections
+from lightning_zero.comm.doing import Doing, is_one_way, report
+from lightning_zero.comm.peers import how_ended
+from lightning_zero.comm.watchdog import (
+    PeerAbortedError,
+    RanksApartError,
+    Watchdog,
+    cut_connections,
+)
 from tests.distributed.ranks import free_port, run_ranks
 from tests.distributed.test_launch import start
 from tests.fitting import make_trainer, settings
@@ -298,7 +303,7 @@ class _Lines(logging.Handler):
 
 def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     shown = _Lines()
-    logging.getLogger("lightning_zero.watchdog").addHandler(shown)
+    logging.getLogger("lightning_zero.comm.watchdog").addHandler(shown)
     watchdog = Watchdog("threads", rank=rank, size=world_size, report_after_s=0.5)
     if rank == 0 and not is_rank_0_there:
         watchdog.stop()  # as if it were stuck

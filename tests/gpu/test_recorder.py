@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_zero
-from lightning_zero.recording import Kind
+from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import run_ranks
 from tests.gpu.training import build, form_group, optimizer_of, train
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.offload import Tier
-from lightning_zero.plan import make_plan
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.plan import make_plan
 from lightning_zero.planner.resting import Inventory
 from lightning_zero.planner.timeline import replay
 from lightning_zero.planner.trace import trace_step

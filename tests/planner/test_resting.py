@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lightning_zero import ZeroConfig
-from lightning_zero.offload import Tier
-from lightning_zero.plan import make_plan
+from lightning_zero.engine.shadow import Shadow
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.plan import make_plan
+from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import (
     Choice,
     Job,
@@ -20,8 +22,6 @@ from lightning_zero.planner import (
     trace_step,
 )
 from lightning_zero.planner.optimizers import KeptStates
-from lightning_zero.probe import find_whole_tensors
-from lightning_zero.shadow import Shadow
 from tests.distributed.ranks import run_ranks
 from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 

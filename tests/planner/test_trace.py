@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero import ZeroConfig
-from lightning_zero.plan import make_plan
+from lightning_zero.layout.plan import make_plan
 from lightning_zero.planner import Decoder, DecoderShape, find_repeats, stretched, trace_step
 from lightning_zero.planner.trace import Event
 from tests.planned import MODELS, loss_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_zero.recording import Kind, Recording, Span
+from lightning_zero.record.spans import Kind, Recording, Span
 
 COMPUTE_S, GATHER_S, REDUCE_S, STEP_S = 0.010, 0.006, 0.012, 0.002
 NBYTES = 4 * 2**20

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.recording import Kind, Recording, Span
-from lightning_zero.tracing.lanes import lanes_of, pack
+from lightning_zero.observe.lanes import lanes_of, pack
+from lightning_zero.record.spans import Kind, Recording, Span
 
 TIMES = st.integers(0, 30)
 SPANS = st.lists(

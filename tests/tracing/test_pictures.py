@@ -5,11 +5,13 @@ import dataclasses
 import matplotlib
 import pytest
 
-from lightning_zero.memory import MemoryReport
-from lightning_zero.recording import Kind, Recording, Span
-from lightning_zero.stage import STAGES, State
-from lightning_zero.tracing import plot_memory, plot_timeline, timeline
-from lightning_zero.tracing.strips import Scale, place
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.stage import STAGES, State
+from lightning_zero.observe import timeline
+from lightning_zero.observe.bars import plot_memory
+from lightning_zero.observe.strips import Scale, place
+from lightning_zero.observe.timeline import plot_timeline
+from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import made_ranks, made_step
 
 MIB = 2**20

@@ -1,0 +1,404 @@
+"""How flat tensors move between ranks: peer to peer on gloo, else by collectives of the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.record.open_span import Mark
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.tensors.buffer import Scratch
+
+__all__ = [
+    "Closed",
+    "Exchange",
+    "GlooAllReduce",
+    "Native",
+    "PeerToPeer",
+    "Pending",
+    "backend_for",
+]
+
+# New names of torch 2.13; 2.11 has only the old ones.
+_all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+class Pending(Protocol):
+    """A collective under way. It keeps its tensors alive until `wait`.
+
+    Attributes:
+        marks: Its begin and end for a recorder; None: whoever waits learns of the end.
+    """
+
+    marks: tuple[Mark, Mark] | None
+
+    def wait(self) -> None:
+        """Makes the result safe to use on the current stream. Waiting twice is harmless."""
+
+
+class Exchange(Protocol):
+    """How the data plane moves flat tensors. See `Communicator` for the arguments."""
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
+    ) -> Pending:
+        """Fills `whole` in place from every rank's own part, which is first taken from `source`."""
+
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
+        """Leaves this rank's part of the mean in `out`."""
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """Averages `whole` in place."""
+
+    def wait_for_sent(self) -> None:
+        """Waits until no gather reads its source any more."""
+
+
+def backend_for(device: torch.device) -> str:
+    """The default group's backend for tensors of `device`; a group may have one for each kind."""
+    backend = str(dist.get_backend())
+    if backend != "undefined":
+        return backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class Closed:
+    """Takes the place of an exchange whose group is gone."""
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
+    ) -> Pending:
+        """See `Exchange`."""
+        raise RuntimeError("the engine is closed; no collective is possible any more.")
+
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
+        """See `Exchange`."""
+        return self.all_gather(whole)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        return self.all_gather(whole)
+
+    def wait_for_sent(self) -> None:
+        """See `Exchange`."""
+
+
+@dataclass
+class _Works:
+    """Gloo's work handles, and what remains to be done once they have arrived."""
+
+    works: list[Any]
+    tensors: tuple[Tensor, ...] = ()
+    finish: Callable[[], None] | None = None
+    marks: tuple[Mark, Mark] | None = None
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        while self.works:  # gloo's may be waited for once only, also if a later one fails
+            self.works.pop(0).wait()
+        finish, self.finish = self.finish, None  # once only: it may send, too
+        if finish is not None:
+            finish()
+        self.tensors = ()
+
+
+class PeerToPeer:
+    """Direct sends between every pair of ranks, for gloo.
+
+    Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
+    through a staging buffer. Here every rank sends each peer its part and adds what it receives, so
+    that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in
+    the dtype of the result, the same on every run. An all-reduce is gloo's own.
+
+    Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast
+    on one machine, but N collectives whose roots take turns).
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
+        self._summing = GlooAllReduce(group, size)
+        # Tags pair messages: gathers count in even numbers, reductions in odd ones.
+        self._gather_tag = 0
+        self._reduce_tag = 1
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
+    ) -> Pending:
+        """See `Exchange`."""
+        if source is not None:
+            _parts(whole, self._size, cuts)[self._rank].copy_(source)
+        self._gather_tag += 2
+        return self._gather(whole, self._gather_tag, cuts)
+
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
+        """See `Exchange`."""
+        if self._size == 1:
+            return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
+        if whole.device.type != "cpu":
+            total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            return self._staged(
+                whole, lambda cpu: self.reduce_scatter(cpu, total, cuts), lambda _: out.copy_(total)
+            )
+        parts = _parts(whole, self._size, cuts)
+        own = parts[self._rank]
+        received = [
+            own if peer == self._rank else self.scratch.take(own.numel(), own.dtype)
+            for peer in range(self._size)
+        ]
+        self._reduce_tag += 2
+        works = self._trade(parts, received, self._reduce_tag)
+
+        def finish() -> None:
+            _mean_in_rank_order(received, out)
+            for peer, part in enumerate(received):
+                if peer != self._rank:
+                    self.scratch.give(part)
+
+        return _Works(works, (whole, out), finish)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        return self._summing.all_reduce(whole) if self._size > 1 else _Works([])
+
+    def wait_for_sent(self) -> None:
+        """See `Exchange`. Sources are copied at once here."""
+
+    def _gather(self, whole: Tensor, tag: int, cuts: Sequence[int] | None = None) -> Pending:
+        if self._size == 1:
+            return _Works([])
+        if whole.device.type != "cpu":
+            return self._staged(whole, lambda cpu: self._gather(cpu, tag, cuts), whole.copy_)
+        parts = _parts(whole, self._size, cuts)
+        return _Works(self._trade([parts[self._rank]] * self._size, parts, tag), (whole,))
+
+    def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
+        """Posts `sends[peer]` to and `receives[peer]` from each peer, the next neighbour first."""
+        works = []
+        for step in range(1, self._size):
+            source = (self._rank - step) % self._size
+            works.append(self._group.recv([receives[source]], source, tag))
+        for step in range(1, self._size):
+            target = (self._rank + step) % self._size
+            works.append(self._group.send([sends[target]], target, tag))
+        return works
+
+    def _staged(
+        self, whole: Tensor, run: Callable[[Tensor], Pending], finish: Callable[[Tensor], object]
+    ) -> Pending:
+        """Runs on a CPU copy: gloo sends and receives CPU memory only."""
+        staged = whole.to("cpu")
+        pending = run(staged)
+
+        def copy_back() -> None:
+            pending.wait()
+            finish(staged)
+
+        return _Works([], (whole, staged), copy_back)
+
+
+class GlooAllReduce:
+    """Gloo's own all-reduce, which goes on in its threads whether anybody waits or not.
+
+    Alternatives considered: a reduction and a gather peer to peer. The gather could begin only when
+    somebody waits, and ranks that wait at different points of a backward would wait for each other.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        return _Summing(dist.all_reduce(whole, group=self._group, async_op=True), whole, self._size)
+
+
+class _Summing:
+    """A sum under way, which becomes a mean."""
+
+    marks: tuple[Mark, Mark] | None = None
+
+    def __init__(self, work: Any, tensor: Tensor, size: int) -> None:
+        self._work = work
+        self._tensor: Tensor | None = tensor
+        self._size = size
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        work, self._work = self._work, None  # gloo's may be waited for once only
+        if work is not None:
+            work.wait()
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:
+            tensor.mul_(1 / self._size)
+
+
+def _parts(whole: Tensor, size: int, cuts: Sequence[int] | None) -> list[Tensor]:
+    """Every rank's part of a flat tensor, views: equal ones, or as long as `cuts` says."""
+    return list(whole.chunk(size) if cuts is None else whole.split(list(cuts)))
+
+
+def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
+    """Writes the mean of `terms` to `out`, added from rank 0 up; `out` may be one of the terms.
+
+    The terms are receive buffers and this rank's own part, whose contents are no longer needed.
+    """
+    if len(terms) == 1:
+        if out.data_ptr() != terms[0].data_ptr():
+            out.copy_(terms[0])
+        return
+    if out.dtype == terms[0].dtype:
+        total = terms[0]
+        for term in terms[1:-1]:
+            total.add_(term)
+        torch.add(total, terms[-1], out=out)
+    else:
+        out.copy_(terms[0])
+        for term in terms[1:]:
+            out.add_(term)
+    out.mul_(1 / len(terms))
+
+
+@dataclass
+class _Event:
+    """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
+
+    event: torch.cuda.Event | None
+    tensors: tuple[Tensor, ...] = ()
+    marks: tuple[Mark, Mark] | None = None
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
+        self.event, self.tensors = None, ()
+
+
+class Native:
+    """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
+
+    Parts of different lengths go through the calls that take lists: NCCL has one broadcast or
+    reduction for each of them, issued together.
+
+    Gathers and reductions have a stream each, so that a reduction that waits for a backward does
+    not hold up the gather of the next bucket. Each side stream first waits for the current stream,
+    on which the buffers were allocated and written.
+    """
+
+    def __init__(
+        self,
+        gather_group: Any,
+        group: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self._gather_group = gather_group
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._recorder = recorder
+        has_streams = device.type == "cuda"
+        self._gather_stream = torch.cuda.Stream(device) if has_streams else None
+        self._reduce_stream = torch.cuda.Stream(device) if has_streams else None
+        # NCCL scales before it adds, so that a sum of float16 does not overflow.
+        self._has_mean = backend_for(device) == "nccl"
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+        name: str = "",
+    ) -> Pending:
+        """See `Exchange`."""
+        parts = _parts(whole, self._size, cuts)
+        own = parts[self._rank]
+        with self._on(self._gather_stream):
+            if source is not None:
+                with self._recorder.moving(name, own.nbytes, source.device, own.device):
+                    own.copy_(source, non_blocking=True)
+            began = self._recorder.mark()
+            if cuts is None:
+                _all_gather_single(whole, own, group=self._gather_group)
+            else:
+                dist.all_gather(parts, own, group=self._gather_group)
+            tensors = (whole,) if source is None else (whole, source)
+            return self._event(self._gather_stream, began, *tensors)
+
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
+    ) -> Pending:
+        """See `Exchange`."""
+        with self._on(self._reduce_stream):
+            began = self._recorder.mark()
+            source = whole.to(out.dtype)
+            op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
+            if cuts is None:
+                _reduce_scatter_single(out, source, op=op, group=self._group)
+            else:
+                parts = _parts(source, self._size, cuts)
+                dist.reduce_scatter(out, parts, op=op, group=self._group)
+            if not self._has_mean:
+                out.mul_(1 / self._size)
+            return self._event(self._reduce_stream, began, whole, out)
+
+    def all_reduce(self, whole: Tensor) -> Pending:
+        """See `Exchange`."""
+        with self._on(self._reduce_stream):
+            began = self._recorder.mark()
+            op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
+            dist.all_reduce(whole, op=op, group=self._group)
+            if not self._has_mean:
+                whole.mul_(1 / self._size)
+            return self._event(self._reduce_stream, began, whole)
+
+    def wait_for_sent(self) -> None:
+        """See `Exchange`."""
+        if self._gather_stream is not None:
+            self._gather_stream.synchronize()
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return torch.cuda.stream(stream)
+
+    def _event(
+        self, stream: torch.cuda.Stream | None, began: Mark | None, *tensors: Tensor
+    ) -> _Event:
+        ended = self._recorder.mark()
+        event = stream.record_event() if stream is not None else None
+        return _Event(event, tensors, (began, ended) if began and ended else None)

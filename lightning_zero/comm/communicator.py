@@ -1,0 +1,394 @@
+"""The only door to collectives.
+
+Two planes, each on process groups of the engine's own, for WORLD is Lightning's and the user's:
+
+* data: flat buffers, between compute devices, along the axes of a `Mesh`. `PeerToPeer` on gloo,
+  `Native` elsewhere. Gathers and reductions each have one order on all ranks, but how they
+  interleave may differ by rank, so they share neither message tags nor a process group.
+* control: integers, masks and objects between CPUs (control.py).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.axes import AllReduce, Axes, open_axes, replica_exchange
+from lightning_zero.comm.backends import Closed, Exchange, Native, PeerToPeer, Pending, backend_for
+from lightning_zero.comm.channel import Channel
+from lightning_zero.comm.control import Control
+from lightning_zero.comm.watchdog import Watchdog, cut_connections
+from lightning_zero.layout.mesh import Mesh
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.buffer import Scratch
+
+__all__ = ["Communicator", "Pending"]
+
+
+class Communicator:
+    """Collectives over flat buffers. Every method is collective: every rank, same order.
+
+    Without a process group the world is this process alone.
+
+    Args:
+        device: Of the data plane.
+        timeout: Of collectives; None: the backend's.
+        group_size: Ranks that share one set of shards; None: all.
+        compare: Called on the control plane before any group is made that depends on settings;
+            what it raises, it raises on every rank.
+        watchdog: Tells of the failures of other ranks; None: one of its own.
+        report_after_s: Of a watchdog of its own.
+
+    Attributes:
+        rank: In the world, as agreements count.
+        size: Of the world.
+        mesh: Which ranks share shards with this one, and which hold the same.
+        recorder: Of what goes on in this process.
+        control: What ranks tell each other.
+        meet: Brings the ranks together before a collective on request, and finds out those that do
+            not come; whoever decides on the order of collectives puts it here.
+
+    Raises:
+        RuntimeError: A launcher has started several ranks, and no process group was initialised.
+        ValueError: The group size does not divide the world size.
+    """
+
+    rank: int
+    size: int
+    mesh: Mesh
+    recorder: Recorder
+    control: Control
+    meet: Callable[[str], object]
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        timeout: timedelta | None = None,
+        group_size: int | None = None,
+        compare: Callable[[Control], None] | None = None,
+        watchdog: Watchdog | None = None,
+        report_after_s: float | None = None,
+    ) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if not is_distributed and launched > 1:
+            raise RuntimeError(
+                f"{launched} ranks were launched, but there is no process group, so that each "
+                "would train alone; call torch.distributed.init_process_group() before Engine(...)."
+            )
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.size = dist.get_world_size() if is_distributed else 1
+        self.device = device
+        self.meet = lambda name: None
+        self.recorder = Recorder(device, self.rank, self.size)
+        self.scratch = Scratch(device)
+        self._timeout = timeout
+        if watchdog is not None:
+            watchdog.raise_if_failed()
+        self._group: Any = None  # small sums and broadcasts
+        self._axes: Axes | None = None  # data; the group above among them
+        self._is_aborted = False  # by this rank
+        self._is_cut = False  # nothing collective is possible
+        self._forgotten: list[Pending] = []
+        self._channels: list[Channel] = []
+        self._replicas: AllReduce | None = None
+        self._exchange: Exchange = Closed()
+        self._open_group()
+        # The fake backend stands for N ranks in one process; gloo would wait for the others.
+        backend = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
+        self.control = Control(
+            self.recorder,
+            rank=self.rank,
+            size=self.size,
+            backend=backend,
+            timeout=timeout,
+            watchdog=watchdog or Watchdog("", rank=self.rank, size=1),
+        )
+        self._owns_watchdog = watchdog is None
+        if self._owns_watchdog:
+            name = self.control.broadcast_object(uuid4().hex)
+            self.control.watchdog = Watchdog(
+                name, rank=self.rank, size=self.size, report_after_s=report_after_s
+            )
+            end = weakref.finalize(self, self.control.watchdog.stop)
+            end.atexit = False  # the process ends the watch
+        self.control.watchdog.on_failure(self._cut)
+        try:
+            if compare is not None:
+                compare(self.control)
+            self.mesh = Mesh.of(self.rank, self.size, group_size)
+        except BaseException:
+            self.close()
+            raise
+        self._exchange = self._open_exchange()
+
+    def free_scratch(self) -> None:
+        """Frees what was kept for the next reduction."""
+        self.scratch.clear()
+        if isinstance(self._exchange, PeerToPeer):
+            self._exchange.scratch.clear()
+
+    def _open_group(self) -> None:
+        """Makes the group of all ranks for data. Collective."""
+        if dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(timeout=self._timeout)
+            self._axes = Axes(self._group, shard=self._group)  # until there are others
+
+    def _open_exchange(self) -> Exchange:
+        """Makes the groups along the axes of the mesh. Collective."""
+        mesh = self.mesh
+        if self._group is None:
+            return PeerToPeer(None, mesh.shard_rank, mesh.num_shards)
+        is_gloo = backend_for(self.device) == "gloo"
+        axes = self._axes = open_axes(
+            mesh, self._group, has_gather_group=not is_gloo, timeout=self._timeout
+        )
+        if axes.replica is not None:
+            self._replicas = replica_exchange(axes.replica, mesh, self.device, self.recorder)
+        if is_gloo:
+            return PeerToPeer(axes.shard, mesh.shard_rank, mesh.num_shards)
+        groups, own = (axes.gather, axes.shard), mesh.shard_rank
+        return Native(*groups, own, mesh.num_shards, self.device, self.recorder)
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        name: str = "",
+        source: Tensor | None = None,
+        cuts: Sequence[int] | None = None,
+    ) -> Pending:
+        """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
+
+        Args:
+            whole: The whole buffer.
+            name: Bucket, for profiler and recorder.
+            source: This rank's shard, 1-D, where it is not in `whole` yet; it may be in CPU memory.
+            cuts: Elements of each rank's shard; None: all alike.
+        """
+        sent = _sent(whole.nbytes, self.mesh.num_shards)
+        issue = self._exchange.all_gather
+        return self._issue(Kind.GATHER, name, sent, issue, whole, source, cuts, name)
+
+    def reduce_scatter(
+        self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None
+    ) -> Pending:
+        """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
+
+        Args:
+            whole: 1-D, all shards. Its content is lost.
+            out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
+            name: Bucket, for profiler and recorder.
+            cuts: Elements of each rank's shard; None: all alike.
+        """
+        # Elsewhere than peer to peer they travel in the dtype of the sum.
+        dtype = whole.dtype if isinstance(self._exchange, PeerToPeer) else out.dtype
+        sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
+        issue = self._exchange.reduce_scatter
+        return self._issue(Kind.REDUCE, name, sent, issue, whole, out, cuts)
+
+    def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
+        """Averages `shard` (1-D) in place over the ranks that hold the same one."""
+        assert self._replicas is not None, "there is one replica"
+        sent = 2 * _sent(shard.nbytes, self.mesh.num_replicas)
+        return self._issue(Kind.AVERAGE, name, sent, self._replicas.all_reduce, shard)
+
+    def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
+        """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
+        assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
+        sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
+        return self._issue(Kind.AVERAGE, name, sent, self._exchange.all_reduce, whole)
+
+    def _issue(
+        self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
+    ) -> Pending:
+        """Issues a collective; a failure of another rank is told where this one waits for it."""
+        what = f"the {kind.value} of {name}"
+        waiting = partial(self.control.watchdog.waiting, what, is_for_data=True)
+        with waiting():
+            pending = self.recorder.watch(kind, name, nbytes, issue, *args)
+        is_on_host = self.size > 1 and isinstance(self._exchange, PeerToPeer)
+        return _Awaited(pending, waiting) if is_on_host else pending
+
+    def sum_over_shards_(self, tensor: Tensor, name: str = "a sum over shards") -> Tensor:
+        """Sums a small tensor over shards in place and waits; the same bits on every rank.
+
+        Replicas hold equal shards, of which the first counts.
+
+        Args:
+            tensor: Of any shape and dtype.
+            name: What it is of: the same on every rank.
+        """
+        if self.mesh.replica_rank:
+            tensor.zero_()
+        return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name)
+
+    def max_(self, tensor: Tensor, name: str = "a maximum over ranks") -> Tensor:
+        """Takes the elementwise maximum of a small tensor over ranks in place and waits.
+
+        A NaN of any rank stays one, which backends do not promise.
+
+        Args:
+            tensor: Of any shape and dtype.
+            name: What it is of: the same on every rank.
+        """
+        if not tensor.is_floating_point():
+            return self._all_reduce_small(tensor, dist.ReduceOp.MAX, name)
+        is_nan = tensor.isnan()
+        both = torch.stack([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
+        highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
+        return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
+
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copies the tensor of rank `source` to every rank, in place, and waits."""
+        if self._group is not None and self.size > 1:
+            with self.control.waiting(f"a broadcast of rank {source}", is_one_way=True):
+                dist.broadcast(tensor, group=self._group, group_src=source)
+        return tensor
+
+    def open_channel(self) -> Channel:
+        """A new channel for messages beside the collectives, closed by `abort` and `close`."""
+        group = None
+        if self.control.is_open and self.size > 1:
+            group = dist.new_group(timeout=self._timeout, backend="gloo")
+        channel = Channel(self.rank, self.size, group)
+        self._channels = [other for other in self._channels if other.is_open]
+        self._channels.append(channel)
+        return channel
+
+    def fail(self, error: Exception) -> None:
+        """As `Control.fail`; where the others cannot be told, they find this rank gone."""
+        try:
+            self.control.fail(error)
+        except RuntimeError:
+            self.abort()
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Makes the other ranks fail where they wait for this one. Does not wait for them.
+
+        Args:
+            error: Why; they read of it.
+        """
+        if not self.control.is_open or self.size == 1 or self._is_aborted:
+            return
+        self._is_aborted = True
+        self.control.watchdog.abort(error)
+        self._cut()  # also where nobody could be told
+        self._close_channels()
+        self._close_data()
+
+    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+        """After an exception: waits until every rank has come here, then makes fresh groups.
+
+        Args:
+            deadline: How long to wait.
+            error: The exception of this rank.
+
+        Returns:
+            Whether all came in time. If not, no collective is possible any more.
+        """
+        if self.size == 1:
+            return True
+        if not self.control.is_open:
+            return False  # closed
+        self.abort(error)
+        if not self.control.watchdog.rally(deadline):
+            return False
+        self._close_groups()
+        self._forgotten.clear()
+        self._open_group()
+        self.control.open()
+        self._exchange = self._open_exchange()
+        self._is_aborted = self._is_cut = False
+        self.control.watchdog.on_failure(self._cut)
+        return True
+
+    def _cut(self) -> None:
+        """Whoever waits for another rank waits no longer. From any thread."""
+        self._is_cut = True
+        axes = self._axes
+        cuts = [self.control.cut]
+        if self.control.watchdog.is_lost:  # else a session under way comes to its end
+            cuts += [channel.cut for channel in self._channels]
+        cuts += [partial(cut_connections, group) for group in (axes.groups if axes else ())]
+        for cut in cuts:
+            with suppress(RuntimeError, ValueError):  # the group has been destroyed
+                cut()
+
+    def wait_for_sent(self, is_from_cpu: bool) -> None:
+        """Before CPU memory is written to from which gathers copied: waits for the copies."""
+        if is_from_cpu:
+            self._exchange.wait_for_sent()
+
+    def forget(self, pending: Pending) -> None:
+        """Drops a collective without waiting; its tensors live on, as its data may still arrive."""
+        self._forgotten.append(pending)
+
+    def close(self) -> None:
+        """Destroys the engine's groups. Not collective: ranks may come here at different times."""
+        self._close_groups()
+        if self._owns_watchdog:
+            self.control.watchdog.leave()
+            self.control.watchdog.stop()
+
+    def _close_groups(self) -> None:
+        self.control.watchdog.forget(self._cut)
+        self._close_data()
+        self._close_channels()
+        self.control.close()
+
+    def _close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def _close_data(self) -> None:
+        self._exchange = Closed()
+        self._replicas = None
+        for group in self._axes.groups if self._axes is not None else ():
+            # Those of NCCL are gone once they are cut.
+            if dist.is_initialized() and not (self._is_cut and self.device.type == "cuda"):
+                dist.destroy_process_group(group)
+        self._group = self._axes = None
+
+    def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
+        if self._group is not None and self.size > 1:
+            self.meet(name)
+            # Offloaded gradients are summed on the CPU.
+            travelling = tensor.to(self.device)
+            with self.control.waiting(name):
+                dist.all_reduce(travelling, op=op, group=self._group)
+            if travelling is not tensor:
+                tensor.copy_(travelling)
+        return tensor
+
+
+class _Awaited:
+    """A collective for which the host waits."""
+
+    def __init__(
+        self, pending: Pending, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.marks = pending.marks
+        self._pending = pending
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        with self._waiting():
+            self._pending.wait()
+
+
+def _sent(nbytes: int, size: int) -> int:
+    """Bytes that leave a rank when each of `size` ranks gets, or gives away, all other parts."""
+    return nbytes * (size - 1) // size

@@ -1,0 +1,475 @@
+"""One bucket at run time: its parameters, and what `parameter.data` points at.
+
+    phase       parameter.data                               class
+    SHARD       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
+    GATHERING   the slice, or the view of a buffer in flight guarded
+    WHOLE       n-D view of the whole buffer                 plain     in use; at rest elsewhere
+    STEP        what this rank steps of the master           plain     while the optimizer steps
+
+What rests on this rank, and the master, which the optimizer steps, are told in shards.py. Where a
+shard rests in a file, `parameter.data` is empty at rest. What a rank steps is a 1-D slice, or,
+where the layout holds whole tensors, the n-D tensor on its owner; on other ranks nothing, without a
+gradient.
+
+[Note: Stepped by stand-ins] A bucket that is stepped by itself never enters STEP: stand-ins of its
+parameters do that (bucket_step.py). `begin_step` marks the parameters as in flight, `end_step`
+issues the gather of their new values. A worker may do the work between the two; every use of the
+bucket waits for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.core.compare import equal
+from lightning_zero.core.gradients import Gradients
+from lightning_zero.core.handover import take_in
+from lightning_zero.core.masters import Masters
+from lightning_zero.core.shards import Shards
+from lightning_zero.core.step_worker import Stepping, StepWorker
+from lightning_zero.core.writes import Fingerprint, Rewritten, own_elements
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.buffer import FlatBuffer
+from lightning_zero.tensors.guarded import guard, unguard
+from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.sharded import Cut, ShardedTensor
+from lightning_zero.tiers.grad_offload import GradHome, Landing
+
+__all__ = ["Bucket", "Phase"]
+
+
+class Phase(Enum):
+    """What the parameters of a bucket point at; see the table at the top of this file."""
+
+    SHARD = "shard"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+    STEP = "step"
+
+
+class Bucket:
+    """Parameters that travel together, from setup to teardown.
+
+    Attributes:
+        plan: Layout, dtypes and stage.
+        parameters: The module's own parameter objects, by slot.
+        grads: Their gradients.
+        cuts: By slot, which elements each rank steps.
+        phase: Where the parameters are.
+        shards: What of it rests on this rank.
+        masters: The same in full precision, and whole.
+        whole: The whole buffer; holds memory while the parameters are whole.
+        grad_home: Where gradients rest that are not on the device.
+        comm: Between the ranks that have a shard of it.
+        device: Where the module computes.
+        own_dtypes: Dtype of each parameter before this bucket took it over.
+        pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
+        prints: By slot, of whole values that somebody looks at without a right to write; None where
+            nobody does, or where the engine has written to them since.
+        lockstep: The engine's `Lockstep`, once it is there.
+    """
+
+    lockstep: Any
+    prints: list[Fingerprint] | None = None
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        landing: Landing,
+        worker: StepWorker,
+        *,
+        grad_dtype: torch.dtype,
+        make_whole: Callable[[Bucket, str], None],
+        filled: FlatBuffer | None = None,
+    ) -> None:
+        """Takes `parameters` over; `filled`: some lie in it already. Collective."""
+        self.plan = plan
+        self.parameters = list(parameters)
+        self.comm = comm
+        self.phase = Phase.WHOLE
+        self.pins = 0
+        self.own_dtypes = [p.dtype for p in parameters]
+        self._worker = worker
+        self.device = landing.storage.device
+        self.grad_home: GradHome | None = None
+        if landing.storage.is_elsewhere(plan.tiers.grad):
+            numel = len(plan.layout.shard(comm.mesh.shard_rank))
+            self.grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
+        self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
+        home, settle = self.grad_home, self.wait_for_step
+        self.grads = Gradients(plan, parameters, comm, grad_dtype, home, self.cuts, settle)
+        self._pending: Pending | None = None
+        self._stepping: Stepping | None = None  # a worker steps this bucket
+        self._rewritten = Rewritten(self.parameters, plan.layout)
+        self._make_whole = make_whole
+        if filled is not None and filled.tensor.dtype == plan.dtype:
+            self.whole = filled
+        else:
+            self.whole = FlatBuffer(plan.layout, plan.dtype, self.device)
+        self.shards = Shards(plan, self.whole, landing.storage, comm.mesh.shard_rank)
+        self.masters = Masters(self)
+        take_in(self, filled)
+
+    # ---------------------------------------------------------------- whole and released
+
+    @property
+    def is_gathered_before_use(self) -> bool:
+        """PARAM rests as a shard."""
+        return self.plan.stage.gathers_before_use
+
+    @property
+    def is_whole(self) -> bool:
+        """The values of all elements are at hand or on their way."""
+        return self.phase in (Phase.GATHERING, Phase.WHOLE)
+
+    def gather(self) -> None:
+        """Issues the gather of whole parameters. Collective: also where they are whole already.
+
+        A rank that has them sends its shard again to those that have not, and receives what it has.
+
+        Raises:
+            RuntimeError: Inside a transform of torch.func that differentiates, whose functions must
+                not write to memory: also the parameters given to it would be slices.
+        """
+        if self.is_whole:
+            self.finish_gather()
+            self.gather_in_place(self.whole.tensor).wait()
+            return
+        self.wait_for_step()
+        if _differentiates():
+            raise RuntimeError(
+                f"a transform of torch.func (grad, vjp, jvp, jacrev and the like) uses parameter "
+                f"{self.plan.layout.slots[0].name}, or a module beside it, which rests as a shard; "
+                "make the transform inside `with lightning_zero.gathered(module):`."
+            )
+        self.whole.allocate()
+        self._pending = self.send_shard()
+        self.mark_in_flight()
+
+    def send_shard(self) -> Pending:
+        """Issues the gather of this rank's shard, from where it rests."""
+        source = self.shards.send_params()
+        return self.gather_in_place(self.whole.tensor, source)
+
+    def gather_in_place(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+        """Issues a gather into `whole`, laid out as the bucket, of `source` or its own part."""
+        cuts = self.plan.layout.cuts
+        return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
+
+    def finish_gather(self) -> None:
+        """Waits for a gather under way; the parameters are whole and plain."""
+        self.wait_for_step()
+        if self.phase is not Phase.GATHERING:
+            return
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        for parameter, view in zip(self.parameters, self.whole.views, strict=True):
+            unguard(parameter)
+            parameter.data = view
+        self.phase = Phase.WHOLE
+        if self.is_gathered_before_use:
+            self._rewritten.watch()
+
+    def release(self) -> None:
+        """Frees whole parameters where they rest as shards.
+
+        Not inside a transform of torch.func, which differentiates without our hooks; the end of the
+        step does so.
+        """
+        if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
+            return
+        if _transforms() is not None:
+            return
+        self.finish_gather()
+        self.absorb_changes()
+        self.point_at_rest()
+
+    def settle(self) -> None:
+        """Waits for a step and the gather after it, so that what is read is at rest. Local."""
+        self.wait_for_step()
+        if not self.is_gathered_before_use:
+            self.finish_gather()
+
+    def read_ahead(self) -> bool:
+        """Begins to read a shard that rests in a file; whether there was a buffer for it."""
+        reader = self.shards.reader
+        if reader is None or self.is_whole or self._stepping is not None:
+            return True
+        return reader.begin()
+
+    def wait_for_sent(self) -> None:
+        """Before shards are written to, from which gathers may still copy to the device."""
+        is_apart = self.shards.storage.is_apart
+        self.comm.wait_for_sent(is_apart and self.plan.tiers.param is Tier.CPU)
+
+    # ---------------------------------------------------------------- where parameters point
+
+    def mark_in_flight(self) -> None:
+        """The parameters wait for a gather that is issued, or will be."""
+        for parameter in self.parameters:
+            guard(parameter)
+        self.phase = Phase.GATHERING
+
+    def point_at_masters(self, parts: Sequence[Tensor]) -> None:
+        """Points the parameters at what this rank steps: by slot, 1-D. `point_at_rest` ends it."""
+        for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            parameter.grad = None
+            unguard(parameter)
+            parameter.data = part.view(self.shards.step_shape(index))
+        self.phase = Phase.STEP
+
+    def point_at_rest(self) -> None:
+        """Points the parameters at their slices, or at the whole buffer, where they rest."""
+        self.phase = Phase.SHARD if self.is_gathered_before_use else Phase.WHOLE
+        self.point_back()
+        if self.is_gathered_before_use:
+            self.whole.free()  # a forward after the backward may have left it whole
+
+    def point_back(self) -> None:
+        """Points the parameters where `phase` says, after they have pointed elsewhere."""
+        is_shard = self.phase is Phase.SHARD
+        targets = self.shards.resting_parts() if is_shard else self.whole.views
+        for parameter, target in zip(self.parameters, targets, strict=True):
+            unguard(parameter)  # what a user puts into a guarded one is taken for new values
+            parameter.data = target
+            if is_shard:
+                guard(parameter)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """`tensor` is a view of the whole buffer."""
+        if tensor.layout is not torch.strided or isinstance(tensor, StoredTensor):
+            return False
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        storage = self.whole.tensor.untyped_storage()
+        return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+    # ---------------------------------------------------------------- the step
+
+    @property
+    def steps_whole(self) -> bool:
+        """OPTIM rests whole: every rank steps all elements."""
+        return self.shards.steps_whole
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from its own first one, that this rank steps."""
+        return self.shards.owned(index)
+
+    def begin_step(self, stepping: Stepping | None = None) -> None:
+        """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
+
+        Args:
+            stepping: Done when a worker has ended the step; None: the caller ends it.
+        """
+        self.finish_gather()
+        self.absorb_changes()
+        self.prints = None
+        self.shards.stop_reading()  # what was read ahead is about to change
+        self.wait_for_sent()
+        if self.is_gathered_before_use:
+            self.point_at_rest()
+        elif self.plan.stage.gathers_after_step:
+            self.mark_in_flight()
+        self._stepping = stepping
+
+    def end_step(self) -> None:
+        """The new values are there; issues their gather where parameters rest whole. Collective."""
+        self.shards.mark_written()
+        if self.plan.stage.gathers_after_step:
+            self._pending = self.gather_in_place(self.whole.tensor)
+
+    def wait_for_step(self) -> None:
+        """Waits until a worker has stepped this bucket.
+
+        Raises:
+            RuntimeError: The step failed.
+        """
+        stepping = self._stepping
+        if stepping is None:
+            return
+        with self.comm.recorder.span(Kind.STEP, self.plan.name, is_wait=True):
+            error = stepping.exception()  # an interrupt leaves the step to the next who waits
+            self._stepping = None
+            event = stepping.result() if error is None else None
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+        if error is not None:
+            raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
+
+    def wait_for_all_steps(self) -> None:
+        """Waits until a worker has stepped every bucket: its gathers come before any other."""
+        self._worker.drain()
+
+    # ---------------------------------------------------------------- what others do to parameters
+
+    def use(self, name: str) -> None:
+        """The guard's call: somebody applies a torch function to parameter `name`."""
+        if self.is_gathered_before_use:
+            self._make_whole(self, name)
+        else:
+            self.finish_gather()
+
+    def look_at_rest(self, index: int) -> Tensor:
+        """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
+
+        A gather that is under way before a use is given up, that what is written here is in the
+        next one. The look itself keeps nothing whole, and waits for no other rank.
+        """
+        self.settle()
+        self.release()
+        if self.phase is Phase.SHARD:
+            exact = self.shards.look(index)
+            return ShardedTensor.of(_RestingPart(self, index), self.cuts[index], "p.data", exact)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameters[index].data
+
+    def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change this rank's elements of slot `index`, as `look_at_rest` shows them.
+
+        Raises:
+            RuntimeError: The parameter is whole at this moment.
+        """
+        self.settle()
+        self.release()
+        if self.phase is not Phase.SHARD:
+            raise RuntimeError(
+                f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
+                "as a shard, and is whole at this moment; take parameter.data anew."
+            )
+        self.wait_for_sent()
+        self.shards.change(index, write)
+
+    def put(self, index: int, values: Tensor) -> None:
+        """`parameter.data = values` of a guarded one, slot `index`. Local.
+
+        Args:
+            index: The slot.
+            values: Of the whole shape, plain or sharded; collective where that is cut at other
+                places. Or this rank's elements, 1-D.
+
+        Raises:
+            ValueError: Of another shape.
+        """
+        self.release()  # what was gathered before its use is gathered again
+        slot, cut = self.plan.layout.slots[index], self.cuts[index]
+        if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
+            is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
+            values = values.local if is_own else values.full_tensor()
+        if self.phase is Phase.GATHERING:
+            self.finish_gather()
+            self.parameters[index].data = values  # taken when it is released
+            return
+        own = own_elements(values, slot, self.owned(index))
+        self.wait_for_sent()
+        self.shards.take(index, own)
+
+    def equals(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
+        self.lockstep.meet_for("torch.equal of parameters")
+        return equal(one, other, self.comm)
+
+    def absorb_changes(self) -> None:
+        """Takes what somebody has written to whole parameters, or put in their place, into masters.
+
+        Raises:
+            ValueError: Data of another shape was put there; the parameter shows its own again.
+        """
+        self.take_rewritten()
+        self.shards.absorb_changes()
+
+    def take_rewritten(self) -> None:
+        """Takes what `absorb_changes` does, where it can be seen without a look at values.
+
+        `parameter.data = other` is how torch's pruning and others give new values.
+        """
+        if self.phase is Phase.WHOLE and not self.masters.is_shown:
+            for index, view in self._rewritten.find(self.whole.views):
+                if self.is_gathered_before_use:
+                    self.wait_for_sent()
+                    own = self.owned(index)
+                    self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+
+    # ---------------------------------------------------------------- failures
+
+    def drop_whole(self) -> None:
+        """As `release`, without taking what was written to the whole."""
+        if self.is_gathered_before_use and self.is_whole and not self.pins:
+            self.finish_gather()
+            self.point_at_rest()
+
+    def undo_step(self) -> None:
+        """Back to rest after an optimizer that failed in its step."""
+        try:
+            self.wait_for_step()
+        except RuntimeError as error:
+            warnings.warn(f"{error}; its parameters may be stepped in part.", stacklevel=2)
+        if self.phase is Phase.STEP:
+            self.masters.leave_step(is_changed=True)
+        elif self.phase is Phase.GATHERING and self._pending is None:
+            self.end_step()
+
+    def cancel_gather(self, *, is_lost: bool) -> None:
+        """Forgets a gather whose group is gone.
+
+        Args:
+            is_lost: No gather can complete the parameters any more: they stay guarded. Else
+                `gather_again` follows, one gather on every rank, whatever each was waiting for.
+        """
+        if self.phase is not Phase.GATHERING:
+            return
+        self._pending = None
+        if self.is_gathered_before_use:
+            self.pins = 0
+            self.point_at_rest()
+        elif not is_lost:
+            self.phase = Phase.WHOLE
+
+    def gather_again(self) -> None:
+        """Gathers stepped parameters anew after `cancel_gather`. Collective."""
+        if self.plan.stage.gathers_after_step:
+            self.finish_gather()  # one that `undo_step` has issued
+            self.shards.cast_master()
+            self.mark_in_flight()
+            self.end_step()
+
+
+def _transforms() -> list[Any] | None:
+    """The transforms of torch.func that are under way, the innermost last; None: none."""
+    stack: list[Any] | None = torch._C._functorch.get_interpreter_stack()
+    return stack
+
+
+def _differentiates() -> bool:
+    kinds = torch._C._functorch.TransformType
+    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _transforms() or ())
+
+
+@dataclass(frozen=True)
+class _RestingPart:
+    """This rank's elements of one parameter that rests as a shard."""
+
+    bucket: Bucket
+    index: int
+
+    def read(self) -> Tensor:
+        """See `Part`."""
+        self.bucket.settle()
+        part = self.bucket.shards.look(self.index)
+        return part.read() if isinstance(part, StoredTensor) else part.detach()
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """See `Part`."""
+        self.bucket.change_at_rest(self.index, write)

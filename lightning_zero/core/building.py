@@ -1,0 +1,355 @@
+"""Parameters that are sharded while the module that owns them is still being built.
+
+[Note: Sharded as built] Constructors run unchanged, on every rank, on the device. Whenever a
+parameter is registered, others that have not been used for a while are reduced to this rank's part,
+in CPU memory: each rank cuts its own values, so nothing travels. A parameter in parts is guarded
+(guard.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole again, which
+is a gather in a round of `Control.agree`; ranks that do not ask take part when they leave
+the context. Values are those that the constructors set.
+
+[Note: What may be cut] A parameter that nobody else looks at: its storage has no other user, and
+it is no argument of the call under way. So views, `.data` and arrays that a constructor keeps stay
+valid.
+
+[Note: Equal values] Cut parts make one tensor only where all ranks have built the same values. So
+they draw the same random numbers while they build, and compare sums over the bits at the end. What
+they have registered, in which order and of which shape, is compared before anything is gathered
+whose size depends on it: see [Note: Alike] in alike.py.
+
+Alternatives considered: building on the meta device and calling `reset_parameters` gives other
+values than constructors that initialise in their own way; taking rank 0's values for each
+parameter as it is cut would wait for rank 0 at every layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.watchdog import Watchdog
+from lightning_zero.core.piece import Piece
+from lightning_zero.engine.alike import compare
+from lightning_zero.tensors.guarded import (
+    Placement,
+    guard,
+    set_placement,
+    unguard,
+)
+
+__all__ = ["Building"]
+
+_ATTRIBUTE = "_zero_piece"
+_WHOLE_NUMEL = 2**20  # whole at a time, besides the module that is being built
+_SMALL_NUMEL = 2**12  # not worth cutting
+_DONE = 2**31  # the request of a rank that asks for nothing
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Building:
+    """The parameters of a module that is being built, until an engine takes them over.
+
+    Every rank makes it, at the same point. Collective.
+
+    Args:
+        device: Where the module is built and will compute.
+        timeout: Of collectives; None: the backend's.
+        watchdog: Tells of the failures of other ranks; None: one of its own.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        *,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.device = device
+        self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
+        self._pieces: list[Piece] = []
+        self._facts: list[tuple[str, dict[str, str]]] = []  # of each piece
+        self._whole: dict[Piece, None] = {}  # those that are whole, the last used at the end
+        self._current: nn.Module | None = None  # the module that registers parameters
+        self._is_busy = False  # calls of torch are our own
+
+    # ---------------------------------------------------------------- contexts
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around constructors. Collective."""
+        handles = [
+            torch_module.register_module_parameter_registration_hook(self._on_parameter),
+            torch_module.register_module_module_registration_hook(self._on_module),
+        ]
+        try:
+            with self._same_random_numbers(), self.cutting():
+                yield
+            self._meet()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._current = None
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def cutting(self) -> Iterator[None]:
+        """Around code that uses parameters one after another: what it has used is cut again."""
+        with _Uses(self):
+            yield
+
+    @contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        own = _random_states(self.device)
+        first = self._comm.control.broadcast_object(own)
+        differs = any(not torch.equal(a, b) for a, b in zip(own, first, strict=True))
+        if differs:
+            _set_random_states(self.device, first)
+        try:
+            yield
+        finally:
+            if differs:
+                _set_random_states(self.device, own)
+
+    def settle(self) -> None:
+        """Before an engine takes over: the same parameters are in parts on every rank. Collective.
+
+        Raises:
+            ValueError: Ranks have built different parameters or values.
+        """
+        self._meet()
+        compare(self._comm.control, dict(self._facts))
+        in_parts = self._comm.control.union([piece.part is not None for piece in self._pieces])
+        for piece, is_in_parts in zip(self._pieces, in_parts, strict=True):
+            if is_in_parts and piece.part is None and piece.parameter is not None:
+                self._cut(piece, piece.parameter)
+        bits = [piece.bits * is_in for piece, is_in in zip(self._pieces, in_parts, strict=True)]
+        lowest = self._comm.control.min_ints([*bits, *(-value for value in bits)])
+        for piece, low, high in zip(self._pieces, lowest, lowest[len(bits) :], strict=False):
+            if low != -high:
+                raise ValueError(
+                    f"configure_model has built different values on different ranks, first in "
+                    f"{piece.name} of shape {tuple(piece.shape)}; let it do the same on every "
+                    "rank (random numbers of torch are the same by themselves)."
+                )
+        self._is_busy = True  # nothing is cut any more
+        for piece in self._pieces:
+            if piece.parameter is not None:
+                piece.parameter.__dict__.pop(_ATTRIBUTE, None)
+
+    def close(self) -> None:
+        """The engine has taken all over, or there was nothing to cut. Local."""
+        self._comm.close()
+
+    def abort(self) -> None:
+        """Makes the other ranks fail where they wait for this one. Local."""
+        self._comm.abort(sys.exc_info()[1])
+
+    # ---------------------------------------------------------------- registration
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._current = module
+        self._track(f"{type(module).__name__}.{name}", parameter)
+        self._cut_the_rest(module._parameters.values())
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None:
+            return
+        for key, parameter in child.named_parameters():  # copies have not been registered
+            self._track(f"{type(child).__name__}.{key}", parameter)
+        self._cut_the_rest(self._current._parameters.values() if self._current else ())
+
+    def _track(self, name: str, parameter: nn.Parameter) -> None:
+        if (
+            type(parameter) is not nn.Parameter
+            or _ATTRIBUTE in parameter.__dict__
+            or parameter.is_meta
+            or not parameter.is_floating_point()
+            or parameter.layout is not torch.strided
+            or parameter.numel() < _SMALL_NUMEL
+        ):
+            return
+        piece = Piece(self, name, len(self._pieces), parameter)
+        parameter.__dict__[_ATTRIBUTE] = piece
+        self._pieces.append(piece)
+        self._facts.append(_facts_of(piece, parameter.dtype))
+        self._whole[piece] = None
+
+    # ---------------------------------------------------------------- cutting
+
+    def _cut_the_rest(self, kept: Any) -> None:
+        """Cuts what was used longest ago, beyond what may be whole, but none of `kept`."""
+        if self._is_busy:
+            return
+        spared = {id(parameter) for parameter in kept}
+        numel = sum(piece.shape.numel() for piece in self._whole)
+        with self._busy():
+            for piece in list(self._whole):
+                if numel <= _WHOLE_NUMEL:
+                    return
+                parameter = piece.parameter
+                if parameter is None:
+                    del self._whole[piece]
+                elif id(parameter) in spared or not _is_ours_alone(parameter):
+                    continue
+                else:
+                    self._cut(piece, parameter)
+                numel -= piece.shape.numel()
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        was_busy, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = was_busy
+
+    def _cut(self, piece: Piece, parameter: nn.Parameter) -> None:
+        piece.shape = parameter.shape
+        flat = parameter.detach().reshape(-1)
+        piece.bits = int(flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
+        piece.part = self._part_of(flat)
+        placement = Placement(
+            piece.name,
+            parameter.shape,
+            parameter.dtype,
+            type(parameter),
+            piece,
+            0,
+            partial(self._use, piece),
+        )
+        set_placement(parameter, placement)
+        parameter.data = piece.part
+        guard(parameter)
+        self._whole.pop(piece, None)
+
+    def _part_of(self, flat: Tensor) -> Tensor:
+        numel = -(-flat.numel() // self._comm.size)
+        own = flat[numel * self._comm.rank :][:numel]
+        part = torch.zeros(numel, dtype=flat.dtype)
+        part[: own.numel()].copy_(own)
+        return part
+
+    # ---------------------------------------------------------------- use
+
+    def _use(self, piece: Piece, name: str) -> None:
+        self.make_whole(piece)
+
+    def make_whole(self, piece: Piece) -> None:
+        """Gathers `piece`, and what other ranks ask for before. Collective."""
+        with self._busy():
+            while piece.part is not None:
+                self._round(piece.index)
+
+    def used(self, parameters: list[nn.Parameter]) -> None:
+        """Before a call with `parameters`, which must stay whole in it."""
+        for parameter in parameters:
+            piece = parameter.__dict__.get(_ATTRIBUTE)
+            if piece in self._whole:
+                self._whole[piece] = self._whole.pop(piece)
+        current = self._current._parameters.values() if self._current is not None else ()
+        self._cut_the_rest([*parameters, *current])
+
+    def free(self, piece: Piece) -> None:
+        """Its values are elsewhere now. Local."""
+        parameter = piece.parameter
+        assert parameter is not None
+        piece.part = None
+        set_placement(parameter, None)
+        unguard(parameter)
+        self._whole[piece] = None
+
+    def gather(self, piece: Piece) -> Tensor:
+        """All values of `piece`: 1-D, new, on the device. Collective.
+
+        Raises:
+            RuntimeError: It is gone on this rank, and another asks for it.
+        """
+        part, parameter = piece.part, piece.parameter
+        if part is None:
+            if parameter is None:
+                raise RuntimeError(f"another rank uses {piece.name}, which this one has dropped.")
+            part = self._part_of(parameter.detach().reshape(-1))
+        numel = self._comm.size * part.numel()
+        whole = torch.empty(numel, dtype=part.dtype, device=self.device)
+        self._comm.all_gather(whole, piece.name, source=part).wait()
+        return whole[: piece.shape.numel()]
+
+    def _round(self, request: int) -> int:
+        agreed = self._comm.control.agree(request).lowest
+        if agreed < _DONE:
+            self._check_alike(agreed)
+            piece = self._pieces[agreed]
+            values, parameter = self.gather(piece), piece.parameter
+            if piece.part is not None and parameter is not None:
+                self.free(piece)
+                parameter.data = values.view(piece.shape)
+        return agreed
+
+    def _check_alike(self, index: int) -> None:
+        """Before a gather: the piece has the same shape on every rank, where it exists."""
+        compare(self._comm.control, dict(self._facts[index : index + 1]))
+
+    def _meet(self) -> None:
+        """Takes part in what other ranks still ask for, until all are done."""
+        while self._round(_DONE) != _DONE:
+            pass
+
+
+class _Uses(TorchFunctionMode):
+    """Sees every call of torch, and so which parameters must not be cut before it ends."""
+
+    def __init__(self, building: Building) -> None:
+        super().__init__()
+        self._building = building
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        if used:
+            self._building.used(used)
+        return func(*args, **kwargs)
+
+
+def _facts_of(piece: Piece, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
+    subject = f"{piece.name}, number {piece.index + 1} of what configure_model has built"
+    return subject, {"shape": str(tuple(piece.shape)), "dtype": str(dtype)}
+
+
+def _is_ours_alone(parameter: nn.Parameter) -> bool:
+    """Nobody else looks at its storage. See [Note: What may be cut]."""
+    if parameter.grad is not None or parameter.layout is not torch.strided:
+        return False
+    storage = parameter.untyped_storage()
+    num_users: int = torch._C._storage_Use_Count(storage._cdata)
+    return num_users <= 2  # the parameter, and `storage` here
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -1,0 +1,320 @@
+"""Gathers before use: which unit all ranks make whole next, and what is asked for ahead.
+
+A request is one integer, of which the lowest of all ranks goes first:
+
+    0 .. n-1       a unit, in forward by its place in the layout
+    n .. 2n-1      a unit, in backward from the end of the layout on
+    2n             `_waiting`: for a reduction that other ranks have not issued
+    2n+1 .. 2n+3   `together`, `done`, `left`: for no unit any more
+
+Why there are rounds at all is told in [Note: Same order on every rank] in schedule.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lightning_zero.comm.control import Round, topic_of
+from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.core.trained import Trained
+from lightning_zero.core.unit import Trace, Unit
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.record.recorder import Recorder
+
+__all__ = ["Gathering"]
+
+_MOST_IN_VAIN = 10  # rounds that bring no rank further; each wait begins with one or two
+
+
+class Gathering:
+    """The units of one engine, whole and released in one order on every rank.
+
+    Args:
+        units: The root first.
+        trained: Takes part in every agreement.
+        recorder: Is told whether prefetches came in time.
+        config: How far to ask ahead.
+
+    Attributes:
+        units: The root first.
+        is_needed: Some rest as shards.
+        is_mid_round: Ranks have agreed on a gather that this one has not issued yet.
+        num_issued: Reductions that this rank has issued in this backward; each round tells it.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], trained: Trained, recorder: Recorder, config: ZeroConfig
+    ) -> None:
+        self.units = list(units)
+        self.is_needed = any(unit.buckets for unit in units)
+        self.is_mid_round = False
+        self.num_issued = 0
+        self._num_issued_by_all = 0  # as far as the last round told
+        self._num_in_vain = 0  # rounds since anything has come of one
+        self._has_met = False  # this backward has had a round
+        self._trained = trained
+        self._recorder = recorder
+        self._config = config
+        self._forward, self._backward = Trace(), Trace()
+        self._trace = self._forward
+        self._passing: Callable[[], Round] | None = None
+        self._unclaimed: set[Unit] = set()  # gathered because another rank asked, or ahead of use
+
+    # ---------------------------------------------------------------- passes
+
+    def begin_forward(self) -> None:
+        """A forward begins, after which the next one is expected to be alike."""
+        self._trace = self._forward
+        self._trace.begin()
+
+    def begin_backward(self) -> None:
+        """Likewise a backward."""
+        self._trace = self._backward
+        self._trace.begin()
+        self.num_issued = self._num_issued_by_all = 0
+        self._has_met = False
+
+    def end_backward(self) -> None:
+        """Nothing stays whole. Local."""
+        self.forget()
+        self.release_all()
+
+    def forget(self) -> None:
+        """What was under way has ended, or never will. Local."""
+        self._trace = self._forward
+        self._passing = None
+        self._unclaimed.clear()
+        self.num_issued = 0
+        self.is_mid_round = False
+        for unit in self.units:
+            unit.num_awaited = 0
+            unit.entered.clear()
+
+    @property
+    def is_at_end_of_forward(self) -> bool:
+        """Backward begins with the unit that forward asked for last."""
+        return self._forward.is_at_end
+
+    # ---------------------------------------------------------------- whole units
+
+    def unshard_held(self) -> None:
+        """Makes those whole that stay so throughout a step."""
+        for unit in self.units:
+            if unit.is_held:
+                self.unshard(unit)
+
+    def unshard(self, unit: Unit) -> None:
+        """Makes `unit` whole, then asks ahead for what followed it last time."""
+        if not unit.buckets:
+            return
+        self._trace.record(unit, may_repeat=not torch.is_grad_enabled())
+        self._drop_unclaimed(unit)
+        if unit in self._unclaimed or not unit.is_whole:
+            self._recorder.count(is_hit=unit.is_whole)
+        while not unit.is_whole:
+            self._gather_next(unit)
+        self._unclaimed.discard(unit)
+        unit.finish_gather()
+        self.prefetch()
+
+    def prefetch(self) -> None:
+        """Asks for what comes next, as far as the settings allow."""
+        self._gather_ahead()
+        self._read_ahead()
+
+    def _gather_ahead(self) -> None:
+        budget = self._config.prefetch_bucket_size
+        if not self._config.overlap_comm or (budget is None and self._num_whole() > 1):
+            return
+        ahead = 0
+        for unit in self._trace.upcoming():
+            if budget is not None and ahead + unit.numel > budget:
+                return
+            ahead += unit.numel
+            if not unit.is_whole:
+                limit = self._config.max_live_parameters
+                if limit is not None and self._live_numel() + unit.numel > limit:
+                    return
+                self._gather_next(unit)
+            if budget is None:
+                return
+
+    def _read_ahead(self) -> None:
+        """Begins to read shards that rest in files, as far ahead as there are buffers."""
+        for unit in self._trace.upcoming():
+            if not all(bucket.read_ahead() for bucket in unit.buckets):
+                return
+
+    def _num_whole(self) -> int:
+        """Units that are whole for their own use, not for the whole step."""
+        return sum(unit.is_whole and not unit.is_held and bool(unit.buckets) for unit in self.units)
+
+    def _live_numel(self) -> int:
+        return sum(unit.numel for unit in self.units if unit.is_whole)
+
+    def _drop_unclaimed(self, wanted: Unit | None) -> None:
+        """Frees what was gathered for other ranks, or ahead in vain."""
+        upcoming = self._trace.upcoming()
+        for unit in [u for u in self._unclaimed if u is not wanted]:
+            if unit not in upcoming[:1]:
+                self._unclaimed.discard(unit)
+                unit.release()
+
+    def release_all(self) -> None:
+        """Frees whole parameters, also those that were gathered for other ranks. Local."""
+        self._unclaimed.clear()
+        for unit in self.units:
+            unit.release()
+
+    # ---------------------------------------------------------------- rounds
+
+    @property
+    def _waiting(self) -> int:
+        """The request of a rank that waits for a reduction: no unit, but not done."""
+        return 2 * len(self.units)
+
+    @property
+    def together(self) -> int:
+        """The request of a rank that wants something which all ranks do together."""
+        return 2 * len(self.units) + 1
+
+    @property
+    def done(self) -> int:
+        """The request of a rank that has ended its step, or its backward."""
+        return 2 * len(self.units) + 2
+
+    @property
+    def left(self) -> int:
+        """The request of a rank that has left a lockstep loop of steps."""
+        return 2 * len(self.units) + 3
+
+    def _gather_next(self, wanted: Unit) -> None:
+        """One round in which this rank asks for `wanted`."""
+        # Backward comes after forward, and walks the layout from its end.
+        last = 2 * len(self.units) - 1
+        is_backward = self._trace is self._backward
+        request = last - wanted.index if is_backward else wanted.index
+        self._round(request, f"the gather of {wanted.name}")
+
+    def _round(
+        self, request: int, name: str, *, topic: int | None = None, wish: int | None = None
+    ) -> Round:
+        """Every rank gathers the unit that the lowest request names.
+
+        Args:
+            request: Of this rank.
+            name: What it waits for, to be read by people.
+            topic: See `Control.agree`.
+            wish: Likewise.
+        """
+        agreed = self._trained.agree(request, self.num_issued, name=name, topic=topic, wish=wish)
+        count, lowest = len(self.units), agreed.lowest
+        is_waiting = lowest == self._waiting and agreed.fewest == self._num_issued_by_all
+        self._num_in_vain = self._num_in_vain + 1 if is_waiting else 0
+        self._num_issued_by_all = agreed.fewest
+        self._has_met = True
+        if lowest < 2 * count:
+            unit = self.units[lowest if lowest < count else 2 * count - 1 - lowest]
+            if not unit.is_whole:
+                self._unclaimed.add(unit)
+            self.is_mid_round = True
+            unit.gather()
+            self.is_mid_round = False
+        elif self._num_in_vain > _MOST_IN_VAIN:
+            raise self._give_up(name if request == self.together else None)
+        elif lowest == self.together and (lowest < agreed.highest or not agreed.is_same_topic):
+            raise self._give_up(name)
+        return agreed
+
+    def _give_up(self, name: str | None) -> RuntimeError:
+        """The other ranks are elsewhere, and may wait for this one: they are told.
+
+        Args:
+            name: Of what this rank has come to; None: it waits in its backward.
+        """
+        error = _waits_in_vain() if name is None else _is_alone(name)
+        self._trained.abort(error)
+        return error
+
+    def meet(self, request: int, name: str = "the end of the pass on all ranks") -> None:
+        """Takes part in what other ranks still ask for, until none asks for less than `request`.
+
+        Raises:
+            RuntimeError: A rank wants a collective that others will not take part in.
+        """
+        while self._round(request, name).lowest < request:
+            self._drop_unclaimed(None)
+
+    def meet_for(self, name: str, wish: int | None = None) -> int | None:
+        """As `meet`, before something that all ranks do together: the lowest wish of any rank.
+
+        Args:
+            name: What that is: the same on every rank.
+            wish: Of this rank, if it has one; of less than 62 bits.
+
+        Raises:
+            RuntimeError: Another rank has come to something else.
+        """
+        topic = topic_of(name)
+        while True:
+            agreed = self._round(self.together, name, topic=topic, wish=wish)
+            if agreed.lowest == self.together:
+                return agreed.wish
+            self._drop_unclaimed(None)
+
+    def pass_by(self, name: str) -> None:
+        """Tells ranks that wait for this one elsewhere that it comes to something else.
+
+        Where units are gathered before use, the next forward does. Waits for nobody. Collective.
+        """
+        if not self.is_needed:
+            self.finish_passing()
+            self._passing = self._trained.begin(self.done, name)
+
+    def finish_passing(self) -> None:
+        """Waits until all ranks have passed by, as they long have."""
+        passing, self._passing = self._passing, None
+        if passing is not None and (agreed := passing()).lowest < agreed.highest:
+            raise self._give_up("a step of the optimizer")
+
+    def meet_and_release(self) -> None:
+        """After a forward without backward: nothing stays whole. Collective."""
+        if self.is_needed:
+            self.meet(self.done)
+            self.release_all()
+
+    def meet_once(self) -> None:
+        """Before a reduction: ranks that train different parameters must have found it out.
+
+        A round of this rank's own is enough: in it are the marks of all that reduce in this
+        backward, which none of them can have left.
+        """
+        if self.is_needed and not self._has_met:
+            self._round(self._waiting, "a comparison of what is trained")
+            self._drop_unclaimed(None)
+
+    def wait_until_issued(self) -> None:
+        """Takes part until every rank has issued the reductions that this one has."""
+        while self._num_issued_by_all < self.num_issued:
+            self._round(self._waiting, "a reduction that all ranks issue")
+            self._drop_unclaimed(None)
+
+
+def _waits_in_vain() -> RanksApartError:
+    return RanksApartError(
+        "a rank waits in its backward for gradients that another does not reduce: run equally many "
+        "backwards on every rank, and the same collectives in each."
+    )
+
+
+def _is_alone(name: str) -> RanksApartError:
+    return RanksApartError(
+        f"this rank has come to {name}, and another rank to something else: it has fewer or more "
+        "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
+        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "
+        "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
+        "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
+        "enter `with lightning_zero.lockstep(module)` on every rank."
+    )

@@ -1,0 +1,527 @@
+"""The GRAD state of one bucket: from autograd's tensors to this rank's averaged shard.
+
+[Note: Gradients are views, the first one is copied] `parameter.grad` is None before the first
+backward of a step; autograd then hands over its own tensor, which is copied into the whole flat
+buffer (one read, one write), and `.grad` is pointed at the view of the buffer. Later micro-batches
+accumulate in place into that view. Pointing `.grad` at the buffer beforehand instead would make the
+first gradient an addition into zeros: twice the memory traffic, for the same result.
+
+[Note: Dtypes of gradients] The whole buffer has the parameters' dtype while each backward is
+reduced by itself; the sum over ranks is made and kept in `reduce_dtype`. Where whole gradients
+outlive a backward (micro-batches under `no_sync`, or a stage that keeps the mean whole), the buffer
+has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
+
+[Note: Gradients elsewhere] Where the optimizer shard is not stepped on the device, the mean goes to
+a `GradHome` right after its reduction, while backward goes on; `publish`, at the end of backward,
+waits for it. `shard` is then what the home shows: a CPU tensor, or one that is read when it is
+used.
+
+Where groups of ranks hold shards of their own, the mean over a group is completed over its replicas
+in the last micro-batch: see replica_mean.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.core.replica_mean import ReplicaMean
+from lightning_zero.core.writes import is_same_memory
+from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.layout.stage import State
+from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.sharded import Cut, ShardedTensor
+from lightning_zero.tiers import Home
+from lightning_zero.tiers.grad_offload import GradHome
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Gradients of the parameters of one bucket.
+
+    Attributes:
+        whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is
+            sharded it exists from the first gradient of a backward to the end of the reduction.
+        shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype;
+            None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
+        replicas: Whether that is the mean over all ranks, or over this group so far.
+        slices: The part of `shard` for each slot; n-D views where the mean is whole.
+        is_local: By slot: `whole` holds a gradient of this parameter.
+        is_reduced: By slot: `shard` holds the mean gradient of this parameter.
+        is_touched: By slot: this rank has contributed since the last reduction.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        dtype: torch.dtype,
+        home: GradHome | None,
+        cuts: Sequence[Cut],
+        settle: Callable[[], None],
+    ) -> None:
+        """Of `parameters`, by slot.
+
+        Args:
+            plan: Of the bucket.
+            parameters: Whose gradients these are.
+            comm: Averages them.
+            dtype: Of the mean.
+            home: Where the mean rests, if not on the device.
+            cuts: By slot, how the mean is cut where it is sharded.
+            settle: Waits until a worker has stepped with these gradients.
+        """
+        self._plan = plan
+        self._parameters = list(parameters)
+        self._comm = comm
+        self._dtype = dtype
+        self._home = home
+        self._cuts = list(cuts)
+        self.settle = settle
+        self._is_sharded = plan.stage.has_shard(State.GRAD)
+        self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
+        self.whole: FlatBuffer | None = None
+        self.shard: Tensor | None = None
+        self.slices: list[Tensor] = []
+        self.replicas = ReplicaMean(comm, plan.name)
+        self.is_local = [False] * len(self._parameters)
+        self.is_reduced = [False] * len(self._parameters)
+        self.is_touched = [False] * len(self._parameters)
+        self._views: list[Tensor] = []  # by slot: what users see as `.grad`
+        self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
+        self._holds_mean = False  # `shard` has a value to which a further mean is added
+        self._carry: Tensor | None = None  # that value, while `whole` is written over it
+        self._out: Tensor | None = None
+        self._pending: Pending | None = None
+
+    # ---------------------------------------------------------------- backward
+
+    def prepare(self, *, outlives_backward: bool, expected: Sequence[bool] | None = None) -> None:
+        """Before a backward: takes what is reduced out of autograd's sight, forgets what is zeroed.
+
+        Args:
+            outlives_backward: This backward will not be reduced by itself.
+            expected: By slot: its gradient is likely to come; None: where it is wanted.
+        """
+        for index, parameter in enumerate(self._parameters):
+            grad = parameter.grad
+            if grad is None:
+                self.is_local[index] = self.is_reduced[index] = False
+            elif self.is_local[index]:
+                self._keep_local(index, grad)
+            else:
+                if not self._is_own(index, grad):
+                    self._take_over(index, grad)
+                parameter.grad = None
+        self._forget_zeroed()
+        self.is_touched = list(self.is_local)
+        if expected is None:
+            expected = [parameter.requires_grad for parameter in self._parameters]
+        self._expected = {index for index, is_expected in enumerate(expected) if is_expected}
+        if outlives_backward:
+            self._widen()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every gradient that can come in this backward has come."""
+        return not self._expected
+
+    def receive(self, index: int) -> bool:
+        """Takes over the gradient that autograd has just accumulated into slot `index`.
+
+        Returns:
+            Whether it was the last one that this backward can bring.
+        """
+        parameter = self._parameters[index]
+        grad = parameter.grad
+        assert grad is not None
+        whole = self._open()
+        view = whole.views[index]
+        if grad is not view:
+            dense = grad.to_dense() if grad.is_sparse else grad
+            if self.is_local[index]:
+                view.add_(dense)
+            else:
+                view.copy_(dense)
+            # A parameter that has been released meanwhile cannot show an n-D gradient.
+            with torch._C.DisableTorchFunctionSubclass():
+                data = parameter.data
+            fits = data.shape == view.shape and data.device == view.device
+            parameter.grad = view if fits else None
+        self.is_local[index] = self.is_touched[index] = True
+        was_complete = self.is_complete
+        self._expected.discard(index)
+        return self.is_complete and not was_complete
+
+    # ---------------------------------------------------------------- reduction
+
+    def reduce(self) -> None:
+        """Issues the reduction of what is local; slots without a gradient count as zero."""
+        whole = self._open()
+        for index, is_local in enumerate(self.is_local):
+            if not is_local:
+                whole.views[index].zero_()
+            # A gradient that comes after this one is a new one, in a buffer of its own.
+            self._parameters[index].grad = None
+            self.is_local[index] = False
+        if self._is_whole_mean:
+            self._out = whole.tensor
+            self._pending = self._comm.all_reduce(whole.tensor, self._plan.name)
+            return
+        if self._is_in_place:
+            self._out = whole.shard(self._comm.mesh.shard_rank)
+        elif self.shard is None or self._holds_mean or self._home is not None:
+            numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
+            self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
+        else:
+            self._out = self.shard
+        self._pending = self._comm.reduce_scatter(
+            whole.tensor, self._out, self._plan.name, cuts=self._plan.layout.cuts
+        )
+
+    def finish(self) -> None:
+        """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self.replicas.finish()  # a second reduction in one backward: it is added to a mean at rest
+        out = self._out
+        assert out is not None
+        self._pending = self._out = None
+        if self._home is not None:
+            self._home.put(out, is_added=self._holds_mean)
+            self._adopt(self._home.shard)
+        elif self.shard is None or self._is_in_place:
+            self._adopt(out)
+            if self._carry is not None:
+                out.add_(self._carry)
+                self._carry = None
+        elif out is not self.shard:
+            self.shard.add_(out)
+        self._holds_mean = True
+        self.replicas.add()
+        self._close()
+
+    def begin_average(self) -> None:
+        """Issues the average over replicas, where it can travel beside backward. Collective."""
+        if self._home is None and self.shard is not None:
+            self.replicas.begin(self.shard)
+
+    def average(self) -> None:
+        """Completes the mean over all ranks. Collective, at the end of backward; waits."""
+        if self._home is not None:
+            numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
+            self.replicas.average_at_home(self._home, numel)
+        self.begin_average()
+        self.replicas.finish()
+
+    def publish(self, touched: Sequence[bool]) -> None:
+        """Shows users their gradients: `.grad` of every parameter that any rank has touched.
+
+        Args:
+            touched: By slot, the same on every rank.
+        """
+        if self._home is not None:
+            self._home.settle()
+        for index, is_touched in enumerate(touched):
+            self.is_reduced[index] |= is_touched
+        self.is_touched = [False] * len(self._parameters)
+        self.show()
+
+    @property
+    def has_all(self) -> bool:
+        """Every trainable parameter has had a gradient in this backward."""
+        pairs = zip(self._parameters, self.is_touched, strict=True)
+        return all(is_touched or not p.requires_grad for p, is_touched in pairs)
+
+    def show(self) -> None:
+        """Points `.grad` at the reduced gradients; it stays None where there is none.
+
+        torch compares sizes when `.grad` is set, so the parameter is its slice for that moment.
+        Past the guards: values that are still being gathered or stepped are not waited for.
+        """
+        for index in range(len(self._parameters)):
+            if self.is_reduced[index] and not self.is_local[index]:
+                self._show(index)
+
+    def _show(self, index: int) -> None:
+        # What autograd knows of earlier means is forgotten.
+        view = self._views[index]
+        if isinstance(view, ShardedTensor):
+            view.is_tracked = False
+        elif view.requires_grad or not self._is_own(index, view):  # or its data were replaced
+            view = self._views[index] = self.slices[index].detach()
+        _point(self._parameters[index], view)
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """`parameter.grad = grad` of slot `index`, which is guarded. Local.
+
+        Args:
+            index: The slot.
+            grad: Of the whole shape, plain, of which this rank takes its elements when it steps,
+                or sharded. Ranks should set equal ones.
+
+        Raises:
+            ValueError: Of another shape.
+        """
+        slot = self._plan.layout.slots[index]
+        if tuple(grad.shape) != slot.shape:
+            raise ValueError(
+                f"the gradient set on parameter {slot.name} has shape {tuple(grad.shape)}; expected"
+                f" the whole shape {slot.shape}, plain or as parameter.grad has it."
+            )
+        _point(self._parameters[index], grad)
+
+    def fetch(self, index: int) -> Tensor | None:
+        """The mean gradient with which this rank steps slot `index`, or None.
+
+        A tensor that a user put in place of `.grad` is taken over. Collective where that is cut at
+        other places.
+        """
+        grad = self._parameters[index].grad
+        if grad is None:
+            self.is_reduced[index] = False
+            return None
+        if self.is_local[index]:
+            name = self._plan.layout.slots[index].name
+            raise RuntimeError(
+                f"the gradient of {name} is this rank's own so far: micro-batches under no_sync "
+                "are reduced by the next backward, or by engine.finish_reductions(); call it first."
+            )
+        if not self._is_own(index, grad):
+            self._take_over(index, grad)
+            self._show(index)  # clipping changes what is stepped
+        return self.slices[index]
+
+    def apply_(
+        self, change: Callable[[Tensor], object], indices: Sequence[int] | None = None
+    ) -> None:
+        """Changes mean gradients in place, wherever they rest.
+
+        Args:
+            change: Changes a tensor elementwise, in place.
+            indices: Slots that have a gradient; None: all at once, with padding, which must stay
+                zero.
+        """
+        assert self.shard is not None
+        if indices is None and self._home is not None:
+            self._home.apply_(change, 0, len(self._plan.layout.shard(self._comm.mesh.shard_rank)))
+        elif indices is None:
+            change(self.shard)
+        for index in indices or ():
+            if self._home is None:
+                change(self.slices[index])
+            else:
+                slot = self._plan.layout.slots[index]
+                part = self._plan.layout.within_shard(slot, self._comm.mesh.shard_rank)
+                self._home.apply_(change, part.start, part.stop)
+
+    def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
+        fetched = [self.fetch(index) for index in range(len(self._parameters))]
+        if self.shard is None or self.shard.dtype == dtype:
+            return fetched
+        wide = self._cut(self.shard.to(dtype))
+        return [None if grad is None else part for grad, part in zip(fetched, wide, strict=True)]
+
+    def drop(self) -> None:
+        """Forgets everything, after an exception or a teardown; every `.grad` is None."""
+        if self._home is not None:
+            self._home.drop()
+        if self._pending is not None:
+            self._comm.forget(self._pending)
+            self.whole = None if self._is_sharded else self.whole
+        self.replicas.drop()
+        self._pending = self._out = self._carry = None
+        self._holds_mean = False
+        self._expected = set()
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
+        self._close()
+
+    @property
+    def home(self) -> Home | None:
+        """Where the mean rests, if not on the device."""
+        return None if self._home is None else self._home.home
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held at this moment."""
+        whole = self.whole.allocated_bytes if self.whole is not None else 0
+        if self.shard is None or self._is_in_place or self._home is not None:
+            return whole
+        return whole + self.shard.untyped_storage().nbytes()
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _is_in_place(self) -> bool:
+        """The mean lands in the whole buffer itself."""
+        return (
+            not self._is_sharded
+            and self._home is None
+            and self.whole is not None
+            and self.whole.tensor.dtype == self._dtype
+        )
+
+    def _open(self) -> FlatBuffer:
+        """The whole buffer, ready to receive; a mean that lies in it is carried aside."""
+        self.finish()
+        if self.whole is None:
+            dtype = self._dtype if self._is_whole_mean else self._plan.dtype
+            layout, device = self._plan.layout, self._comm.device
+            memory = self._comm.scratch.take(layout.numel, dtype) if self._is_sharded else None
+            self.whole = FlatBuffer(layout, dtype, device, memory=memory)
+        if self._is_in_place and self._holds_mean:
+            assert self.shard is not None
+            self._carry = self.shard
+            if self.replicas.is_under_way:  # it keeps its memory: waiting here might be for ever
+                self.whole = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
+            else:
+                self._carry = self.shard.clone()
+            self._holds_mean = False
+        return self.whole
+
+    def _close(self) -> None:
+        """Gives the memory of local gradients back, where they do not rest whole."""
+        if self._is_sharded and self.whole is not None:
+            self._comm.scratch.give(self.whole.tensor)
+            self.whole = None
+
+    def _is_own(self, index: int, grad: Tensor) -> bool:
+        if not self._views or grad is not self._views[index]:
+            return False
+        return not self._is_whole_mean or is_same_memory(grad, self.slices[index])
+
+    def _keep_local(self, index: int, grad: Tensor) -> None:
+        """`.grad` is the truth: a tensor that a user put there replaces what was accumulated."""
+        assert self.whole is not None
+        view = self.whole.views[index]
+        if grad is not view:
+            view.copy_(grad)
+            self._parameters[index].grad = view
+
+    def _forget_zeroed(self) -> None:
+        """Takes gradients that a user has zeroed out of the mean to which others are added."""
+        if not any(self.is_reduced):
+            self._holds_mean = self.replicas.is_partial = False
+            self._carry = None
+        elif not all(self.is_reduced):
+            zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
+            if self._carry is None:
+                self.apply_(Tensor.zero_, zeroed)
+            else:
+                parts = self._cut(self._carry)
+                for index in zeroed:
+                    parts[index].zero_()
+
+    def _widen(self) -> None:
+        """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
+        if self._is_sharded or self._is_in_place or self._dtype == self._plan.dtype:
+            return
+        if self.whole is not None and self.whole.tensor.dtype == self._dtype:
+            return
+        wide = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
+        if self.whole is not None:
+            wide.tensor.copy_(self.whole.tensor)
+        if self.shard is not None and self._home is None:
+            own = wide.shard(self._comm.mesh.shard_rank)
+            own.copy_(self.shard)
+            self._adopt(own)
+        self.whole = wide
+        for index, parameter in enumerate(self._parameters):
+            if self.is_local[index]:
+                parameter.grad = wide.views[index]
+
+    def _adopt(self, mean: Tensor) -> None:
+        if self.shard is mean or (
+            self._home is None
+            and self.shard is not None
+            and self.shard.data_ptr() == mean.data_ptr()
+        ):
+            return
+        self.shard = mean
+        self.slices = self._cut(mean) if self._home is None else self._look()
+        if self._is_whole_mean:
+            self._views = [part.detach() for part in self.slices]
+        else:
+            self._views = [self._wrap(index) for index in range(len(self.slices))]
+
+    def _wrap(self, index: int) -> ShardedTensor:
+        mean = self.slices[index]
+        return ShardedTensor.of(_MeanPart(self, index), self._cuts[index], "p.grad", mean)
+
+    def _look(self) -> list[Tensor]:
+        """By slot, what the home shows of the mean."""
+        assert self._home is not None
+        layout, rank = self._plan.layout, self._comm.mesh.shard_rank
+        parts = [layout.within_shard(slot, rank) for slot in layout.slots]
+        return [self._home.look(part.start, part.stop) for part in parts]
+
+    def _cut(self, mean: Tensor) -> list[Tensor]:
+        layout = self._plan.layout
+        if not self._is_whole_mean:
+            return slice_shard(layout, mean, self._comm.mesh.shard_rank)
+        return [mean[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+
+    def _take_over(self, index: int, grad: Tensor) -> None:
+        """Copies a gradient that a user has set into the mean."""
+        if self.shard is None:
+            layout = self._plan.layout
+            own_range = layout.shard(self._comm.mesh.shard_rank)
+            numel = layout.numel if self._is_whole_mean else len(own_range)
+            zeros = torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
+            if self._home is not None:
+                self._home.put(zeros, is_added=False)
+                self._home.settle()
+                zeros = self._home.shard
+            self._adopt(zeros)
+        own = grad
+        if not self._is_whole_mean:
+            cut = self._cuts[index]
+            if isinstance(grad, ShardedTensor) and cut.is_as(grad.cut):
+                own = grad.local
+            else:
+                whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
+                own = read_flat(whole.to_dense(), cut.owned.start, cut.owned.stop)
+        self.apply_(lambda part: part.copy_(own), [index])
+        self.is_reduced[index] = self._holds_mean = True
+
+
+@dataclass(frozen=True)
+class _MeanPart:
+    """This rank's elements of one mean gradient."""
+
+    grads: Gradients
+    index: int
+
+    def read(self) -> Tensor:
+        """See `Part`."""
+        part = self.grads.slices[self.index]
+        return part.read() if isinstance(part, StoredTensor) else part
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """See `Part`."""
+        self.grads.settle()
+        self.grads.apply_(write, [self.index])
+
+
+def _point(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Sets `.grad` past guards, whatever `.data` is: torch compares their sizes and devices."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data = parameter.data
+        if data.shape == grad.shape and data.device == grad.device:
+            parameter.grad = grad
+            return
+        like = torch.empty((), dtype=data.dtype, device=grad.device)
+        parameter.data = like.expand(grad.shape)  # of that size, without memory
+        parameter.grad = grad
+        parameter.data = data

@@ -1,0 +1,205 @@
+"""Hooks on a module and its parameters: where training tells what it is about to use.
+
+[Note: What a hook may trust] A copy of a module takes our hooks along, so each looks whether it is
+called for its own. Backward enters a unit through the outputs that can be seen; what hides tensors
+is kept whole. It has left the unit when all inputs have their gradients; a leaf has its gradient
+before the unit's last nodes have run, and tells nothing. Where one call's output is the next one's
+input, backward enters the former before it leaves the latter. Graphs of torch.compile end at our
+hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.compiled import compiled_modules
+from lightning_zero.core.mixed_dtypes import explain_dtype_error
+from lightning_zero.core.unit import Call, Unit
+from lightning_zero.tensors.guarded import has_placement
+
+__all__ = ["Events", "Hooks", "check_all_hooked"]
+
+_PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Events(Protocol):
+    """Who decides on what the hooks tell."""
+
+    def before_root(self) -> None:
+        """The whole module is called."""
+
+    def after_root(self, *, has_failed: bool) -> None:
+        """The call has ended, perhaps by an exception."""
+
+    def before_forward(self, unit: Unit) -> None:
+        """The module of `unit` is called."""
+
+    def after_forward(self, unit: Unit) -> None:
+        """The call has ended."""
+
+    def hold(self, unit: Unit, reason: str) -> None:
+        """It cannot be seen when backward uses `unit`."""
+
+    def before_backward_of(self, unit: Unit, call: Call) -> None:
+        """Backward has come to an output of `call`, one of `unit`."""
+
+    def after_backward_of(self, unit: Unit, call: Call) -> None:
+        """The gradients of all inputs of `call` are there."""
+
+    def on_gradient(self, bucket: Bucket, index: int) -> None:
+        """Slot `index` of `bucket` has got a gradient."""
+
+
+class Hooks:
+    """All hooks of one engine, until `detach`. See [Note: What a hook may trust].
+
+    Args:
+        module: The whole module.
+        units: The root first.
+        buckets: In layout order.
+        events: Is told.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        events: Events,
+    ) -> None:
+        self._module = module
+        self._buckets = buckets
+        self._events = events
+        self._handles: list[Any] = []
+        add, eager = self._handles.append, torch.compiler.disable
+        add(module.register_forward_pre_hook(eager(self._before_root), prepend=True))
+        add(module.register_forward_hook(eager(self._after_root), always_call=True))
+        for unit in units[1:]:
+            if not unit.buckets:
+                continue
+            owner = unit.module = module.get_submodule(unit.name)
+            before = eager(self._before_forward(unit))
+            after = eager(self._after_forward(unit))
+            add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            add(owner.register_forward_hook(after, always_call=True))
+        for compiled in compiled_modules(module):
+            before = eager(_before_compiled(compiled, buckets))
+            add(compiled.register_forward_pre_hook(before, prepend=True))
+        for bucket in buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.is_floating_point():
+                    hook = self._on_gradient(bucket, index)
+                    was_trained = parameter.requires_grad
+                    parameter.requires_grad_(True)  # torch registers on these only
+                    add(parameter.register_post_accumulate_grad_hook(hook))
+                    parameter.requires_grad_(was_trained)
+
+    def detach(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if module is self._module:
+            self._events.before_root()
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self._module:
+            # torch calls this after an exception too, with no output, while it is being handled.
+            error = sys.exc_info()[1] if output is None else None
+            self._events.after_root(has_failed=error is not None)
+            if error is not None:
+                explain_dtype_error(error, module, self._buckets)
+
+    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not unit.module:
+                return
+            self._events.before_forward(unit)
+            call = Call()
+            unit.calls.append(call)
+            if torch.is_grad_enabled() and not unit.is_held:
+                leaves = tree_leaves((args, kwargs))
+                inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
+                if inputs:
+                    unit.num_awaited += 1
+                    done = self._events.after_backward_of
+                    register_multi_grad_hook(inputs, lambda _: done(unit, call))
+
+        return hook
+
+    def _after_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not unit.module:
+                return
+            call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
+            leaves = tree_leaves(output)
+            if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
+                self._events.hold(unit, f"module {unit.name} returns a view of its parameters")
+            if torch.is_grad_enabled():
+                self._watch_outputs(unit, call, leaves)
+            self._events.after_forward(unit)
+
+        return hook
+
+    def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
+        wanting = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
+        for tensor in wanting:
+            tensor.register_hook(lambda _: self._events.before_backward_of(unit, call))
+        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
+        if hidden is not None:
+            reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
+            self._events.hold(unit, reason)
+
+    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            self._events.on_gradient(bucket, index)
+
+        return hook
+
+
+def check_all_hooked(module: nn.Module) -> None:
+    """Looks for trainable parameters that have come to `module` after its hooks.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        for name, parameter in module.named_parameters():
+            if not has_placement(parameter) and parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was put into the module after the engine was built: its "
+                    "gradient would be averaged by nobody. Put it there before (in Lightning, in "
+                    "configure_model or setup), or write into the parameter that was there: "
+                    "parameter.data = values."
+                )
+
+
+def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:
+    """Waits for gathers after the last step, which a graph would not."""
+    inside = set(compiled.parameters())
+    waited_for = [
+        bucket
+        for bucket in buckets
+        if not bucket.is_gathered_before_use and not inside.isdisjoint(bucket.parameters)
+    ]
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if module is compiled:
+            for bucket in waited_for:
+                bucket.finish_gather()
+
+    return hook
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

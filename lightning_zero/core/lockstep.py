@@ -1,0 +1,138 @@
+"""Loops in which ranks use the module a different number of times.
+
+[Note: Lockstep] In stage 3 every forward is collective. A rank that needs fewer of them than the
+others (its samples end earlier, it has fewer batches) leaves the loop early and then takes part in
+what the others still gather, in rounds, until all have left: see [Note: Same order on every rank]
+in schedule.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
+number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
+A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
+in another batch or behind the last: those of the strategy, and each batch, come after `meet_for`,
+to which every rank must come with the same name of it, or all fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.schedule import Moment, Schedule
+from lightning_zero.tensors.guarded import has_placement, placement_of
+
+__all__ = ["Lockstep", "lockstep"]
+
+
+@contextmanager
+def lockstep(module: nn.Module) -> Iterator[None]:
+    """Inside, ranks may call `module` or its parts a different number of times, also never.
+
+    For generation, sampling and the like: no gradients are recorded. A rank that leaves early goes
+    on serving the others until all have left. An exception on one rank ends the context on every
+    rank. Collective: every rank enters and leaves it, equally often.
+
+    Args:
+        module: The trained module or a part of it. One that no engine holds needs nothing.
+
+    Raises:
+        RuntimeError: In the middle of a backward.
+        PeerFailedError: Another rank failed inside; the text tells how.
+    """
+    found: dict[Lockstep, None] = {}
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            found[placement_of(parameter).bucket.lockstep] = None
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for one in found:
+            stack.enter_context(one.together())
+        yield
+
+
+class Lockstep:
+    """The loops of one engine. See [Note: Lockstep].
+
+    Attributes:
+        is_in_loop: Between `begin_loop` and `end_loop`.
+    """
+
+    def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
+        self.is_in_loop = False
+        self._schedule = schedule
+        self._gathering = schedule.gathering
+        self._comm = comm
+        self._depth = 0  # nested `together`
+        self._told: BaseException | None = None  # the other ranks know of it
+        comm.meet = self.meet_for
+        for bucket in buckets:
+            bucket.lockstep = self
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One step without gradients, of as many forwards as each rank likes. Collective."""
+        schedule = self._schedule
+        if schedule.moment is Moment.BACKWARD:
+            raise RuntimeError("lockstep() was entered in the middle of a backward; do so before.")
+        self._depth += 1
+        try:
+            schedule.open()
+            yield
+            self._gathering.meet(self._gathering.done)
+        except BaseException as error:
+            self._tell(error)
+            schedule.reset()
+            raise
+        finally:
+            self._depth -= 1
+        self._told = None
+        schedule.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Lets the other ranks fail too, once."""
+        if error is self._told:
+            return
+        self._told = error
+        if isinstance(error, Exception) and not self._gathering.is_mid_round:
+            self._comm.fail(error)
+        else:
+            self._comm.abort(error)  # others may wait for data of this rank, which goes away
+
+    def begin_loop(self) -> None:
+        """Before a loop of steps, of which each rank takes as many as it likes. Collective."""
+        self._schedule.prepare()
+        self.is_in_loop = True
+
+    def end_loop(self) -> None:
+        """Serves the other ranks until all have ended their loop. Collective."""
+        if self.is_in_loop:
+            self._gathering.meet(self._gathering.left)
+            self._gathering.release_all()
+            self.is_in_loop = False
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable object, on every rank. Collective, outside of a loop."""
+        return self._comm.control.gather_objects(value)
+
+    def meet_in_loop(self, name: str) -> None:
+        """As `meet_for`, but only inside a loop, where another rank may have left it."""
+        if self.is_in_loop or self._depth:
+            self.meet_for(name)
+
+    def meet_for(self, name: str, wish: int | None = None) -> int | None:
+        """Before something that all ranks do together, such as another collective, or a batch.
+
+        Args:
+            name: What that is: the same on every rank.
+            wish: Of this rank, if it has one; of less than 62 bits.
+
+        Returns:
+            The lowest wish of any rank.
+
+        Raises:
+            RuntimeError: Another rank has come to something else.
+        """
+        return self._gathering.meet_for(name, wish)

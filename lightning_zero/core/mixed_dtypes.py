@@ -1,0 +1,78 @@
+"""What to say of an error about dtypes where parameters were cast to `param_dtype`."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.layout.kept import CAST_AS_A_WHOLE
+from lightning_zero.layout.plan import saved_name
+
+__all__ = ["explain_dtype_error"]
+
+_OF_DTYPES = re.compile(r"dtype|scalar ?type|bfloat16|float16", re.IGNORECASE)
+_MARK = "keep_float32="
+_NUM_NAMED = 3
+
+
+def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence[Bucket]) -> None:
+    """Adds to the text of `error` the module it comes from, its cast parameters, and the setting.
+
+    Nothing is done where it says nothing of dtypes, or no parameter was cast.
+
+    Args:
+        error: While it is handled, with its traceback.
+        root: The whole module.
+        buckets: Of all its parameters.
+    """
+    text = str(error)
+    is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)
+    if not is_of_torch or isinstance(error, RanksApartError) or _MARK in text:
+        return
+    cast = {
+        slot.name: str(bucket.plan.dtype).removeprefix("torch.")
+        for bucket in buckets
+        for slot, own in zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+        if own != bucket.plan.dtype
+    }
+    if not cast or not _OF_DTYPES.search(text):
+        return
+    found = (
+        (path, module, [name for name in _suspects(path, module) if name in cast])
+        for path, module in _modules_inside_out(error, root)
+    )
+    path, module, names = next((each for each in found if each[2]), ("", root, []))
+    if not names:
+        return
+    shown, num_more = names[:_NUM_NAMED], len(names) - _NUM_NAMED
+    error.args = (
+        f"{text}\nThis came from {f'module {path}' if path else 'the module'} "
+        f"({type(module).__name__}), where {cast[names[0]]} stands for float32 under DDP in "
+        f"{', '.join(shown)}{f' and {num_more} more' if num_more > 0 else ''}. What must not be "
+        f"cast is named by parameter, module, pattern or class: {_MARK}{shown!r}; "
+        "param_dtype='float32' leaves all parameters as they are.",
+    )
+
+
+def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose code was running when it was raised, with their names; the root at last."""
+    paths = {module: saved_name(name) for name, module in root.named_modules()}
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in paths:
+            yield paths[module], module
+    yield "", root
+
+
+def _suspects(path: str, module: nn.Module) -> Iterator[str]:
+    """Parameters of `module`, then those below that come out as they are: tables first."""
+    below = [(n, m) for n, m in module.named_modules(prefix=path) if m is not module]
+    below = [(n, m) for n, m in below if not isinstance(m, CAST_AS_A_WHOLE)]
+    below.sort(key=lambda item: not isinstance(item[1], nn.Embedding))
+    for name, part in [(path, module), *below]:
+        yield from (saved_name(n) for n, _ in part.named_parameters(name, recurse=False))

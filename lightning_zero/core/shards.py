@@ -1,0 +1,292 @@
+"""What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
+
+The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
+themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a home
+in its tier; `Bucket` says when it is used, this file where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_zero.core.state_keys import is_elementwise_state
+from lightning_zero.core.writes import Fingerprint
+from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.layout.stage import State
+from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tiers import Home, InFile, InMemory, ParamReader, Storage
+
+__all__ = ["Shards"]
+
+
+class Shards:
+    """The homes of one bucket's shards.
+
+    Attributes:
+        plan: Layout, dtypes, stage and tiers.
+        storage: Makes the homes.
+        steps_whole: OPTIM rests whole: every rank steps all elements.
+        param: What a gather sends: 1-D, own part, param dtype; None where nothing is gathered
+            before use.
+        master: What is stepped: 1-D, own part, master dtype; None until it is needed.
+        reader: Reads a `param` that rests in a file.
+        keeps_states_in_files: Optimizer states move to files; set with the optimizer.
+        state_homes: Optimizer states in files, by key.
+    """
+
+    def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
+        self.plan = plan
+        self.storage = storage
+        self.steps_whole = not plan.stage.has_shard(State.OPTIM)
+        self._whole = whole
+        self._rank = rank
+        self.param: Home | None = None
+        self.master: Home | None = None
+        self.reader: ParamReader | None = None
+        self.keeps_states_in_files = False
+        self.state_homes: dict[str, Home] = {}
+        self._print: Fingerprint | None = None  # of the own part of whole parameters
+
+    # ---------------------------------------------------------------- which elements
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from its own first one, that this rank steps."""
+        slot = self.plan.layout.slots[index]
+        if self.steps_whole:
+            return range(slot.numel)
+        return self.plan.layout.owned(slot, self._rank)
+
+    def own_range(self, index: int) -> range:
+        """The same elements, counted within the part that this rank steps."""
+        slot = self.plan.layout.slots[index]
+        if self.steps_whole:
+            return range(slot.start, slot.stop)
+        return self.plan.layout.within_shard(slot, self._rank)
+
+    @property
+    def holds_whole_tensors(self) -> bool:
+        """Every parameter is stepped by one rank, whole."""
+        return not self.steps_whole and self.plan.layout.holds_whole_tensors
+
+    def is_stepped(self, index: int) -> bool:
+        """Whether this rank steps slot `index`: all of it, or its slice, which may be empty."""
+        return self.steps_whole or self.plan.layout.slots[index].is_stepped_by(self._rank)
+
+    def step_shape(self, index: int) -> tuple[int, ...]:
+        """The shape in which this rank steps its elements of slot `index`."""
+        slot = self.plan.layout.slots[index]
+        return slot.shape if self.steps_whole else self.plan.layout.step_shape(slot, self._rank)
+
+    def cut(self, part: Tensor) -> list[Tensor]:
+        """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
+        ranges = [self.own_range(index) for index in range(len(self.plan.layout.slots))]
+        return [part[own.start : own.stop] for own in ranges]
+
+    @property
+    def own_whole(self) -> Tensor:
+        """The part of the whole buffer that this rank steps: 1-D, a view."""
+        return self._whole.tensor if self.steps_whole else self._whole.shard(self._rank)
+
+    # ---------------------------------------------------------------- parameters and master
+
+    @property
+    def has_own_master(self) -> bool:
+        """The master is another tensor than the parameters, in another dtype."""
+        return self.plan.master_dtype != self.plan.dtype
+
+    def take_master(self, values: Tensor) -> None:
+        """Makes a home for a master of these `values`: 1-D, own part, copied."""
+        copy = values.to(self.plan.master_dtype, copy=True)
+        self.master = self.storage.keep_master(self.plan.name, copy, self.plan.tiers.optim)
+
+    def take_params(self) -> None:
+        """Makes homes from the whole parameters, for all but a master of its own dtype."""
+        if not self.has_own_master:
+            self.master = InMemory(self.own_whole, Tier.DEVICE)
+        if self.plan.stage.has_shard(State.PARAM):
+            copy = self.own_whole.clone()
+            self.param = self.storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
+            if not self.has_own_master:
+                self.master = self.param
+            if isinstance(self.param, InFile):
+                storage = self.storage
+                self.reader = ParamReader(self.param, storage.param_pool, storage.recorder)
+
+    def stepped(self) -> Home:
+        """The master; made from the parameters where there is none yet."""
+        if self.master is None:
+            home = self.follower
+            self.take_master(home.fetch(0, home.numel))
+            assert self.master is not None
+        return self.master
+
+    @property
+    def follower(self) -> Home:
+        """What follows the master: the parameters of this rank's elements."""
+        return self.param or InMemory(self.own_whole, Tier.DEVICE)
+
+    @property
+    def exact(self) -> Home:
+        """This rank's elements in the fullest precision there is."""
+        return self.master or self.follower
+
+    def resting_parts(self) -> list[Tensor]:
+        """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
+        if isinstance(self.exact, InMemory):
+            return slice_shard(self.plan.layout, self.exact.tensor, self._rank)
+        return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
+
+    def look(self, index: int) -> Tensor:
+        """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
+        own = self.own_range(index)
+        return self.exact.look(own.start, own.stop)
+
+    def change(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change what `look` shows, in place: 1-D; parameters follow the master."""
+        own = self.own_range(index)
+        self.stop_reading()
+        exact = self.exact.fetch(own.start, own.stop)
+        write(exact)
+        self.exact.store(own.start, exact)
+        if self.follower is not self.exact:
+            self.follower.store(own.start, exact)
+
+    def drop(self) -> None:
+        """Frees parameters and master."""
+        self.param = self.master = None
+
+    def store_exact(self, values: Tensor) -> None:
+        """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
+        self.stop_reading()
+        self.exact.store(0, values)
+        self.cast_master()
+
+    def cast_master(self) -> None:
+        """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
+        if not self.has_own_master or self.master is None:
+            return
+        self.stop_reading()
+        with record_function(f"zero::cast {self.plan.name}"):
+            self.follower.store(0, self.master.fetch(0, self.master.numel))
+        self.mark_written()
+
+    def send_params(self) -> Tensor | None:
+        """Readies the parameters for a gather: what it has to send, if not in the whole buffer."""
+        if self.reader is not None:
+            self.storage.recorder.count_read(is_hit=self.reader.has_begun)
+            self.reader.copy_to(self.own_whole)
+            return None
+        return self.param.tensor if isinstance(self.param, InMemory) else None
+
+    def stop_reading(self) -> None:
+        """Gives the buffers of a read ahead back: nobody needs it, or the file is to change."""
+        if self.reader is not None:
+            self.reader.cancel()
+
+    # ---------------------------------------------------------------- written by others
+
+    @property
+    def _rests_whole_beside_master(self) -> bool:
+        is_whole = not self.plan.stage.has_shard(State.PARAM)
+        return is_whole and self.has_own_master and self.master is not None
+
+    def absorb_changes(self) -> None:
+        """Takes elements that somebody has written to into the master, where it is another tensor.
+
+        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
+        parameters, which are the rounded master in every element that nobody has touched.
+        """
+        if not self._rests_whole_beside_master:
+            return
+        assert self.master is not None
+        own = self.own_whole
+        if self._print is not None and self._print.matches(own):
+            return
+        master = self.master.fetch(0, own.numel())
+        values = own.to(master.device)
+        with torch.no_grad():
+            is_changed = values != master.to(own.dtype)
+            # On a device this look would wait for it, which costs more than writing in any case.
+            if master.device.type != "cpu" or is_changed.any():
+                torch.where(is_changed, values.to(master.dtype), master, out=master)
+                self.master.store(0, master)
+
+    def take(self, index: int, values: Tensor) -> None:
+        """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
+
+        Elements that are the rounded master stay what the master is.
+        """
+        own = self.own_range(index)
+        if not own:
+            return
+        self.stop_reading()
+        exact = self.exact.fetch(own.start, own.stop)
+        values = values.to(exact.device)
+        with torch.no_grad():
+            is_changed = values != exact.to(values.dtype)
+            taken = torch.where(is_changed, values.to(exact.dtype), exact)
+            self.exact.store(own.start, taken)
+            if self.follower is not self.exact:
+                self.follower.store(own.start, taken)
+
+    def mark_written(self) -> None:
+        """Remembers the whole parameters as they follow from a master that is not beside them."""
+        if not self._rests_whole_beside_master:
+            return
+        assert self.master is not None
+        if self.storage.is_elsewhere(self.master.tier):
+            self._print = Fingerprint(self.own_whole)
+
+    # ---------------------------------------------------------------- optimizer states
+
+    def slice_state(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of an optimizer state that is shaped like slot `index`, a copy.
+
+        In the master's dtype, but for integers, which are codes of a kind.
+        """
+        device = self.storage.step_device(self.plan.tiers.optim)
+        owned = self.owned(index)
+        part = read_flat(whole, owned.start, owned.stop).view(self.step_shape(index))
+        dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
+        return part.to(device, dtype, copy=True)
+
+    def state_home(self, key: str, dtype: torch.dtype) -> Home:
+        """The file of optimizer state `key`, as long as the shard; zeros at first."""
+        if key not in self.state_homes:
+            name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
+            self.state_homes[key] = self.storage.make_optim(name, numel, dtype)
+        return self.state_homes[key]
+
+    def look_at_state(self, index: int, key: str) -> Tensor:
+        """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
+        own = self.own_range(index)
+        return self.state_homes[key].look(own.start, own.stop)
+
+    def adopt_state(self, index: int, state: dict[str, Any]) -> None:
+        """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
+        own = self.own_range(index)
+        for key, value in state.items():
+            if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
+                self.state_home(key, value.dtype).store(own.start, value)
+                state[key] = self.look_at_state(index, key)
+
+    # ---------------------------------------------------------------- bytes
+
+    def homes(self) -> Iterator[tuple[Tier, State, Home]]:
+        """Every home that holds memory or a file of its own, with what it holds.
+
+        A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
+        """
+        if self.param is not None:
+            yield self.plan.tiers.param, State.PARAM, self.param
+        if self.has_own_master and self.master is not None:
+            yield self.plan.tiers.optim, State.OPTIM, self.master
+        for home in self.state_homes.values():
+            yield Tier.NVME, State.OPTIM, home

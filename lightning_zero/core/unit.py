@@ -1,0 +1,124 @@
+"""What is gathered and released together, and the order in which that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.layout.plan import UnitPlan
+
+__all__ = ["Call", "Trace", "Unit"]
+
+
+class Call:
+    """One forward of a unit.
+
+    Attributes:
+        is_done: Backward has left it.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class Unit:
+    """Buckets that are gathered before a module's forward and released after it.
+
+    Attributes:
+        index: Position in the layout; the root is 0.
+        module: Whose forward uses the parameters; None for the root.
+        buckets: The buckets whose parameters rest as shards.
+        is_held: Stays whole until the end of the step: the root, and what is used out of turn.
+        num_awaited: Forwards whose inputs, when their gradients come, tell that backward is done.
+        calls: The forwards under way.
+        entered: The forwards that backward has entered and, as far as can be told, not left.
+    """
+
+    def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
+        self.name = plan.name
+        self.index = index
+        self.buckets = [bucket for bucket in buckets if bucket.is_gathered_before_use]
+        self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
+        self.is_held = index == 0
+        self.num_awaited = 0
+        self.calls: list[Call] = []
+        self.entered: set[Call] = set()
+        self.module: nn.Module | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """All elements are at hand or on their way."""
+        return all(bucket.is_whole for bucket in self.buckets)
+
+    @property
+    def has_all_grads(self) -> bool:
+        """Every parameter is trainable and has its gradient: nothing in backward needs the unit."""
+        return all(
+            bucket.grads.has_all and all(p.requires_grad for p in bucket.parameters)
+            for bucket in self.buckets
+        )
+
+    def owns(self, tensor: Tensor) -> bool:
+        """`tensor` is a view of whole parameters, which are freed on release."""
+        return any(bucket.owns(tensor) for bucket in self.buckets)
+
+    def gather(self) -> None:
+        """Issues the gathers."""
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def finish_gather(self) -> None:
+        """Waits for them."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        """Frees the whole parameters."""
+        for bucket in self.buckets:
+            bucket.release()
+
+
+class Trace:
+    """The order in which units were asked for, and so what comes next."""
+
+    def __init__(self) -> None:
+        self._last: list[Unit] = []
+        self._now: list[Unit] = []
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """A new pass begins; the one that ends becomes the one to follow."""
+        if self._now:
+            self._last, self._now = self._now, []
+        self._cursor = 0
+
+    def record(self, unit: Unit, *, may_repeat: bool = False) -> None:
+        """`unit` is asked for; finds its place in the last pass, if it has one from here on.
+
+        Args:
+            unit: The unit.
+            may_repeat: If it has none, and was asked for in this pass already, a new one begins, as
+                with each token that is generated.
+        """
+        if not self._find(unit) and may_repeat and unit in self._now:
+            self.begin()
+            self._find(unit)
+        self._now.append(unit)
+
+    def _find(self, unit: Unit) -> bool:
+        for position in range(self._cursor, len(self._last)):
+            if self._last[position] is unit:
+                self._cursor = position + 1
+                return True
+        return False
+
+    @property
+    def is_at_end(self) -> bool:
+        """The last pass ended with the unit that was recorded last."""
+        return bool(self._last) and self._cursor == len(self._last)
+
+    def upcoming(self) -> Sequence[Unit]:
+        """What came after the last recorded unit, the last time."""
+        return self._last[self._cursor :]

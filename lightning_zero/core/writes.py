@@ -1,0 +1,161 @@
+"""What somebody has written to a parameter, or put in the place of its data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_zero.layout.flat import Layout, Slot
+from lightning_zero.tensors.lazy import read_flat
+
+__all__ = ["Fingerprint", "Rewritten", "is_same_memory", "own_elements", "whole_values"]
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 4096
+_BLOCK = 64 * _ROW
+
+
+class Fingerprint:
+    """Sums over the bits of a tensor, by rows and by columns: one pass over it, 0.2 % of its size.
+
+    Equal sums of changed values would need changes that cancel in every row and every column.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Takes the sums of `tensor`, 1-D, on any device; they stay there."""
+        self._sums = _sums(tensor)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether `tensor` still has those bits. Waits for its device."""
+        return all(torch.equal(a, b) for a, b in zip(self._sums, _sums(tensor), strict=True))
+
+    def digest(self) -> bytes:
+        """The same for the same bits, on any device and rank. Waits for its device."""
+        digest = hashlib.sha256()
+        for sums in self._sums:
+            digest.update(sums.cpu().numpy().data)
+        return digest.digest()
+
+
+def _sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    words = tensor.detach().view(_WORDS.get(tensor.element_size(), torch.int64))
+    by_row, by_column = [], torch.zeros(_ROW, dtype=torch.int64, device=words.device)
+    for block in words.split(_BLOCK):  # sums make wider copies of what they sum
+        padding = -block.numel() % _ROW
+        padded = functional.pad(block, (0, padding)) if padding else block
+        rows = padded.unflatten(0, (padded.numel() // _ROW, _ROW))
+        by_row.append(rows.sum(dim=1, dtype=torch.int64))
+        by_column += rows.sum(dim=0, dtype=torch.int64)
+    return torch.cat(by_row), by_column
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether both show the same elements of the same memory in the same way."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )
+
+
+def _shows(parameter: nn.Parameter, view: Tensor) -> bool:
+    """As `is_same_memory`, in a few calls: this is asked of every parameter in every pass."""
+    if parameter.dtype is not view.dtype or parameter.is_meta:
+        return False
+    return parameter.is_set_to(view)
+
+
+def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
+    """This rank's elements of what was put in the place of a parameter's data: 1-D.
+
+    Raises:
+        ValueError: It has neither the shape of the whole nor that of this rank's part; or it was a
+            sharded tensor.
+    """
+    _check_has_memory(values, slot)
+    if tuple(values.shape) == slot.shape:
+        return read_flat(values, owned.start, owned.stop)
+    if values.dim() == 1 and values.numel() == len(owned):
+        return values
+    raise ValueError(
+        f"the data set on parameter {slot.name} has shape {tuple(values.shape)}; expected the "
+        f"whole shape {slot.shape}, or this rank's {len(owned)} elements, which `.data` is between "
+        "steps."
+    )
+
+
+def _check_has_memory(values: Tensor, slot: Slot) -> None:
+    """Of what was computed from `p.grad`, torch puts a shell without memory into a parameter."""
+    if not values.is_meta and values.numel() and values.data_ptr() == 0:
+        raise ValueError(
+            f"the data set on parameter {slot.name} was computed from p.grad, which rests as a "
+            "shard, and is not whole: write into the data instead, as in parameter.data.copy_(...) "
+            "or parameter.data.add_(parameter.grad, alpha=-lr); or set values.full_tensor()."
+        )
+
+
+def whole_values(values: Tensor, slot: Slot) -> Tensor:
+    """A copy of what was put in the place of a whole parameter's data.
+
+    Raises:
+        ValueError: It has another shape, or was a sharded tensor.
+    """
+    _check_has_memory(values, slot)
+    if tuple(values.shape) != slot.shape:
+        raise ValueError(
+            f"the data set on parameter {slot.name} has shape {tuple(values.shape)}; expected "
+            f"{slot.shape}: a parameter that an engine holds keeps its shape."
+        )
+    return values.clone()  # it may be another view of the same memory
+
+
+class Rewritten:
+    """Finds out which whole parameters have new values, without a look at values.
+
+    Args:
+        parameters: Of one bucket, by slot.
+        layout: Of that bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+        self._parameters = parameters
+        self._layout = layout
+        self._versions: list[int] = []  # by slot, since `watch`: a write counts them up
+
+    def watch(self) -> None:
+        """From now on, what is written to the parameters in place is found too."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def find(self, views: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Slots that may have new values since the last look, and their views, which have them.
+
+        Args:
+            views: By slot, what the parameters should show, and do so afterwards.
+
+        Raises:
+            ValueError: Data of another shape was put into a parameter, which shows its view again.
+        """
+        versions = [parameter._version for parameter in self._parameters]
+        is_written = bool(self._versions) and self._versions != versions
+        if not is_written and all(map(_shows, self._parameters, views)):
+            return
+        for index, view in enumerate(views):
+            if self._is_rewritten(index, view):
+                yield index, view
+
+    def _is_rewritten(self, index: int, view: Tensor) -> bool:
+        parameter, version = self._parameters[index], self._parameters[index]._version
+        is_replaced = not _shows(parameter, view)
+        if is_replaced:
+            data = parameter.data
+            parameter.data = view  # first: also after an error
+            view.copy_(whole_values(data, self._layout.slots[index]))
+        is_written = bool(self._versions) and self._versions[index] != version
+        if is_written:
+            self._versions[index] = version
+        return is_replaced or is_written

@@ -1,0 +1,263 @@
+"""What a user can set, checked once, before any process group exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.layout.kept import AUTOCAST
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.stage import STAGES, Stage, State
+
+__all__ = ["KeepFloat32", "ZeroConfig"]
+
+_FLOATING = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "max_live_parameters",
+)
+KeepFloat32 = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+_MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """Settings of the engine. Sizes are in elements, as in DeepSpeed; None means "choose well".
+
+    Attributes:
+        stage: 0 (plain data parallel, the control), 1, 2 or 3.
+        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or
+            256 Ki for each rank where that is more. In stage 3 it bounds the buckets that are not a
+            repeated block.
+        allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the
+            step. Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.
+        prefetch_bucket_size: Stage 3: elements gathered ahead of their use. None: one unit ahead;
+            0: none.
+        param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0,
+            because a small parameter travels with its unit and costs no collective of its own.
+        max_live_parameters: Stage 3: no prefetch that would bring more whole elements than this.
+        reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them
+            again for its backward. None: True. False trades memory for a third of the
+            communication.
+        overlap_comm: Communicate while computing. False: wait for every collective where it is
+            issued.
+        reduce_dtype: Dtype in which gradients are summed and kept. None: float32, or the
+            parameters' own dtype where that is wider.
+        param_dtype: Dtype of whole parameters, in which the module computes. None: as the module
+            is. Where it is narrower than float32, float32 masters are kept and stepped.
+        keep_float32: Parameters that stay as they are beside `param_dtype`, one or several of:
+            the name of a parameter, or of a module for all below it; the name of a module's class
+            or of a base of it; a pattern of such names, as "*.router.*"; a class of modules.
+            "autocast": what computes under `torch.autocast` needs so, see kept.py; a mixed
+            precision of the Trainer adds this. BatchNorm and its like always stay.
+        broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
+            first forward after a step, as DistributedDataParallel does.
+        assume_elementwise: Promise that optimizers treat every element by itself, instead of a
+            trial on toy tensors, which finds out whether they do or need whole tensors. For an
+            optimizer that draws random numbers, say; a wrong promise trains wrongly.
+        offload_optimizer: Stages 1 to 3: where optimizer shards rest, with the gradients that step
+            them: None (the device), "cpu", "nvme", "auto", a mapping or an OffloadConfig. They are
+            stepped on the CPU then.
+        offload_param: Stage 3: where parameter shards rest; likewise.
+        overlap_step: Step bucket by bucket beside the next forward, which waits for each bucket
+            where it needs it. The same values as without. Between the step and the next forward
+            `optimizer.state` may still be changing; `optimizer.state_dict()` waits.
+        sharding_group_size: Stages 1 to 3: how many consecutive ranks share one set of shards,
+            which every such group repeats. It divides the number of ranks. "node": as many as the
+            launcher starts on a node, so that only shards of gradients cross the links between
+            nodes. None: all ranks.
+
+    Raises:
+        ValueError: A value out of range, or an option that has no meaning in this stage.
+        TypeError: A value of the wrong type.
+    """
+
+    stage: int = 3
+    reduce_bucket_size: int | None = None
+    allgather_bucket_size: int | None = None
+    prefetch_bucket_size: int | None = None
+    param_persistence_threshold: int | None = None
+    max_live_parameters: int | None = None
+    reshard_after_forward: bool | None = None
+    overlap_comm: bool = True
+    reduce_dtype: torch.dtype | str | None = None
+    param_dtype: torch.dtype | str | None = None
+    keep_float32: KeepFloat32 | None = None
+    broadcast_buffers: bool = True
+    assume_elementwise: bool = False
+    offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
+    offload_param: OffloadConfig | str | Mapping[str, Any] | None = None
+    overlap_step: bool = False
+    sharding_group_size: int | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_stage(self.stage)
+        for name in _SIZES:
+            _set(self, name, _check_size(name, getattr(self, name)))
+        for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise", "overlap_step"):
+            _check_bool(name, getattr(self, name))
+        if self.reshard_after_forward is not None:
+            _check_bool("reshard_after_forward", self.reshard_after_forward)
+        for name in ("reduce_dtype", "param_dtype"):
+            _set(self, name, _check_dtype(name, getattr(self, name)))
+        _set(self, "keep_float32", _check_kept(self.keep_float32))
+        for name in ("offload_optimizer", "offload_param"):
+            _set(self, name, OffloadConfig.of(name, getattr(self, name)))
+        _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))
+        self._check_options_of_other_stages()
+
+    def group_size(self, *, local_world_size: int) -> int | None:
+        """Ranks that share one set of shards; None: all.
+
+        Args:
+            local_world_size: Ranks of this node.
+        """
+        size = self.sharding_group_size
+        return local_world_size if isinstance(size, str) else size
+
+    @property
+    def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:
+        """Where parameter and optimizer shards rest."""
+        param, optimizer = self.offload_param, self.offload_optimizer
+        assert param is None or isinstance(param, OffloadConfig)
+        assert optimizer is None or isinstance(optimizer, OffloadConfig)
+        return param, optimizer
+
+    @property
+    def kept(self) -> tuple[str | type[nn.Module], ...]:
+        """What keeps its dtype beside `param_dtype`."""
+        assert self.keep_float32 is None or isinstance(self.keep_float32, tuple)
+        return self.keep_float32 or ()
+
+    def under_autocast(self) -> ZeroConfig:
+        """The same where the module computes under `torch.autocast`."""
+        return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.kept))))
+
+    @property
+    def states(self) -> Stage:
+        """Which states rest as shards."""
+        return STAGES[self.stage]
+
+    def replace(self, **changes: Any) -> ZeroConfig:
+        """A copy with `changes`, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def _check_options_of_other_stages(self) -> None:
+        states = self.states
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "max_live_parameters",
+            "reshard_after_forward",
+        ):
+            if getattr(self, name) is not None and not states.gathers_before_use:
+                raise ValueError(
+                    f"{name} needs stage 3, got stage {self.stage}, in which parameters rest "
+                    f"whole; use stage=3 or leave {name} out."
+                )
+        if self.allgather_bucket_size is not None and not states.gathers_after_step:
+            where = "gathers per unit" if states.has_shard(State.PARAM) else "gathers nothing"
+            raise ValueError(
+                f"allgather_bucket_size needs stage 1 or 2, got stage {self.stage}, which {where}; "
+                "use stage=1 or stage=2, or leave allgather_bucket_size out."
+            )
+        if self.offload_param is not None and not states.has_shard(State.PARAM):
+            raise ValueError(
+                f"offload_param needs stage 3, got stage {self.stage}, in which parameters rest "
+                "whole on the device; use stage=3, or offload_optimizer alone."
+            )
+        for name in ("offload_optimizer", "overlap_step", "sharding_group_size"):
+            if getattr(self, name) and not states.has_shard(State.OPTIM):
+                raise ValueError(
+                    f"{name} needs stage 1, 2 or 3, got stage {self.stage}, in which every rank "
+                    f"keeps and steps everything on the device; use stage=1, or leave {name} out."
+                )
+
+
+def _set(config: ZeroConfig, name: str, value: object) -> None:
+    object.__setattr__(config, name, value)
+
+
+def _check_stage(stage: object) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise TypeError(
+            f"stage must be one of 0, 1, 2, 3, got {stage!r} ({type(stage).__name__}); "
+            'ZeroStrategy also takes "auto".'
+        )
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of 0, 1, 2, 3, got {stage!r}.")
+
+
+def _check_size(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 5e8 in JSON and YAML is a float
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a whole number of elements such as 5e8, got {value!r}.")
+    if isinstance(value, float):
+        raise ValueError(f"{name} must be a whole number of elements such as 5e8, got {value}.")
+    least = 0 if name in _MAY_BE_ZERO else 1
+    if value < least:
+        raise ValueError(f"{name} must be at least {least} elements, got {value}.")
+    return value
+
+
+def _check_group_size(value: object) -> int | str | None:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None or value == "node":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f'sharding_group_size must be a number of ranks, "node" or None, got {value!r}.'
+        )
+    if value < 1:
+        raise ValueError(f"sharding_group_size must be at least 1 rank, got {value}.")
+    return value
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def _check_dtype(name: str, value: object) -> torch.dtype | None:
+    if value is None:
+        return None
+    dtype = _FLOATING.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in _FLOATING.values():
+        names = "float16, bfloat16, float32, float64"
+        raise ValueError(f"{name} must be one of {names} or a torch dtype of these, got {value!r}.")
+    return dtype
+
+
+def _check_kept(value: object) -> tuple[str | type[nn.Module], ...] | None:
+    if value is None:
+        return None
+    items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    for item in items:
+        is_class = isinstance(item, type) and issubclass(item, nn.Module)
+        if not (is_class or (isinstance(item, str) and item)):
+            raise TypeError(
+                "keep_float32 must be names or patterns of parameters or modules, classes of "
+                f'modules, or a list of these, such as ["*.router", nn.Bilinear], got {item!r}.'
+            )
+    return items

@@ -1,0 +1,398 @@
+"""Cuts a module into units and buckets, from names, shapes and dtypes alone.
+
+A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
+of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
+combination of dtype, trainability and optimizer, and more where a size limit cuts it: beside
+parameters in 16 bits, all that keep float32 (kept.py) are one more. Parameters of
+optimizers that look at whole tensors are placed whole, each with an owner that is chosen over the
+whole module.
+
+Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages
+that shard parameters find units by themselves:
+
+1. the members of a `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes: the
+blocks; 2. other modules with parameters of their own above a size: embeddings, output layers;
+3. the rest, and what two units share, is the root's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.flat import Layout, assign_owners
+from lightning_zero.layout.kept import kept_parameters
+from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
+from lightning_zero.layout.stage import STAGES, Stage, State
+
+__all__ = [
+    "BucketPlan",
+    "Plan",
+    "UnitPlan",
+    "make_plan",
+    "nvme_bytes",
+    "parameters_by_name",
+    "saved_name",
+]
+
+ROOT = ""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
+_BUCKET_NUMEL = 2**22
+_BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters that travel together.
+
+    Attributes:
+        name: For messages and profiler ranges, such as `blocks.3` or `blocks.3/frozen`.
+        layout: Flat space of the parameters.
+        dtype: Dtype of the whole parameters while the module computes.
+        master_dtype: Dtype in which they are stepped.
+        stage: Which states rest as shards.
+        is_trainable: The optimizer steps it.
+        tiers: Where the shards rest.
+    """
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    master_dtype: torch.dtype
+    stage: Stage
+    is_trainable: bool = True
+    tiers: BucketTiers = field(default_factory=BucketTiers)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Buckets that are gathered and released together.
+
+    Attributes:
+        name: Qualified name of the module whose forward uses them; empty for the root.
+        buckets: At least one, except for a root without parameters of its own.
+    """
+
+    name: str
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buckets, padding included."""
+        return sum(bucket.layout.numel for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every unit of a module, the root first, then in the order of registration.
+
+    Attributes:
+        units: The units. Every parameter is in exactly one bucket of one unit.
+        world_size: Number of shards.
+        reduce_dtype: Dtype in which gradients are summed and kept; None: each bucket's master
+            dtype.
+    """
+
+    units: tuple[UnitPlan, ...]
+    world_size: int
+    reduce_dtype: torch.dtype | None
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        """All buckets in layout order."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def grad_dtype(self, bucket: BucketPlan) -> torch.dtype:
+        """Dtype of the reduced gradients of `bucket`."""
+        return self.reduce_dtype or bucket.master_dtype
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What parameters of one bucket have in common."""
+
+    dtype: torch.dtype  # whole
+    master_dtype: torch.dtype
+    is_trainable: bool
+    optimizer: int | None
+    is_persistent: bool
+    is_whole: bool  # an optimizer may look at whole tensors
+
+
+@dataclass(frozen=True)
+class _Claims:
+    """Which optimizer steps what; see `make_plan`."""
+
+    optimizer_of: Mapping[nn.Parameter, int]
+    whole_tensors: Collection[int]
+
+    def wants_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer steps `parameter`, or may do so later, as a whole tensor only."""
+        optimizer = self.optimizer_of.get(parameter)
+        return bool(self.whole_tensors) if optimizer is None else optimizer in self.whole_tensors
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """What the cutting of a module into buckets goes by."""
+
+    named: Mapping[str, nn.Parameter]
+    config: ZeroConfig
+    world_size: int
+    owners: Mapping[str, int]  # of parameters that are placed whole
+    limit: int  # elements of a bucket
+
+
+def saved_name(name: str) -> str:
+    """`name` without what `torch.compile(module)` puts around a module: the same without it."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """As `module.named_parameters()`, by the names that a plan has."""
+    return {saved_name(name): parameter for name, parameter in module.named_parameters()}
+
+
+def _modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
+    """The module and all below it, those that are shared by every name."""
+    return {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
+
+
+def make_plan(
+    module: nn.Module,
+    config: ZeroConfig,
+    *,
+    world_size: int,
+    optimizer_of: Mapping[nn.Parameter, int] | None = None,
+    whole_tensors: Collection[int] = (),
+    budgets: Budgets | None = None,
+) -> Plan:
+    """Plans units and buckets of `module`. Pure: no tensor is touched, meta tensors will do.
+
+    Args:
+        module: Its parameters, each counted once however often it is registered.
+        config: Stage and sizes.
+        world_size: Number of shards.
+        optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do
+            not share a bucket.
+        whole_tensors: Optimizers that must step whole tensors. Parameters of no optimizer may be
+            given to these later, and are placed whole as well.
+        budgets: What offload "auto" may use; None: nothing but NVMe.
+
+    Raises:
+        ValueError: The module has no parameters, or some that cannot be sharded; `keep_float32`
+            names what is not there.
+    """
+    named = dict(module.named_parameters())
+    _check_parameters(module, named)
+    unit_of = _find_units(module, named) if config.states.gathers_before_use else {}
+    members: dict[str, list[str]] = {ROOT: []}
+    for name in named:
+        members.setdefault(unit_of.get(name, ROOT), []).append(name)
+    blocks = set(_repeated_blocks(module))
+    kept = kept_parameters(_modules_by_name(module), config.kept)
+    claims = _Claims(optimizer_of or {}, whole_tensors)
+    owners = _find_owners(named, config, claims, world_size)
+    cutting = _Cutting(named, config, world_size, owners, _bucket_limit(config, world_size))
+    units = []
+    for unit, names in members.items():
+        kinds: dict[_Kind, list[str]] = {}
+        for name in names:
+            parameter = named[name]
+            kind = dataclasses.replace(
+                _kind(parameter, config, keeps_dtype=parameter in kept),
+                optimizer=claims.optimizer_of.get(parameter),
+                is_whole=name in owners,
+            )
+            kinds.setdefault(kind, []).append(name)
+        buckets = [
+            bucket
+            for kind, of_kind in kinds.items()
+            for bucket in _cut(unit, kind, of_kind, cutting, is_block=unit in blocks)
+        ]
+        units.append(UnitPlan(unit, tuple(buckets)))
+    reduce_dtype = config.reduce_dtype
+    assert not isinstance(reduce_dtype, str)
+    plan = Plan(tuple(units), world_size, reduce_dtype)
+    return _with_tiers(plan, config, budgets or Budgets())
+
+
+def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
+    """The plan with a tier for every shard."""
+    shards = [_shard_bytes(plan, bucket) for bucket in plan.buckets]
+    tiers = iter(assign_tiers(shards, *config.offloads, budgets))
+    units = tuple(
+        dataclasses.replace(
+            unit,
+            buckets=tuple(dataclasses.replace(b, tiers=next(tiers)) for b in unit.buckets),
+        )
+        for unit in plan.units
+    )
+    return dataclasses.replace(plan, units=units)
+
+
+def nvme_bytes(plan: Plan) -> tuple[int, int]:
+    """Bytes that one rank keeps on NVMe for sure: of parameters, and of masters and gradients.
+
+    What an optimizer keeps besides comes with its first step.
+    """
+    params = others = 0
+    for bucket in plan.buckets:
+        shard, numel = _shard_bytes(plan, bucket), bucket.layout.shard_numel
+        has_own_master = bucket.master_dtype != bucket.dtype
+        params += shard.param * (bucket.tiers.param is Tier.NVME)
+        if not bucket.is_trainable:
+            continue
+        others += shard.grad * (bucket.tiers.grad is Tier.NVME)
+        if has_own_master and bucket.tiers.optim is Tier.NVME:
+            others += numel * bucket.master_dtype.itemsize
+    return params, others
+
+
+def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
+    numel = bucket.layout.shard_numel
+    is_stepped = bucket.stage.has_shard(State.OPTIM)  # what is frozen may be unfrozen
+    has_own_master = bucket.master_dtype != bucket.dtype
+    master = bucket.master_dtype.itemsize
+    return ShardBytes(
+        param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
+        optim=numel * master * (2 + has_own_master) if is_stepped else 0,
+        grad=numel * plan.grad_dtype(bucket).itemsize if is_stepped else 0,
+        is_trainable=bucket.is_trainable,
+    )
+
+
+def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    if not named:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
+            "layers in __init__, setup() or configure_model()."
+        )
+    for name, parameter in named.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name} is lazy and has no shape yet; run one batch through "
+                "the module first."
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"Parameter {name} is complex, which is not supported; store its parts."
+            )
+
+
+def _find_owners(
+    named: Mapping[str, nn.Parameter], config: ZeroConfig, claims: _Claims, world_size: int
+) -> dict[str, int]:
+    """By name, the owner of each parameter that is placed whole."""
+    if not config.states.has_shard(State.OPTIM):
+        return {}  # every rank steps everything
+    owners: dict[str, int] = {}
+    for is_trainable in (True, False):  # what is frozen weighs less: each evens out by itself
+        names = [
+            name
+            for name, parameter in named.items()
+            if claims.wants_whole(parameter) and parameter.requires_grad is is_trainable
+        ]
+        numels = [named[name].numel() for name in names]
+        owners.update(zip(names, assign_owners(numels, world_size), strict=True))
+    return owners
+
+
+def _kind(parameter: nn.Parameter, config: ZeroConfig, *, keeps_dtype: bool) -> _Kind:
+    threshold = config.param_persistence_threshold or 0
+    is_persistent = config.states.gathers_before_use and parameter.numel() < threshold
+    own = parameter.dtype
+    # Codes of bitsandbytes' 4 bits may lie in a storage of any dtype: they are no numbers.
+    if not own.is_floating_point or hasattr(parameter, "quant_state"):
+        return _Kind(own, own, parameter.requires_grad, None, is_persistent, is_whole=False)
+    wanted = None if keeps_dtype else config.param_dtype
+    assert not isinstance(wanted, str)
+    dtype = wanted or own
+    master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
+    return _Kind(dtype, master, parameter.requires_grad, None, is_persistent, is_whole=False)
+
+
+def _bucket_limit(config: ZeroConfig, world_size: int) -> int:
+    default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
+    limits = (config.reduce_bucket_size or default, config.allgather_bucket_size or default)
+    return min(limits) if config.allgather_bucket_size else limits[0]
+
+
+def _cut(
+    unit: str, kind: _Kind, names: Sequence[str], cutting: _Cutting, *, is_block: bool
+) -> Iterator[BucketPlan]:
+    """Buckets of one kind within a unit; a repeated block is never cut."""
+    runs: list[list[str]] = []
+    run_numel = 0
+    for name in names:
+        numel = cutting.named[name].numel()
+        if not runs or (not is_block and run_numel + numel > cutting.limit):
+            runs.append([])
+            run_numel = 0
+        runs[-1].append(name)
+        run_numel += numel
+    # Where parameters stay whole in a stage that shards them, the next lower stage tells what
+    # rests.
+    stage = STAGES[2] if kind.is_persistent else cutting.config.states
+    for number, run in enumerate(runs):
+        shapes = [(saved_name(name), tuple(cutting.named[name].shape)) for name in run]
+        if kind.is_whole:
+            owners = [cutting.owners[name] for name in run]
+            layout = Layout.of_whole_tensors(shapes, owners, cutting.world_size)
+        else:
+            layout = Layout.of(shapes, cutting.world_size)
+        label = unit or "root"
+        label += "" if kind.is_trainable else "/frozen"
+        label += "/persistent" if kind.is_persistent else ""
+        label += f"[{number}]" if len(runs) > 1 else ""
+        yield BucketPlan(
+            label, layout, kind.dtype, kind.master_dtype, stage, is_trainable=kind.is_trainable
+        )
+
+
+def _find_units(module: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Unit of each parameter that is not the root's."""
+    units = _repeated_blocks(module)
+    for name, child in module.named_modules():
+        own = sum(p.numel() for p in child.parameters(recurse=False))
+        if name != ROOT and own >= _UNIT_NUMEL and not any(_is_inside(name, u) for u in units):
+            units.append(name)
+    users: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = max((u for u in units if _is_inside(name, u)), key=len, default=ROOT)
+        users.setdefault(parameter, set()).add(owner)
+    return {
+        name: next(iter(users[parameter]))
+        for name, parameter in named.items()
+        if len(users[parameter]) == 1 and users[parameter] != {ROOT}
+    }
+
+
+def _repeated_blocks(module: nn.Module) -> list[str]:
+    """Members of the outermost containers with repeated classes."""
+    blocks: list[str] = []
+    for name, container in module.named_modules():
+        if not isinstance(container, _CONTAINERS) or any(_is_inside(name, b) for b in blocks):
+            continue
+        # A list has no forward of its own: its members are looked at by themselves.
+        members = [
+            (n, m)
+            for n, m in container.named_children()
+            if not isinstance(m, (nn.ModuleList, nn.ModuleDict))
+            and any(True for _ in m.parameters())
+        ]
+        classes = Counter(type(m) for _, m in members)
+        if classes and classes.most_common(1)[0][1] > 1:
+            blocks += [f"{name}.{n}" if name else n for n, _ in members]
+    return blocks
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")

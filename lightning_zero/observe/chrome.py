@@ -1,0 +1,103 @@
+"""Recordings in the Trace Event Format, which Perfetto and chrome://tracing show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning_zero.observe.lanes import lanes_of, offsets_of
+from lightning_zero.observe.style import ON_CPU
+from lightning_zero.record.spans import Recording, Span
+
+__all__ = ["chrome_trace"]
+
+_GIB = 1024**3
+
+
+def chrome_trace(
+    recordings: Sequence[Recording], offsets_s: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """A trace with a process for each rank and a thread for each lane; `json.dump` it.
+
+    Viewers want the events of one thread to nest, so spans of a lane that overlap have further
+    threads: "gather", "gather 2". Time begins where the earliest span does.
+
+    Args:
+        recordings: Of one step, at most one of each rank.
+        offsets_s: When each one's window began, in seconds on a clock that all share; None: all at
+            once.
+
+    Returns:
+        The JSON object form: "traceEvents", with times in microseconds, and "otherData".
+
+    Raises:
+        ValueError: There is no recording, or the offsets are not as many.
+    """
+    offsets = offsets_of(recordings, offsets_s)
+    first = min(
+        offset + min((span.start_s for span in recording.spans), default=0.0)
+        for recording, offset in zip(recordings, offsets, strict=True)
+    )
+    first = min(first, *offsets)
+    events: list[dict[str, Any]] = []
+    for recording, offset in zip(recordings, offsets, strict=True):
+        events += _events(recording, offset - first)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "step": recordings[0].step,
+            "world_size": recordings[0].world_size,
+            "note": ON_CPU,
+        },
+    }
+
+
+def _events(recording: Recording, shift_s: float) -> Iterator[dict[str, Any]]:
+    rank = recording.rank
+    yield _metadata(rank, 0, "process_name", name=f"rank {rank}")
+    yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
+    yield _metadata(rank, 0, "thread_name", name="window")
+    yield {
+        "ph": "X",
+        "cat": "window",
+        "name": f"step {recording.step}",
+        **_when(0.0, recording.seconds, shift_s),
+        "pid": rank,
+        "tid": 0,
+        "args": {"hits": recording.hits, "misses": recording.misses},
+    }
+    thread = 0
+    for lane in lanes_of(recording):
+        for number, row in enumerate(lane.rows, start=1):
+            thread += 1
+            name = lane.name if number == 1 else f"{lane.name} {number}"
+            yield _metadata(rank, thread, "thread_name", name=name)
+            yield _metadata(rank, thread, "thread_sort_index", sort_index=thread)
+            for span in row:
+                yield {**_event(span, shift_s), "pid": rank, "tid": thread}
+
+
+def _metadata(rank: int, thread: int, what: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _event(span: Span, shift_s: float) -> dict[str, Any]:
+    kind = span.kind.value
+    name = f"{kind} {span.name}".rstrip()
+    event: dict[str, Any] = {"ph": "X", "cat": kind, "name": name}
+    if span.is_wait:
+        event |= {"cat": "wait", "name": f"wait for {name}", "cname": "terrible"}
+    event |= _when(span.start_s, span.stop_s, shift_s)
+    args: dict[str, Any] = {"bucket": span.name} if span.name else {}
+    if span.nbytes:
+        args["bytes"] = span.nbytes
+        if span.seconds > 0:
+            args["gib_per_s"] = round(span.nbytes / _GIB / span.seconds, 4)
+    return {**event, "args": args}
+
+
+def _when(start_s: float, stop_s: float, shift_s: float) -> dict[str, float]:
+    # Rounding both ends, not the duration: what nests before nests after.
+    start, stop = (round((time + shift_s) * 1e9) for time in (start_s, stop_s))
+    return {"ts": start / 1e3, "dur": (stop - start) / 1e3}

@@ -1,0 +1,287 @@
+"""The optimizer step: the user's own optimizer, on this rank's slices, bucket by bucket.
+
+[Note: One step of the user's optimizer] The optimizer object is kept as it is; a pre-hook and a
+post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a
+GradScaler, a hand-written loop. The pre-hook runs a closure first (parameters must be whole in it),
+then steps bucket after bucket with stand-ins (stand_in.py): the gather of a stepped bucket travels
+while the next one is stepped, and what rests in files is read ahead of its step. The body that
+follows finds no gradients and does nothing. An optimizer that counts calls in its groups cannot be
+called once for each bucket; it runs its body once over all of them instead. `probe` finds out which
+kind an optimizer is.
+
+[Note: Steps beside the next forward] With `overlap_step` a worker steps the buckets, in the order
+in which the next forward needs them. A bucket is only needed again at its next use, so every use of
+its parameters waits for it (`Bucket.wait_for_step`), and whoever looks from outside waits for all.
+The settings of the optimizer are taken when `step()` is called, the gradients stay as they are
+until the next backward, which waits too: the values are those of a step that nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.step_worker import Stepping, StepWorker, fail, mark
+from lightning_zero.layout.offload import Tier
+from lightning_zero.optim.bucket_step import BucketStep
+from lightning_zero.optim.chunk import chunks_of
+from lightning_zero.optim.clone import Template
+from lightning_zero.optim.state import check_slice
+from lightning_zero.optim.trial import Findings, StepKind
+from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.guarded import has_placement, placement_of
+from lightning_zero.tiers import Job, Storage
+
+__all__ = ["OptimizerStep", "check_whole"]
+
+
+class OptimizerStep:
+    """Runs one optimizer on the slices of this rank, from hooks on `optimizer.step`.
+
+    Attributes:
+        optimizer: The user's optimizer.
+        kind: How it may be called.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        found: Findings,
+        *,
+        examine: Callable[[Optimizer], Findings],
+        before: Callable[[], None],
+        order: Callable[[], Sequence[Bucket]],
+        storage: Storage,
+        worker: StepWorker | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.kind = kind = found.kind
+        self._found = found
+        self._examine = examine
+        self._num_members = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._before = before  # waits for what the step must not overtake
+        self._order = order  # all buckets, in the order in which the next forward needs them
+        self._stepping: list[Bucket] = []
+        self._storage = storage
+        self._worker = worker if kind is StepKind.BY_BUCKET else None  # None: step at once
+        # A subclass's step may call its parent's, which calls hooks too.
+        self._is_inside = self._is_inside_bucket = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._pre_hook),
+            optimizer.register_step_post_hook(self._post_hook),
+            optimizer.register_state_dict_pre_hook(self._drain),
+            optimizer.register_load_state_dict_pre_hook(self._drain),
+        ]
+
+    def reset(self) -> None:
+        """After an exception, which may have come between the two hooks."""
+        self._is_inside = self._is_inside_bucket = False
+        self._stepping = []
+
+    def detach(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _pre_hook(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._is_inside:
+            return None
+        # torch counts the optimizer itself among the arguments.
+        _, *rest = args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if callable(closure):
+            with torch.enable_grad():
+                loss = closure()
+            args = (optimizer, lambda: loss, *rest[1:]) if rest else args
+            kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
+        self._before()
+        members = self._members()
+        self._stepping = [
+            bucket
+            for bucket in self._order()
+            if any(p in members and p.grad is not None for p in bucket.parameters)
+        ]
+        self._is_inside = True
+        if self.kind is StepKind.BY_BUCKET:
+            self._is_inside_bucket = True
+            try:
+                self._step_by_bucket()
+            except BaseException:
+                self._is_inside = False
+                raise
+            finally:
+                self._is_inside_bucket = False
+            for bucket in self._stepping:
+                _hide_grads(bucket)
+        else:
+            for bucket in self._stepping:
+                bucket.masters.enter_step()
+            self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
+        return args, kwargs
+
+    def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_inside_bucket:
+            return
+        self._is_inside = False
+        self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
+        for bucket in self._stepping:
+            if self.kind is StepKind.AT_ONCE:
+                bucket.masters.leave_step(is_changed=True)
+            else:
+                bucket.grads.show()
+        stepped, self._stepping = self._stepping, []
+        if self.kind is StepKind.AT_ONCE:
+            for parameter in (p for bucket in stepped for p in bucket.parameters):
+                check_slice(optimizer, parameter)
+
+    def _step_by_bucket(self) -> None:
+        template = Template(self.optimizer)
+        steps = [BucketStep(bucket, template) for bucket in self._stepping]
+        stepping: list[Stepping] = []
+        work: list[tuple[Bucket, Stepping, list[Job]]] = []
+        try:
+            for step in steps:
+                future: Stepping = Future()
+                stepping.append(future)
+                step.bucket.begin_step(future if self._worker is not None else None)
+                work.append((step.bucket, future, step.jobs()))
+            if self._worker is not None:
+                self._worker.submit(lambda: self._run(work), stepping)
+            else:
+                self._run(work)
+        except BaseException as error:
+            fail(stepping, error)  # nobody else will: a reset waits for them
+            raise
+
+    def _drain(self, *_: Any) -> None:
+        if self._worker is not None:
+            self._worker.drain()
+
+    def _run(self, work: Sequence[tuple[Bucket, Stepping, list[Job]]]) -> None:
+        """Runs the jobs of every bucket; a bucket has been stepped when its writes have begun."""
+        stepped: list[tuple[Bucket, Stepping]] = []
+
+        def finish() -> None:
+            while stepped:
+                bucket, future = stepped.pop()
+                bucket.end_step()
+                future.set_result(mark(self._storage.device))
+
+        def after(job: Job, bucket: Bucket, future: Stepping, is_last: bool) -> Job:
+            def run(views: list[Tensor]) -> None:
+                finish()
+                job.run(views)
+                if is_last:
+                    stepped.append((bucket, future))
+
+            return Job(job.pieces, run)
+
+        in_memory: list[Job] = []  # run with the next job that needs a buffer
+        in_files: list[Job] = []
+        for bucket, future, of_bucket in work:
+            for job in of_bucket:
+                in_memory.append(after(job, bucket, future, job is of_bucket[-1]))
+                if job.pieces:
+                    in_files.append(_in_turn(in_memory))
+                    in_memory = []
+        if in_files:
+            self._storage.pipeline.run(in_files)
+        for job in in_memory:
+            job.run([])
+        finish()
+
+    def read_ahead(self) -> None:
+        """Begins to read what the next step will need, as far as there are buffers for it."""
+        if self.kind is not StepKind.BY_BUCKET or not self._reads_files:
+            return
+        self._drain()
+        members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        jobs = []
+        for bucket in self._order():
+            slots = [
+                index
+                for index, parameter in enumerate(bucket.parameters)
+                if parameter.requires_grad and parameter in members
+            ]
+            jobs += [Job(chunk.pieces, _ignore) for chunk in chunks_of(bucket, slots) if slots]
+        self._storage.pipeline.prefetch([job for job in jobs if job.pieces])
+
+    @property
+    def _reads_files(self) -> bool:
+        """There are states in files, and no gradients, which are written before the step."""
+        buckets = self._order()
+        has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
+        return any(bucket.shards.state_homes for bucket in buckets) and not has_grads
+
+    def _members(self) -> set[nn.Parameter]:
+        """The optimizer's parameters.
+
+        Raises:
+            ValueError: One was added that no engine holds, or that would be stepped as a slice by
+                an optimizer of whole tensors.
+        """
+        members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter in members:
+            if not has_placement(parameter):
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
+                    "averaged. Add parameters to the module before the engine is built."
+                )
+        if len(members) > self._num_members:  # and perhaps of other dimensions
+            self._num_members = len(members)
+            is_elementwise = self._examine(self.optimizer).is_elementwise
+            self._found = dataclasses.replace(self._found, is_elementwise=is_elementwise)
+        check_whole(self.optimizer, self._found)
+        return members
+
+
+def check_whole(optimizer: Optimizer, found: Findings) -> None:
+    """Refuses an optimizer that would step slices as if they were tensors.
+
+    Raises:
+        ValueError: It needs whole tensors, and was given parameters that are cut.
+    """
+    if found.is_elementwise:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            placement = placement_of(parameter)
+            bucket: Bucket = placement.bucket
+            if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
+                raise ValueError(
+                    f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
+                    "cut when the engine was built: nothing asked for it whole. Give this "
+                    "optimizer all of its parameters before that (in Lightning, in "
+                    "configure_optimizers)."
+                )
+
+
+def _in_turn(jobs: list[Job]) -> Job:
+    """One job that runs all of `jobs`, of which only the last has pieces."""
+    *before, last = jobs
+
+    def run(views: list[Tensor]) -> None:
+        for job in before:
+            job.run([])
+        last.run(views)
+
+    return Job(last.pieces, run)
+
+
+def _ignore(views: list[Tensor]) -> None:
+    """The work of a job that is only read ahead."""
+
+
+def _hide_grads(bucket: Bucket) -> None:
+    for parameter in bucket.parameters:
+        parameter.grad = None

@@ -1,0 +1,269 @@
+"""Watches what an engine does: spans and waits, as one `Recording` for each window.
+
+[Note: Waits of other threads] Nobody stands still while a thread beside the training waits, such as
+the one that steps: whoever needs its result records that wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import record_function
+
+from lightning_zero.record.open_span import OFF, Flight, Mark, now_on_device, seconds_between
+from lightning_zero.record.spans import Kind, Recording, Span
+
+if TYPE_CHECKING:
+    from lightning_zero.comm.backends import Pending
+
+__all__ = ["Recorder"]
+
+_OWN_THREADS = "zero-"  # names of threads beside the training begin so
+
+
+class Recorder:
+    """Keeps spans in windows, from `begin` to `end`; from `start` to `stop` also between them.
+
+    While it is off each call is a look at `is_on`. Any thread may record; `start`, `begin`, `end`
+    and `stop` are for the thread that trains. None of them is collective.
+
+    Attributes:
+        is_on: Spans are kept.
+    """
+
+    is_on: bool
+
+    def __init__(
+        self, device: torch.device | None = None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Makes one that is off.
+
+        Args:
+            device: Where the module computes; None: on the CPU.
+            rank: Of this process in the world.
+            world_size: Number of ranks.
+        """
+        self.is_on = False
+        self._now: Callable[[], Mark] = time.perf_counter
+        if device is not None and device.type == "cuda":
+            self._now = partial(now_on_device, device)
+        self._rank = rank
+        self._world_size = world_size
+        self._under_way: set[Flight] = set()
+        self._over: deque[Flight] = deque()
+        self._phase = OFF
+        self._layers: dict[tuple[Kind, str], Flight] = {}
+        # When the window began, by both clocks; None between windows.
+        self._zero: torch.cuda.Event | None = None
+        self._zero_s: float | None = None
+        self._stops_at_end = False  # nobody has called `start`
+        self._step = 0
+        self._counts = [0, 0, 0, 0]  # hits, misses, read hits, read misses
+
+    # ---------------------------------------------------------------- windows
+
+    def start(self) -> None:
+        """Keeps spans from now on, so that a window sees what was under way before it."""
+        self.stop()
+        self.is_on = True
+
+    def begin(self, step: int) -> None:
+        """A window begins, up to which nothing need have been kept. Waits for the device.
+
+        Args:
+            step: Optimizer steps so far.
+        """
+        if not self.is_on:
+            self.start()
+            self._stops_at_end = True
+        self._step = step
+        self._counts = [0, 0, 0, 0]
+        zero = self._now()
+        if isinstance(zero, torch.cuda.Event):
+            zero.synchronize()
+            self._zero, zero = zero, time.perf_counter()
+        self._zero_s = zero
+        over = [self._over.popleft() for _ in range(len(self._over))]
+        self._over.extend(flight for flight in over if self._seconds(flight.stop) > 0)
+
+    def end(self) -> Recording:
+        """The window ends, and what nobody has started stops.
+
+        What is still under way is in it so far, and after `start` in the next one too. Waits for
+        the device.
+
+        Raises:
+            RuntimeError: No window has begun.
+        """
+        if self._zero_s is None:
+            raise RuntimeError("no window has begun; call begin(step) before end().")
+        now = self._now()
+        if isinstance(now, torch.cuda.Event):
+            now.synchronize()
+        seconds = self._seconds(now)
+        over = [self._over.popleft() for _ in range(len(self._over))]
+        self._over.extend(flight for flight in over if self._seconds(flight.stop) > seconds)
+        spans = []
+        for flight in (*over, *list(self._under_way)):
+            start, stop = self._seconds(flight.start), self._seconds(flight.stop)
+            if start < seconds and stop > 0:
+                stop = seconds if stop == float("inf") else stop
+                what = (flight.kind, flight.name)
+                spans.append(Span(*what, start, stop, flight.nbytes, flight.is_wait))
+        spans.sort(key=lambda span: span.start_s)
+        self._zero = self._zero_s = None
+        if self._stops_at_end:
+            self.stop()
+        who = (self._rank, self._world_size)
+        return Recording(*who, self._step, seconds, tuple(spans), *self._counts)
+
+    def stop(self) -> None:
+        """Keeps nothing any more and drops what was kept."""
+        self.is_on = self._stops_at_end = False
+        self.forget()
+        self._over.clear()
+        self._zero = self._zero_s = None
+
+    def forget(self) -> None:
+        """Drops what is under way: after an exception some of it will never end."""
+        self._under_way.clear()
+        self._layers.clear()
+        self._phase = OFF
+
+    def _seconds(self, mark: Mark | None) -> float:
+        """Since the window began; infinite for what has not happened yet."""
+        if mark is None:
+            return float("inf")
+        if isinstance(mark, float):
+            assert self._zero_s is not None
+            return mark - self._zero_s
+        assert self._zero is not None
+        return seconds_between(self._zero, mark) if mark.query() else float("inf")
+
+    # ---------------------------------------------------------------- spans
+
+    def span(
+        self,
+        kind: Kind,
+        name: str = "",
+        nbytes: int = 0,
+        *,
+        is_wait: bool = False,
+        on_host: bool = False,
+    ) -> Flight:
+        """Begins a span, which `end` or a `with` block ends.
+
+        Args:
+            kind: What is done, or waited for.
+            name: Of the bucket, module or file.
+            nbytes: That it moves.
+            is_wait: The computation stands still for it.
+            on_host: The device has no part in it.
+        """
+        if not self.is_on:
+            return OFF
+        if is_wait and threading.current_thread().name.startswith(_OWN_THREADS):
+            return OFF  # see [Note: Waits of other threads]
+        now = time.perf_counter if on_host else self._now
+        flight = Flight(kind, name, nbytes, is_wait, now, self._keep)
+        self._under_way.add(flight)
+        return flight
+
+    def moving(self, name: str, nbytes: int, source: torch.device, target: torch.device) -> Flight:
+        """Begins the span of a copy on the current stream; none where both are one memory."""
+        if not self.is_on or source.type == target.type:
+            return OFF
+        return self.span(Kind.TO_CPU if target.type == "cpu" else Kind.TO_DEVICE, name, nbytes)
+
+    def watch(
+        self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
+    ) -> Pending:
+        """Issues a collective; its span ends, and the wait for it begins, with `wait`.
+
+        Args:
+            kind: What it is.
+            name: Of the bucket; the profiler shows it, too.
+            nbytes: That this rank sends.
+            issue: Issues it.
+            *args: Of `issue`.
+        """
+        with record_function(f"zero::{kind.value} {name}"):
+            flight = self.span(kind, name, nbytes)
+            pending = issue(*args)
+        return pending if flight is OFF else _Watched(pending, flight, self)
+
+    def mark(self) -> Mark | None:
+        """This moment, on the current stream where there is one; None while off."""
+        return self._now() if self.is_on else None
+
+    def _keep(self, flight: Flight) -> None:
+        self._under_way.discard(flight)
+        if self.is_on:
+            self._over.append(flight)
+
+    # ---------------------------------------------------------------- computation
+
+    def phase(self, kind: Kind | None) -> None:
+        """The computation goes over to `kind`; None: to what is not the engine's."""
+        if not self.is_on:
+            return
+        for flight in (*self._layers.values(), self._phase):
+            flight.end()
+        self._layers.clear()
+        self._phase = OFF if kind is None else self.span(kind)
+
+    def enter(self, kind: Kind, name: str) -> None:
+        """The layer `name` computes. In backward the layer before it has ended with that."""
+        if not self.is_on:
+            return
+        for key in [key for key in self._layers if kind is Kind.BACKWARD is key[0]]:
+            self.leave(*key)
+        self.leave(kind, name)
+        self._layers[kind, name] = self.span(kind, name)
+
+    def leave(self, kind: Kind, name: str) -> None:
+        """The layer `name` has computed."""
+        if self.is_on:
+            self._layers.pop((kind, name), OFF).end()
+
+    # ---------------------------------------------------------------- prefetch
+
+    def count(self, *, is_hit: bool) -> None:
+        """A unit is needed: it has been gathered ahead, or its gather begins only now."""
+        if self.is_on:
+            self._counts[0 if is_hit else 1] += 1
+
+    def count_read(self, *, is_hit: bool) -> None:
+        """A shard in a file is needed: its read has begun ahead, or begins only now."""
+        if self.is_on:
+            self._counts[2 if is_hit else 3] += 1
+
+
+class _Watched:
+    """A pending collective that records when it is waited for."""
+
+    def __init__(self, pending: Pending, flight: Flight, recorder: Recorder) -> None:
+        self.marks = pending.marks
+        self._pending = pending
+        self._flight = flight
+        self._recorder = recorder
+        self._is_waited = False
+        if self.marks is not None:
+            flight.start, stop = self.marks
+            flight.end(stop)
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        if self._is_waited:
+            self._pending.wait()
+            return
+        with self._recorder.span(self._flight.kind, self._flight.name, is_wait=True) as waited:
+            self._pending.wait()
+        self._is_waited = True
+        self._flight.end(waited.stop)

@@ -1,0 +1,246 @@
+"""Lightning's callbacks that average weights, with averages that rest as shards.
+
+`WeightAveraging` (and `EMAWeightAveraging`) and `StochasticWeightAveraging` copy the whole module
+in their `setup`, before the strategy's. From the strategy's set-up to its teardown that copy is a
+`Shadow`, and the few methods of the callbacks that look at its values or at the module's run while
+both show this rank's elements. The callbacks stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint import load_module
+from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.shadow import Shadow, is_copy
+from lightning_zero.layout.stage import State
+
+__all__ = ["Averages", "check_restorable"]
+
+_AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+_MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], None]
+
+
+class Averages:
+    """The averaged modules of a Trainer's callbacks, as shards until `give_back`.
+
+    Args:
+        engine: Holds the trained module.
+        callbacks: All of the Trainer's, after their own `setup`. Collective: every rank.
+        state_dict: Given an averaged module and what its parameters are called among all that is
+            saved at once, tells its entries for a checkpoint.
+
+    Raises:
+        ValueError: An averaging function that does not treat every element by itself; a module
+            with submodules that are wrapped by `torch.compile`, or on the meta device.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        callbacks: Iterable[Callback],
+        state_dict: Callable[[nn.Module, str], dict[str, Any]],
+    ) -> None:
+        self._engine = engine
+        self._state_dict = state_dict
+        self._shadows: list[Shadow] = []
+        self._replaced: list[tuple[Any, str]] = []  # whose attribute hides its class's
+        try:
+            for callback in callbacks:
+                if isinstance(callback, WeightAveraging):
+                    self._adopt_weight_averaging(callback)
+                elif isinstance(callback, StochasticWeightAveraging):
+                    self._adopt_stochastic(callback)
+        except BaseException:
+            self.let_go()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._shadows)
+
+    def give_back(self, device: torch.device | None) -> None:
+        """Leaves the callbacks whole averages on `device`; None: without values. Collective."""
+        for shadow in self._shadows:
+            shadow.give_back(device)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leaves the callbacks what there is: averages are lost where ranks are. Local."""
+        self._shadows = []
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            owner.__dict__.pop(name, None)
+
+    # ---------------------------------------------------------------- which methods
+
+    def _adopt_weight_averaging(self, callback: WeightAveraging) -> None:
+        average = callback._average_model
+        if average is None or not is_copy(average.module, self._engine.module):
+            return  # it averages in fit only, and may have been in another fit before
+        if not self._can_shard(callback, average.avg_fn, average.multi_avg_fn):
+            return
+        device = None if callback._device is None else next(average.module.parameters()).device
+        shadow = self._adopt(average, average.module, device)
+        self._replace(average, "update_parameters", partial(shadow.shown, writes=False))
+        for name in ("_swap_models", "_copy_average_to_current"):
+            self._replace(callback, name, partial(shadow.shown, writes=True))
+        self._replace(callback, "on_load_checkpoint", partial(_loading_shards, self._engine.module))
+
+    def _adopt_stochastic(self, callback: StochasticWeightAveraging) -> None:
+        average = callback._average_model
+        if average is None or not self._can_shard(callback, callback._avg_fn, None):
+            return
+        shadow = self._adopt(average, average, None)
+        self._replace(callback, "update_parameters", partial(shadow.shown, writes=False))
+        self._replace(callback, "transfer_weights", partial(shadow.shown, writes=True))
+
+    def _can_shard(
+        self, callback: Callback, avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None
+    ) -> bool:
+        if _is_elementwise(avg_fn, multi_avg_fn):
+            return True
+        if not self._engine.config.states.has_shard(State.OPTIM):
+            return False  # whole tensors are averaged as ever
+        raise ValueError(
+            f"the averaging function of {type(callback).__name__} does not treat every element by "
+            "itself, so it cannot average shards; use an elementwise one, or "
+            "ZeroStrategy(stage=0), where nothing is sharded."
+        )
+
+    def _adopt(self, average: nn.Module, copy: nn.Module, device: torch.device | None) -> Shadow:
+        """Makes a shadow of `copy`, which `average` is or holds."""
+        _check_copy(copy)
+        shadow = Shadow(self._engine, copy, device=device)
+        kind = f"average {len(self._shadows)} of parameter"
+        self._shadows.append(shadow)
+        self._replace(average, "to", shadow.bare)
+        self._set(
+            average,
+            "state_dict",
+            _unless_nested(average, "state_dict", lambda module: self._state_dict(module, kind)),
+        )
+        self._set(average, "load_state_dict", _loader(average))
+        return shadow
+
+    # ---------------------------------------------------------------- how
+
+    def _replace(
+        self, owner: Any, name: str, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Lets a method of this object, if it has it, run within a context."""
+        method = getattr(owner, name, None)
+        if method is None:
+            return  # of another version of Lightning: the guards tell what it does instead
+
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return method(*args, **kwargs)
+
+        self._set(owner, name, run)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        owner.__dict__[name] = value
+        self._replaced.append((owner, name))
+
+
+def check_restorable(checkpoint: Mapping[str, Any]) -> None:
+    """Refuses to restore averages into parameters that have no memory yet.
+
+    The callbacks load them by themselves, before the strategy's set-up, which is lost there.
+
+    Raises:
+        ValueError: The checkpoint holds averages of weights.
+    """
+    states = checkpoint.get("callbacks", {}).values()
+    is_stochastic = any(isinstance(s, Mapping) and s.get("average_model_state") for s in states)
+    if is_stochastic or "averaging_state" in checkpoint:
+        raise ValueError(
+            "the checkpoint holds averages of weights, which their callback cannot restore into "
+            "parameters on the meta device; materialise the module before fit "
+            "(module.to_empty(device=...))."
+        )
+
+
+def _unless_nested(module: nn.Module, name: str, function: Callable[..., Any]) -> Any:
+    """`function(module)` in place of a method that it calls in turn."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _without(module, name):
+            return function(module, *args, **kwargs)
+
+    return run
+
+
+def _loader(module: nn.Module) -> Any:
+    """`module.load_state_dict`, of which each rank takes its own elements."""
+    return _unless_nested(
+        module,
+        "load_state_dict",
+        lambda module, state_dict, strict=True: load_module(module, state_dict, strict=strict),
+    )
+
+
+@contextmanager
+def _loading_shards(module: nn.Module) -> Iterator[None]:
+    """`module.load_state_dict` works after set-up: the learning rate finder restores by it."""
+    module.__dict__["load_state_dict"] = _loader(module)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("load_state_dict", None)
+
+
+@contextmanager
+def _without(owner: Any, name: str) -> Iterator[None]:
+    """Its class's own method."""
+    value = owner.__dict__.pop(name)
+    try:
+        yield
+    finally:
+        owner.__dict__[name] = value
+
+
+def _check_copy(copy: nn.Module) -> None:
+    """Raises where the copy that the callback has made cannot be averaged or saved."""
+    for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} was on the meta device when its average was set up, so there is nothing "
+                "to average into; build the module with values, or leave the averaging callback "
+                "out."
+            )
+        if "_orig_mod." in name:
+            raise ValueError(
+                f"{name} is of a submodule that torch.compile(...) has wrapped, whose average "
+                "could not be loaded again; compile it in place with `.compile()`."
+            )
+
+
+def _is_elementwise(avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None) -> bool:
+    """Whether the average of two toy tensors is that of their parts."""
+    if avg_fn is None and multi_avg_fn is None:
+        return True  # torch's own
+    generator = torch.Generator().manual_seed(0)
+    average, current = torch.randn(2, 4, 6, generator=generator)
+
+    def averaged(one: Tensor, other: Tensor) -> Tensor:
+        one, number = one.clone(), torch.tensor(3)
+        if multi_avg_fn is not None:
+            multi_avg_fn([one], [other.clone()], number)
+            return one
+        assert avg_fn is not None
+        return avg_fn(one, other.clone(), number)
+
+    with torch.no_grad():
+        whole = averaged(average, current).reshape(-1)
+        parts = zip(average.view(-1).split(11), current.view(-1).split(11), strict=True)
+        return torch.allclose(whole, torch.cat([averaged(one, other) for one, other in parts]))

@@ -1,0 +1,213 @@
+"""What Lightning saves of a run and loads into it, from and into an engine's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning import __version__ as lightning_version
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_zero.checkpoint import (
+    full_state_dict,
+    load_module,
+    load_optimizer,
+    narrow_masters,
+    open_checkpoint,
+)
+from lightning_zero.checkpoint.directory import recover
+from lightning_zero.checkpoint.place import local_path
+from lightning_zero.comm.world import raise_together
+from lightning_zero.engine.engine import Engine
+from lightning_zero.optim.state import optimizer_state_dict
+from lightning_zero.strategy.averages import check_restorable
+from lightning_zero.strategy.checkpoint_io import find_damage_together, on_rank_zero
+from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, EngineLife, run_state
+from lightning_zero.strategy.saving import MASTERS_KEY, Saving, is_own_io
+from lightning_zero.tensors.awaited import await_values
+from lightning_zero.tensors.dropped import expecting_values
+from lightning_zero.tensors.names import with_saved_names
+
+__all__ = ["Checkpoints"]
+
+# Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
+_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
+
+
+class Checkpoints:
+    """The states of one strategy, whole or in shards, and the files that hold them.
+
+    Args:
+        strategy: Whose module and `CheckpointIO` these are.
+        life: Of its engine.
+        saving: Decides on the form and writes the sharded one.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, life: EngineLife, saving: Saving) -> None:
+        self._strategy = strategy
+        self._life = life
+        self._saving = saving
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the next one is written in the sharded form."""
+        return self._saving.is_sharded(self._module, self._strategy.checkpoint_io)
+
+    def is_left_to_io(self, path: _PATH) -> bool:
+        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or remote storage."""
+        is_local = bool(_is_local_file_protocol(path))
+        return is_own_io(self._strategy.checkpoint_io) or not is_local
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module
+
+    # ---------------------------------------------------------------- what is saved
+
+    def module_state(self) -> dict[str, Any]:
+        """Whole tensors on rank 0; elsewhere parameters are on the meta device. Collective."""
+        life = self._life
+        if not life.is_together():
+            return {}
+        engine = life.current
+        self._meet("the state of the module, for a checkpoint")
+        state = self._module.state_dict() if engine is None else full_state_dict(engine)
+        return with_saved_names(state)
+
+    def module_entries(self) -> dict[str, Any]:
+        """As `module_state`; in the sharded form, this rank's shards on every rank. Collective."""
+        life = self._life
+        if life.owner is None or not self.is_sharded or not life.is_together():
+            return self.module_state()
+        is_closed = life.current is None
+        self._meet("the state of the module, for a checkpoint")
+        state = self._saving.state_dict(life.owner, self._module, is_closed=is_closed)
+        return with_saved_names(state)
+
+    def _meet(self, name: str) -> None:
+        """During a run: a rank that does so alone would wait for data of the others. Collective."""
+        if (engine := self._life.current) is not None:
+            engine.lockstep.meet_for(name)
+
+    def average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
+        """As `module_entries`, of a callback's averaged module. Collective."""
+        if not self._life.is_together():
+            return {}
+        if self.is_sharded:
+            return self._saving.average_state_dict(self._life.engine, average, kind)
+        return full_state_dict(self._life.engine, average)
+
+    def optimizer_state(self, optimizer: Optimizer, owner: Engine) -> dict[str, Any]:
+        """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
+        if not self._life.is_together():
+            return {}
+        owner.optimizers.check_has_states()
+        self._meet("the state of an optimizer, for a checkpoint")
+        if self.is_sharded:
+            return self._saving.optimizer_state(optimizer, owner)
+        is_recipient = self._strategy.is_global_zero
+        return optimizer_state_dict(optimizer, owner.buckets, is_recipient=is_recipient)
+
+    # ---------------------------------------------------------------- files
+
+    def save(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
+        """Writes what Lightning has dumped; see `Strategy.save_checkpoint`. Collective.
+
+        Raises:
+            TypeError: Storage options for the sharded form.
+            OSError: It cannot be written; on every rank.
+        """
+        life = self._life
+        if not life.is_together():
+            rank_zero_warn(
+                f"{filepath} was not saved: other ranks did not come together within "
+                f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
+            )
+        elif life.owner is not None and self.is_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
+                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                )
+            last_masters = life.last_masters if life.current is None else None
+            self._saving.save(checkpoint, filepath, life.owner, last_masters=last_masters)
+        else:
+            self._save_full(checkpoint, filepath, storage_options)
+
+    def _save_full(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
+        engine = self._life.current
+        if "optimizer_states" in checkpoint:
+            masters = self._life.last_masters if engine is None else narrow_masters(engine)
+            if masters:
+                checkpoint[MASTERS_KEY] = masters
+        io = self._strategy.checkpoint_io
+        # Else the others would wait in the next collective for a rank 0 that has raised.
+        on_rank_zero(
+            self._strategy, lambda: io.save_checkpoint(checkpoint, filepath, storage_options)
+        )
+
+    def open(self, path: _PATH, *, weights_only: bool | None) -> dict[str, Any]:
+        """Opens a checkpoint of any format, the same on every rank. Collective.
+
+        Raises:
+            ValueError: It is damaged, or of no known format.
+            RuntimeError: Another rank could not open it.
+        """
+        strategy, local = self._strategy, local_path(path)
+        on_rank_zero(strategy, lambda: recover(local))
+        find_damage_together(local, strategy.global_rank, strategy.world_size)
+        checkpoint: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        except Exception as error:
+            failure = error
+        raise_together(failure, f"open {path}")
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        for key, value in checkpoint.items():
+            if key not in _COPIED_ON_LOADING:
+                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
+        return checkpoint
+
+    # ---------------------------------------------------------------- what is loaded
+
+    def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Into the module and the masters: each rank its own elements. Collective."""
+        module = self._module
+        awaited: dict[str, Tensor] = {}
+        with expecting_values(module):
+            load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
+            if awaited and run_state(module).fn == TrainerFn.FITTING:
+                check_restorable(checkpoint)
+            await_values(module, awaited)
+        self._life.load_masters(checkpoint.get(MASTERS_KEY, {}))
+
+    def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Into the strategy's optimizers: each rank its own elements. Collective.
+
+        Raises:
+            ValueError: There are more or fewer optimizers.
+        """
+        optimizers = self._strategy.optimizers
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers, expected "
+                f"{len(optimizers)}; resume with the configure_optimizers that was saved."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                load_optimizer(self._life.engine, optimizer, state)

@@ -1,0 +1,184 @@
+"""The ranks that this process has started, from their start to the end of their job."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+
+from lightning_zero.comm.peers import how_ended
+from lightning_zero.strategy.untouched import Untouched
+
+__all__ = ["Children", "how_child_ended", "release_children"]
+
+_POLL_S = 0.2
+_GRACE_S = 8.0  # from a rank's failure until those that still wait for it are killed
+_GRACE_OF_SUCCESS_S = 60.0  # longer: it may have ended because this process needs it no more
+_END_S = 90.0  # longer than ranks wait for each other after an exception
+
+
+class Children(threading.Thread):
+    """Watches the other ranks of this node, as rank 0 of it.
+
+    The thread is itself the record of the launch (`current` finds it), so that a second Trainer of
+    the same job knows of the ranks that the first one has started, and the next job of a sweep can
+    end them.
+
+    Args:
+        job: See `current_job`.
+        first_rank: Of the first child, among all ranks.
+        before: This process before the launch.
+    """
+
+    def __init__(self, job: str | None, *, first_rank: int, before: Untouched) -> None:
+        super().__init__(daemon=True, name="lightning-zero-children")
+        self.job = job
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._first_rank = first_rank
+        self._before = before
+        self._is_over = threading.Event()
+        self._is_needed = threading.Event()  # this process waits for what the children do
+        self._has_failed = False  # this process; it may be too early for them to know
+
+    @classmethod
+    def current(cls) -> Children | None:
+        """The ranks that this process has started; None before, and in the children."""
+        return next((t for t in threading.enumerate() if isinstance(t, cls)), None)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        atexit.register(self._see_out)
+        super().start()
+
+    def _see_out(self) -> None:
+        """The job has ended when all its ranks have: the shell gets its prompt then."""
+        if self._is_over.is_set() or self._has_failed:
+            return
+        if running := self._wait(_GRACE_S):
+            _say(f"rank 0 has come to its end, and waits: {self._names(running)}.")
+        for process in self.processes:
+            process.wait()
+        failed = [process for process in self.processes if process.returncode]
+        if failed:
+            _say(f"{self._names(failed)}, after rank 0 had come to its end.")
+
+    def add(self, command: Sequence[str], environment: dict[str, str], cwd: str | None) -> None:
+        """Starts one more rank."""
+        self.processes.append(subprocess.Popen(command, env=environment, cwd=cwd))
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """While this process may wait for the children, it must not outlive one that is gone."""
+        self._is_needed.set()
+        self._has_failed = False
+        atexit.unregister(self._kill_rest)  # an exception before this was caught
+        try:
+            yield
+        except _TunerExitException:  # how a tuner ends its trial
+            raise
+        except BaseException:
+            # They wait for this process where nothing tells them that it has failed.
+            self._has_failed = True
+            atexit.register(self._kill_rest)
+            raise
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """This process waits for the children no more, until it enters `needed` again."""
+        self._is_needed.clear()
+
+    def run(self) -> None:
+        """Kills all ranks, this process too, some time after one has gone that is needed."""
+        gone_at = None
+        while not self._is_over.wait(_POLL_S):
+            gone = [p for p in self.processes if p.poll() is not None]
+            if not self._is_needed.is_set() or not gone:
+                gone_at = None
+                continue
+            if gone_at is None:
+                gone_at = time.monotonic()
+                if any(p.returncode for p in gone):
+                    _say(f"{self._names(gone)}, while rank 0 still needs it.")
+            grace_s = _GRACE_S if any(p.returncode for p in gone) else _GRACE_OF_SUCCESS_S
+            if time.monotonic() - gone_at > grace_s:
+                _say(
+                    f"{self._names(gone)}, and rank 0 has waited for it in vain for {grace_s:g} s: "
+                    "all ranks of this node are killed. Every rank must run the same script to "
+                    "its end."
+                )
+                self.kill(signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill(self, signum: int) -> None:
+        """Sends a signal to those that still run."""
+        for process in self.processes:
+            process.send_signal(signum)
+
+    def end(self, *, has_failed: bool = False) -> None:
+        """Ends the job: waits for the children, then leaves no trace of the launch.
+
+        Args:
+            has_failed: The job has, on this rank; the others may wait for it in vain.
+        """
+        self._has_failed |= has_failed
+        self._kill_rest(_GRACE_S if self._has_failed else _END_S)
+        self._is_over.set()
+        self.join()
+        self._before.restore()
+        atexit.unregister(self._kill_rest)
+
+    def _kill_rest(self, timeout_s: float = _GRACE_S) -> None:
+        """Waits for the children to exit, and ends those that do not."""
+        running = self._wait(timeout_s)
+        if running:
+            what = "failed" if self._has_failed else "finished"
+            _say(f"{self._names(running)} {timeout_s:g} s after rank 0 had {what}, and is killed.")
+        for process in running:
+            process.kill()
+            process.wait()
+
+    def _wait(self, timeout_s: float) -> list[subprocess.Popen[bytes]]:
+        """Those of the children that have not exited by then."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [process for process in self.processes if process.returncode is None]
+
+    def _names(self, processes: Sequence[subprocess.Popen[bytes]]) -> str:
+        texts = []
+        for rank, process in enumerate(self.processes, self._first_rank):
+            if process in processes:
+                code = process.returncode
+                texts.append(f"rank {rank} {'still ran' if code is None else how_ended(code)}")
+        return ", ".join(texts)
+
+
+def release_children() -> None:
+    """From now on the ranks that this process has started may end: nothing waits for them."""
+    children = Children.current()
+    if children is not None:
+        children.release()
+
+
+def how_child_ended(pid: int) -> str | None:
+    """How a rank has ended that this process has started; None where nothing is known of it."""
+    children = Children.current()
+    for process in children.processes if children is not None else ():
+        if process.pid == pid and process.poll() is not None:
+            return how_ended(process.returncode)
+    return None
+
+
+def _say(text: str) -> None:
+    """At once: this process may be killed next."""
+    print(f"lightning_zero: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,167 @@
+"""Precision plugins that know that gradients are shards.
+
+They take the place of Lightning's plugins of the same precision. Clipping sees the whole norm, and
+the loss scaler of float16 skips a step on every rank when any rank has found an infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from lightning.fabric.utilities.types import Optimizable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_zero.engine.engine import Engine
+
+__all__ = [
+    "ZeroDoublePrecision",
+    "ZeroHalfPrecision",
+    "ZeroMixedPrecision",
+    "ZeroPrecision",
+    "sharded_precision",
+]
+
+EngineGetter = Callable[[], Engine]
+
+
+class ZeroPrecision(Precision):
+    """Full precision ("32-true"), and clipping for all precisions.
+
+    Attributes:
+        param_dtype: In which the module computes; None: as it is.
+        is_autocast: It computes under `torch.autocast`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    is_autocast = False
+    _engine: EngineGetter
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        # Not MixedPrecision's, which refuses fused optimizers: gradients are unscaled before.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self._engine().clip_grad_norm_(clip_val, parameters=self.main_params(optimizer))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self._engine().clip_grad_value_(clip_val, parameters=self.main_params(optimizer))
+
+
+class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
+    """The module itself in 16 bits ("bf16-true", "16-true"); masters in float32 are stepped."""
+
+
+class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
+    """The module in float64 ("64-true")."""
+
+
+class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
+    """Whole parameters in 16 bits under autocast ("bf16-mixed", "16-mixed"); masters in float32.
+
+    What autocast does not cast stays in float32: see kept.py.
+    """
+
+    is_autocast = True
+
+    def __init__(self, plugin: MixedPrecision) -> None:
+        precision = cast(Literal["16-mixed", "bf16-mixed"], plugin.precision)  # its only values
+        super().__init__(precision, plugin.device, plugin.scaler)
+        self.param_dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+
+    @override
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins narrow it
+        self,
+        optimizer: Optimizable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS evaluates its closure several times, which a loss scaler forbids."
+            )
+        result = closure()
+        if result is None and model.automatic_optimization:
+            self._after_closure(model, optimizer)  # training_step returned None: nothing to unscale
+            return result
+        self._engine().finish_reductions()
+        self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
+        self._after_closure(model, optimizer)
+        # The scaler leaves the step out where an infinity was found, on all ranks alike.
+        output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        self.scaler.update()
+        return output
+
+    # The scaler's state stands where Lightning's own plugin keeps it, so that checkpoints are
+    # exchanged.
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None and MixedPrecision.__qualname__ in checkpoint:
+            self.scaler.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+
+
+def sharded_precision(
+    plugin: Precision, engine: EngineGetter, scaler_options: Mapping[str, Any]
+) -> ZeroPrecision:
+    """Our plugin for the precision of `plugin`.
+
+    Args:
+        plugin: One of Lightning's, or already one of ours.
+        engine: Gives the engine, once it exists.
+        scaler_options: Of `GradScaler`, instead of those that a loss scaler has; empty: as it is.
+
+    Raises:
+        TypeError: A plugin whose precision the engine does not know.
+    """
+    if isinstance(plugin, ZeroPrecision):
+        ours: ZeroPrecision = plugin
+    elif type(plugin) is MixedPrecision:
+        ours = ZeroMixedPrecision(plugin)
+    elif type(plugin) is HalfPrecision:
+        ours = ZeroHalfPrecision(plugin.precision)
+    elif type(plugin) is DoublePrecision:
+        ours = ZeroDoublePrecision()
+    elif type(plugin) is Precision:
+        ours = ZeroPrecision()
+    else:
+        raise TypeError(
+            f"ZeroStrategy cannot use the precision plugin {type(plugin).__name__}: it clips and "
+            "steps gradients that it takes to be whole. Use precision='32-true', '64-true', "
+            "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true', or one of Lightning's own "
+            "plugins for these."
+        )
+    ours._engine = engine
+    if isinstance(ours, ZeroMixedPrecision) and ours.scaler and scaler_options:
+        ours.scaler = torch.amp.GradScaler(ours.device, **scaler_options)
+    return ours

@@ -1,0 +1,320 @@
+"""Which form a checkpoint has, and who writes it when; the strategy's saving half.
+
+[Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
+thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
+checkpoint and the end of fit wait for it, and raise what went wrong in it; the next save first
+writes its own, while training waits: it may be the last that can be made. A checkpoint that
+Lightning removes because a newer one takes its place is kept until the newer one is complete, and
+stays if that fails.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint.in_flight import InFlight
+from lightning_zero.checkpoint.place import local_path
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.sharded import (
+    sharded_masters,
+    sharded_optimizer_state,
+    sharded_state_dict,
+    shards_in,
+    whole_as_shards,
+)
+from lightning_zero.checkpoint.writer import ShardedSave
+from lightning_zero.comm.channel import Channel
+from lightning_zero.engine.engine import Engine
+from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
+
+__all__ = [
+    "MASTERS_KEY",
+    "NOTE_KEY",
+    "CheckpointForm",
+    "Saving",
+    "is_own_io",
+]
+
+CheckpointForm = Literal["auto", "full", "sharded"]
+MASTERS_KEY = "lightning_zero_masters"
+NOTE_KEY = "lightning_zero"  # in the sharded form: who wrote it
+
+_FORMS = get_args(CheckpointForm)
+_SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
+
+
+class Saving:
+    """Decides on the form and writes the sharded one.
+
+    Args:
+        form: "full", "sharded", or "auto": full below 2^31 parameter elements.
+        is_async: Let training go on while a sharded checkpoint is written.
+
+    Raises:
+        ValueError: An unknown form, or an asynchronous full one.
+    """
+
+    def __init__(self, form: CheckpointForm, *, is_async: bool) -> None:
+        if form not in _FORMS:
+            raise ValueError(f"checkpoint must be one of {_FORMS}, got {form!r}.")
+        if is_async and form == "full":
+            raise ValueError(
+                'async_save needs the sharded form, got checkpoint="full"; use '
+                'checkpoint="sharded", or lightning.pytorch.plugins.AsyncCheckpointIO.'
+            )
+        self._form = form
+        self._is_async = is_async
+        self._in_flight = InFlight()
+        self._channel: Channel | None = None
+        self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
+        self._has_warned = False
+        self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has the settings, and saves for itself.
+        return partial(Saving, is_async=self._is_async), (self._form,)
+
+    # ---------------------------------------------------------------- which form
+
+    def check(self, checkpoint_io: CheckpointIO | None) -> None:
+        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if self._form == "sharded" and is_own_io(checkpoint_io):
+            raise ValueError(
+                f'checkpoint="sharded" writes by itself and would not use '
+                f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
+            )
+
+    def check_callbacks(self, trainer: Trainer, *, is_sharded: bool) -> None:
+        """Refuses callbacks that would lose checkpoints; after their own set-up.
+
+        Warns of a link that would point to a checkpoint before it is complete.
+
+        Raises:
+            ValueError: Remote storage for the sharded form, or names that `ModelCheckpoint` tells
+                apart by what is on the disk already, when saves are still in flight.
+        """
+        callbacks = trainer.checkpoint_callbacks
+        if is_sharded:
+            for callback in callbacks:
+                _local_path(getattr(callback, "dirpath", None) or "")
+        if self._is_async and is_sharded and any(_reuses_names(c) for c in callbacks):
+            raise ValueError(
+                "async_save needs another name for each checkpoint of ModelCheckpoint, which looks "
+                "for those that exist before they are complete; put {step} into its filename."
+            )
+        if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
+            rank_zero_warn(
+                'ModelCheckpoint(save_last="link") makes its link at once, and async_save ends the '
+                "checkpoint later: a job that is killed in between leaves a link to nothing; use "
+                "save_last=True."
+            )
+
+    def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
+        """Whether the next checkpoint is written in the sharded form."""
+        if self._form != "auto":
+            return self._form == "sharded"
+        if is_own_io(checkpoint_io):
+            return False
+        return sum(p.numel() for p in module.parameters()) >= _SHARDED_NUMEL
+
+    # ---------------------------------------------------------------- what is saved
+
+    def state_dict(self, engine: Engine, module: nn.Module, *, is_closed: bool) -> dict[str, Any]:
+        """The module's entries; see `sharded_state_dict`. Local."""
+        if is_closed:
+            state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
+        else:
+            state = sharded_state_dict(engine)
+        self._shards |= shards_in(state)
+        return state
+
+    def average_state_dict(self, engine: Engine, average: nn.Module, kind: str) -> dict[str, Any]:
+        """The entries of a shadow of the module; see `sharded_state_dict`. Local."""
+        state = sharded_state_dict(engine, average, kind)
+        self._shards |= shards_in(state)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
+        """The optimizer's entries; see `sharded_optimizer_state`. Collective: every rank."""
+        state = sharded_optimizer_state(optimizer, engine)
+        self._shards |= shards_in(state)
+        return state
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: _PATH,
+        engine: Engine,
+        *,
+        last_masters: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Writes `checkpoint`, made of entries of this object, as a directory. Collective.
+
+        Args:
+            checkpoint: As Lightning dumps it.
+            filepath: Rank 0's counts.
+            engine: Whose state it is.
+            last_masters: After fit: the masters that were kept on rank 0.
+
+        Raises:
+            OSError: It cannot be written, or the save in flight before could not, and this one is;
+                on every rank.
+        """
+        failure: Exception | None = None
+        try:
+            self.finish()
+        except Exception as error:
+            failure = error
+        has_failed = failure is not None
+        if self._is_async and last_masters is None:  # in the same way on every rank
+            has_failed = not engine.comm.control.min_ints([int(failure is None)])[0]
+        if has_failed:
+            rank_zero_warn(
+                f"the checkpoint in flight was not saved ({failure}); {filepath} is written before "
+                "that is raised."
+            )
+        waits = has_failed or not self._is_async
+        self._write(checkpoint, filepath, engine, last_masters, waits=waits)
+        if has_failed:
+            raise failure or RuntimeError("another rank could not save the checkpoint in flight.")
+
+    def _write(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: _PATH,
+        engine: Engine,
+        last_masters: dict[str, Tensor] | None,
+        *,
+        waits: bool,
+    ) -> None:
+        is_closed = last_masters is not None
+        if "optimizer_states" in checkpoint:
+            masters: dict[str, Any] = dict(last_masters or {})
+            if not is_closed:
+                masters = dict(sharded_masters(engine))
+                self._shards |= shards_in(masters)
+            if masters:
+                checkpoint[MASTERS_KEY] = masters
+        checkpoint[NOTE_KEY] = checkpoint.get(NOTE_KEY, {}) | {
+            "version": lightning_zero.__version__,
+            "stage": engine.config.stage,
+            "world_size": engine.comm.size,
+        }
+        if self._channel is None or not self._channel.is_open:
+            self._channel = engine.comm.open_channel()
+        channel = self._channel
+        shards, self._shards = self._shards, {}
+        with channel.session():
+            save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
+            if waits or is_closed or not self._may_copy(save, engine):
+                save.run()
+                return
+            pin = engine.device.type == "cuda"
+            try:
+                # Memory may be short on one rank only.
+                channel.attempt(lambda: save.snapshot(self._memory, pin=pin))
+            except BaseException:
+                self._memory.clear()
+                raise
+        self._in_flight.start(partial(_run_in_session, save))
+
+    def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
+        """Whether every rank has the CPU memory for its copy. Collective."""
+        held = sum(kept.numel() * kept.element_size() for kept in self._memory.values())
+        room = available_memory_bytes() // (2 * local_world_size()) + held
+        fits = bool(engine.comm.control.min_ints([room - save.snapshot_bytes])[0] >= 0)
+        if not fits:
+            self._memory.clear()
+            if not self._has_warned:
+                self._has_warned = True
+                rank_zero_warn(
+                    f"async_save would copy {save.snapshot_bytes} bytes into CPU memory on each "
+                    "rank, more than half of what is free for it on some: training waits for "
+                    "this save instead."
+                )
+        return fits
+
+    # ---------------------------------------------------------------- the save in flight
+
+    def finish(self, *, warns: bool = False) -> None:
+        """Waits for the save in flight.
+
+        Args:
+            warns: Only warn of its failure, because something else has failed already.
+
+        Raises:
+            BaseException: What it failed of; once.
+        """
+        try:
+            self._in_flight.wait()
+        except Exception as error:
+            if not warns:
+                raise
+            rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
+
+    def remove(self, filepath: _PATH) -> None:
+        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only.
+
+        Warns where that fails: the save before has succeeded, and other ranks know nothing.
+        """
+        self._in_flight.when_done(partial(_remove_or_warn, local_path(filepath)))
+
+    def free(self) -> None:
+        """Frees what is kept from one save to the next."""
+        self._memory.clear()
+        self._shards.clear()
+
+
+def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
+    """Whether the user has given a `CheckpointIO`, other than the defaults."""
+    return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
+
+
+def _run_in_session(save: ShardedSave) -> None:
+    with save.channel.session():
+        save.run()
+
+
+def _remove_or_warn(path: Path) -> None:
+    try:
+        directory.remove(path)
+    except OSError as error:
+        rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
+
+
+def _reuses_names(callback: Checkpoint) -> bool:
+    """Whether it keeps several checkpoints under one name and a counter."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and callback.save_top_k not in (0, 1)
+        and bool(callback.filename)
+        and "{" not in str(callback.filename)
+    )
+
+
+def _local_path(filepath: _PATH) -> Path:
+    text = str(filepath)
+    if not _is_local_file_protocol(text):
+        raise ValueError(
+            f"a sharded checkpoint needs a file system that all ranks share, got {text}; use "
+            'checkpoint="full" for remote storage.'
+        )
+    return local_path(text)

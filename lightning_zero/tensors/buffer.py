@@ -1,0 +1,139 @@
+"""One flat tensor, its n-D views, and the freeing of its memory under autograd's eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero.layout.flat import Layout
+
+__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard", "widest"]
+
+_MARK = "_is_of_flat_buffer"  # on a storage, whose Python object lives as long as itself
+
+
+class FlatBuffer:
+    """The whole flat space of a bucket in one dtype, with one view for each parameter.
+
+    [Note: Freeing under autograd] Operations save views of a parameter for backward (a linear layer
+    saves `weight.t()`), and those hold the storage object, not the parameter. So the storage object
+    lives as long as the buffer; `free` empties it and `allocate` fills the same object again, and a
+    view saved in forward sees the values gathered for backward. Version counters do not move, for
+    the values are the same.
+
+    Attributes:
+        layout: The flat space.
+        tensor: 1-D, `layout.numel`; its storage is empty while the buffer is freed.
+        views: One n-D view for each slot, in order.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        memory: Tensor | None = None,
+    ) -> None:
+        """Makes a buffer of zeros, or lays one over `memory`, of which only padding is zeroed."""
+        self.layout = layout
+        if memory is None:
+            memory = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.tensor: Tensor = memory
+        self.views: list[Tensor] = [
+            self.tensor[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
+        ]
+        self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
+        self._zero_gaps()
+        self._nbytes = self.tensor.untyped_storage().nbytes()
+        setattr(self.tensor.untyped_storage(), _MARK, True)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the storage holds memory."""
+        return self.tensor.untyped_storage().size() > 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held at this moment."""
+        return self.tensor.untyped_storage().nbytes()
+
+    def allocate(self) -> None:
+        """Gives the storage its memory back, uninitialised but for zero padding."""
+        if self.is_allocated:
+            return
+        self.tensor.untyped_storage().resize_(self._nbytes)
+        self._zero_gaps()
+
+    def free(self) -> None:
+        """Empties the storage; every view of it is invalid until the next `allocate`.
+
+        Memory that NumPy has a view of stays: torch marks its storage for good.
+        """
+        storage = self.tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+
+    def shard(self, rank: int) -> Tensor:
+        """The 1-D part that `rank` owns, a view."""
+        part = self.layout.shard(rank)
+        return self.tensor[part.start : part.stop]
+
+    def _zero_gaps(self) -> None:
+        # Padding must be zero wherever somebody sums over a whole buffer.
+        for gap in self._gaps:
+            gap.zero_()
+
+
+def is_of_flat_buffer(tensor: Tensor) -> bool:
+    """Whether a strided tensor is a view of some `FlatBuffer`, which may free its memory."""
+    return hasattr(tensor.untyped_storage(), _MARK)
+
+
+class Scratch:
+    """Flat tensors for the time of a reduction, kept for the next one until `clear`.
+
+    On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch,
+    about as much as the reduction's own work on it. On a device the caching allocator does all of
+    this.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._keeps = device.type == "cpu"
+        self._device = device
+        self._spare: list[Tensor] = []  # 1-D, each the owner of its storage
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of `numel` elements, uninitialised; `give` it back."""
+        nbytes = numel * dtype.itemsize
+        fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
+        if not fitting:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        chosen = min(fitting, key=lambda t: t.untyped_storage().nbytes())
+        self._spare = [t for t in self._spare if t is not chosen]
+        memory = torch.empty(0, dtype=dtype, device=self._device)
+        return memory.set_(chosen.untyped_storage(), 0, (numel,), (1,))
+
+    def give(self, tensor: Tensor) -> None:
+        """Returns a tensor that `take` gave."""
+        if self._keeps:
+            self._spare.append(tensor)
+
+    def clear(self) -> None:
+        """Frees what is kept."""
+        self._spare.clear()
+
+
+def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
+    """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
+    parts = [layout.within_shard(slot, rank) for slot in layout.slots]
+    return [shard[part.start : part.stop] for part in parts]
+
+
+def widest(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype that holds all of them exactly."""
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
+    return dtype

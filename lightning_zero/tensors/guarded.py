@@ -1,0 +1,320 @@
+"""A parameter that is not whole at this moment, and knows how to be used all the same.
+
+[Note: Guarded parameters] The parameter object never changes, its class does: while its values are
+not at hand on this rank (they rest as a shard, or their gather is under way) the class is
+`GuardedParameter`, and any torch function applied to it first calls the guard, which makes the
+values whole. While they are whole the class is plain `nn.Parameter`, so the module computes at full
+speed and sees nothing of this. A parameter read outside its module's forward (`self.w @ x`, a
+penalty over `self.parameters()`) thus gives the right value and gradient, or an error that names
+it, never a part. Metadata (shape, dtype, numel) is answered for the whole parameter without
+touching it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_zero.tensors.sharded import ShardedTensor
+
+__all__ = [
+    "BetweenStepsError",
+    "GuardedParameter",
+    "Placement",
+    "as_plain",
+    "attributes_of",
+    "guard",
+    "placement_of",
+    "unguard",
+]
+
+_ATTRIBUTE = "_zero_placement"
+
+
+class BetweenStepsError(RuntimeError):
+    """Values are asked for outside a step, where ranks do not act in lockstep."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a parameter knows of its bucket.
+
+    Attributes:
+        name: Qualified name.
+        shape: Shape of the whole parameter.
+        dtype: Dtype of the whole parameter.
+        own_class: Its class while it is not guarded.
+        bucket: The `Bucket` that holds it.
+        index: Its slot there.
+        make_whole: Called with the name before the values are used.
+        put_grad: Called with the slot and what is set as `.grad`; None: torch sets it.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    own_class: type[nn.Parameter]
+    bucket: Any
+    index: int
+    make_whole: Callable[[str], None]
+    put_grad: Callable[[int, Tensor], None] | None = None
+
+
+class GuardedParameter(nn.Parameter):
+    """The class of a parameter whose values are not at hand. See [Note: Guarded parameters]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA and isinstance(args[0], GuardedParameter):
+            return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
+        if func == _GET_DATA and isinstance(args[0], GuardedParameter):
+            placement = placement_of(args[0])
+            return placement.bucket.look_at_rest(placement.index)
+        if func == _SET_DATA and isinstance(args[0], GuardedParameter):
+            placement = placement_of(args[0])
+            placement.bucket.settle()
+            if isinstance(args[0], GuardedParameter):  # it rests as a shard
+                return placement.bucket.put(placement.index, args[1])
+        elif func == _SET_GRAD:
+            placement = placement_of(args[0])
+            if placement.put_grad is not None and args[1] is not None:
+                return placement.put_grad(placement.index, args[1])
+        elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
+            return args[0].to(*_kind_of(args[1:]), **kwargs)
+        elif func in (torch.equal, Tensor.equal):
+            return _equal(*args, **kwargs)
+        elif func not in _UNTOUCHED:
+            if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
+                return _beside_sharded(func, args, kwargs)
+            for parameter in _guarded_in((args, kwargs)):
+                if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
+                    _make_whole(placement_of(parameter))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        _make_whole(placement_of(self))
+        copy: nn.Parameter = self.__deepcopy__(memo)  # the class is plain by now
+        return copy
+
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        placement = placement_of(self)
+        return f"Parameter {placement.name} of shape {tuple(placement.shape)}, not gathered"
+
+
+@torch.compiler.disable
+def _make_whole(placement: Placement) -> None:
+    placement.make_whole(placement.name)
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What a user has written on `parameter`, such as flags that an optimizer reads."""
+    return {key: value for key, value in parameter.__dict__.items() if key != _ATTRIBUTE}
+
+
+def guard(parameter: nn.Parameter) -> None:
+    """From now on, uses of `parameter` go through its guard."""
+    parameter.__class__ = GuardedParameter
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """`parameter` is an ordinary parameter again."""
+    placement = parameter.__dict__.get(_ATTRIBUTE)
+    parameter.__class__ = nn.Parameter if placement is None else placement.own_class
+
+
+def placement_of(parameter: Tensor) -> Placement:
+    """Where an engine keeps `parameter`.
+
+    Raises:
+        ValueError: No engine holds it.
+    """
+    placement = parameter.__dict__.get(_ATTRIBUTE)
+    if placement is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is not held by an engine at this "
+            "moment; call this between setup and teardown, with a parameter of the trained module."
+        )
+    assert isinstance(placement, Placement)
+    return placement
+
+
+@contextmanager
+def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, those that are guarded are plain: for code that moves modules, and reads no value."""
+    guarded = [p for p in parameters if isinstance(p, GuardedParameter)]
+    for parameter in guarded:
+        unguard(parameter)
+    try:
+        yield
+    finally:
+        for parameter in guarded:
+            guard(parameter)
+
+
+def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
+    """Ties `parameter` to its bucket, or unties it."""
+    if placement is None:
+        parameter.__dict__.pop(_ATTRIBUTE, None)
+    else:
+        parameter.__dict__[_ATTRIBUTE] = placement
+
+
+def has_placement(parameter: Tensor) -> bool:
+    """Whether an engine holds `parameter`."""
+    return _ATTRIBUTE in parameter.__dict__
+
+
+def _equal(input: Tensor, other: Tensor) -> bool:
+    """`torch.equal`, which between steps asks the other ranks only where it must."""
+    one = input
+    if one is other:
+        return True
+    if one.shape != other.shape:
+        return False
+    if not has_placement(one):
+        one, other = other, one
+    placement = placement_of(one)
+    try:
+        for parameter in _guarded_in((one, other)):
+            if isinstance(parameter, GuardedParameter):
+                placement_of(parameter).make_whole(placement_of(parameter).name)
+    except BetweenStepsError:
+        return bool(placement.bucket.equals(one, other))
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.equal(one, other)
+
+
+def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `tensor.to(*given)` asks for, where that is to be like a guarded parameter."""
+    like, *rest = given
+    if not isinstance(like, GuardedParameter):
+        return given
+    placement = placement_of(like)
+    return placement.bucket.device, placement.dtype, *rest
+
+
+def _beside_sharded(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs `func` on this rank's parts of parameters, such as `p.grad` with `p`."""
+    given: list[tuple[Tensor, nn.Parameter]] = []
+
+    def part(value: Any) -> Any:
+        if not _guarded_in(value):
+            return value
+        placement = placement_of(value)
+        data = placement.bucket.look_at_rest(placement.index)
+        if not _guarded_in(value):  # its gather was under way, and is over
+            return value
+        if not isinstance(data, ShardedTensor):
+            _make_whole(placement)
+            return value
+        data.is_tracked = value.requires_grad
+        given.append((data, value))
+        return data
+
+    args, kwargs = tree_map(part, (args, dict(kwargs)))
+    result = func(*args, **kwargs)
+    return next((value for data, value in given if data is result), result)
+
+
+def _guarded_in(values: Any) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, GuardedParameter):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+    return found
+
+
+def _size(placement: Placement, dim: int | None = None) -> Any:
+    return placement.shape if dim is None else placement.shape[dim]
+
+
+def _index_of(device: torch.device) -> int:
+    return -1 if device.index is None else device.index
+
+
+# Answered for the whole parameter.
+_METADATA: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.dtype.__get__: lambda placement: placement.dtype,  # type: ignore[attr-defined]
+    Tensor.numel: lambda placement: placement.shape.numel(),
+    Tensor.nelement: lambda placement: placement.shape.numel(),
+    Tensor.dim: lambda placement: len(placement.shape),
+    Tensor.ndimension: lambda placement: len(placement.shape),
+    Tensor.ndim.__get__: lambda placement: len(placement.shape),  # type: ignore[attr-defined]
+    Tensor.__len__: lambda placement: placement.shape[0],
+    Tensor.device.__get__: lambda placement: placement.bucket.device,
+    Tensor.is_cpu.__get__: lambda placement: placement.bucket.device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda placement: placement.bucket.device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
+}
+
+# `data` is what rests on this rank; where that is the whole, its gather must be over.
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
+
+# Answered by the object as it is; none of these reads the values.
+_UNTOUCHED = {
+    getattr(Tensor, name).__get__
+    for name in (
+        "grad",
+        "grad_fn",
+        "grad_dtype",
+        "is_leaf",
+        "is_meta",
+        "is_quantized",
+        "is_sparse",
+        "layout",
+        "name",
+        "requires_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_version",
+    )
+}
+_UNTOUCHED |= {
+    getattr(Tensor, name).__set__
+    for name in (
+        "grad_dtype",
+        "requires_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+}
+_UNTOUCHED |= {
+    Tensor.grad.__delete__,  # type: ignore[union-attr]  # a descriptor, typed as its value
+    Tensor.__hash__,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.is_inference,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.requires_grad_,
+    torch.is_complex,
+    torch.is_floating_point,
+}

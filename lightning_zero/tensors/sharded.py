@@ -1,0 +1,741 @@
+"""A tensor of which this rank has a part: `parameter.grad` before a step, `parameter.data` at rest.
+
+[Note: Sharded tensors] Shape, dtype, stride and the rest of the metadata are those of the whole
+tensor; the values here are a range of its row-major elements, possibly empty. What torch itself
+calls pointwise (a tag of its operators) runs on that range, together with whole tensors, of which
+the same range is taken after broadcasting, and with tensors that are sharded alike. Reductions over
+all elements are added up over ranks. Whatever else a rank would see a part only, so it is an error
+with the way to the whole tensor.
+
+Collective, every rank calls them: reductions; `full_tensor`; and where one that is cut at other
+places, or a plain tensor that is written to, has to be given whole values first.
+
+[Note: No gradient] A part has no place in an autograd graph: every rank would differentiate its own
+elements only. So results carry none, and a number reduced from what would have required one is an
+error in its backward, not a loss without that term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.layout.flat import Layout, Slot
+from lightning_zero.tensors.lazy import read_flat
+
+__all__ = ["Cut", "Part", "ShardedTensor", "ShardedTensorError"]
+
+
+class ShardedTensorError(RuntimeError):
+    """An operation needs more of a tensor than this rank has.
+
+    Python's operators would take a TypeError for "not implemented" and compare identities instead.
+
+    Attributes:
+        sharded: That tensor.
+        why: The reason.
+    """
+
+    sharded: ShardedTensor | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Which elements of one parameter each rank has.
+
+    Attributes:
+        slot: The parameter.
+        layout: Of its bucket.
+        comm: Between the ranks that have a shard.
+    """
+
+    slot: Slot
+    layout: Layout
+    comm: Communicator
+
+    @property
+    def owned(self) -> range:
+        """This rank's row-major elements."""
+        return self.layout.owned(self.slot, self.comm.mesh.shard_rank)
+
+    @cached_property
+    def _ranges(self) -> tuple[range, ...]:
+        ranks = range(self.layout.world_size)
+        return tuple(self.layout.owned(self.slot, rank) for rank in ranks)
+
+    def is_as(self, other: Cut) -> bool:
+        """Whether every rank has the same elements of both. The same answer on every rank."""
+        if self.comm is not other.comm:
+            return False
+        is_one = self.layout is other.layout and self.slot == other.slot
+        return is_one or self._ranges == other._ranges
+
+
+class Part(Protocol):
+    """This rank's elements, wherever they rest."""
+
+    def read(self) -> Tensor:
+        """They, 1-D and plain: a view of memory, or a copy of what rests in a file."""
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change them in place: 1-D and plain."""
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The part of a result, in memory of its own."""
+
+    values: Tensor
+
+    def read(self) -> Tensor:
+        return self.values
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        write(self.values)
+
+
+class ShardedTensor(Tensor):
+    """This rank's part of a tensor. See [Note: Sharded tensors].
+
+    Attributes:
+        cut: Which part.
+        noun: What it is of the parameter, `p.grad` or `p.data`, or was computed from.
+        is_tracked: It was computed from what requires a gradient. See [Note: No gradient].
+    """
+
+    cut: Cut
+    noun: str
+    is_tracked: bool
+    _part: Part
+
+    @staticmethod
+    def of(
+        part: Part, cut: Cut, noun: str, like: Tensor, shape: Sequence[int] | None = None
+    ) -> ShardedTensor:
+        """`part` as a tensor of the whole shape; memory is shared.
+
+        Args:
+            part: The elements `cut.owned`.
+            cut: Which they are.
+            noun: See the attribute.
+            like: Has their dtype and device.
+            shape: None: the parameter's.
+        """
+        size = torch.Size(cut.slot.shape if shape is None else shape)
+        sharded = Tensor._make_wrapper_subclass(
+            ShardedTensor, size, dtype=like.dtype, device=like.device
+        )
+        assert isinstance(sharded, ShardedTensor)
+        sharded.cut, sharded.noun, sharded.is_tracked = cut, noun, False
+        sharded._part = part
+        return sharded
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's elements as a plain tensor, 1-D; a copy where they rest in a file."""
+        return self._part.read()
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change this rank's elements in place: 1-D and plain. Local."""
+        self._part.change(write)
+
+    def full_tensor(self) -> Tensor:
+        """All elements, a new plain tensor. Collective: every rank."""
+        local = self.local
+        # Summed as integers, of which all ranks but one have zeros, every bit stays what it is.
+        words = 2 * -(-self.numel() * local.element_size() // 16)
+        memory = torch.zeros(words, dtype=torch.int64, device=local.device)
+        flat = memory.view(local.dtype)[: self.numel()]
+        owned = self.cut.owned
+        flat[owned.start : owned.stop] = local
+        self._add_up(memory, "full_tensor")
+        return flat.view(self.shape)
+
+    def _add_up(self, values: Tensor, name: str) -> Tensor:
+        """Sums over shards, in place. Collective."""
+        return self.cut.comm.sum_over_shards_(values, self._call_of(name))
+
+    def _highest(self, values: Tensor, name: str) -> Tensor:
+        """The elementwise maximum over ranks, in place. Collective."""
+        return self.cut.comm.max_(values, self._call_of(name))
+
+    def _call_of(self, name: str) -> str:
+        return f"{self.noun}.{name}() of {self.cut.slot.name}"
+
+    def _refuse(self, name: str, why: str = "") -> NoReturn:
+        raise _error(self, name, why)
+
+    # ---------------------------------------------------------------- torch's two doors
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Autograd's side of it; what torch makes of `func` arrives in `__torch_dispatch__`."""
+        kwargs = kwargs or {}
+        if any(issubclass(other, nn.Parameter) for other in types):
+            return NotImplemented  # guarded: it brings its own part, and calls again
+        if func == _SET_DATA:
+            return args[0].copy_(args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            is_tracked = torch.is_grad_enabled() and any(map(_needs_grad, tensors))
+            name = _name_of(func)
+            if name in _ON_MEMORY:
+                _first_of(args, kwargs)._refuse(name)
+            if is_tracked and _is_writing(name) and not isinstance(args[0], ShardedTensor):
+                sharded = next(t for t in tensors if isinstance(t, ShardedTensor))
+                sharded._refuse(name, "no gradient flows through it: do so under torch.no_grad()")
+            try:
+                with torch.no_grad():
+                    result = func(*args, **kwargs)
+            except ShardedTensorError as error:
+                raise _renamed(error, name) from None
+            if is_tracked and func not in _UNTRACKED:
+                result = tree_map(lambda value: _track(value, tensors, name), result)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else str(func)
+        if name in _SAME_ELEMENTS and not (func.overloadpacket is _VIEW and "dtype" in str(func)):
+            return _with_shape(func, name, args, kwargs)
+        if name in _REDUCTIONS and torch.Tag.pointwise not in func.tags:
+            return _reduce(func, name, args, kwargs)
+        if name in _OTHERS:
+            return _OTHERS[name](func, args, kwargs)
+        if name.startswith("new_"):
+            like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            return func(like, *args[1:], **kwargs)
+        if name.startswith(_FOREACH) and _is_pointwise_name(name.removeprefix(_FOREACH)):
+            return _foreach(func, name, args, kwargs)
+        if _is_pointwise(func, name):
+            return _elementwise(func, name, args, kwargs)
+        _first_of(args, kwargs)._refuse(name)
+
+    # ---------------------------------------------------------------- what torch does without them
+
+    def tolist(self) -> NoReturn:
+        """Refused."""
+        self._refuse("tolist")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused."""
+        self._refuse("numpy")
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        self._refuse("numpy")
+
+    def data_ptr(self) -> NoReturn:
+        """Refused."""
+        self._refuse("data_ptr")
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused."""
+        self._refuse("untyped_storage")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        copy = self.detach().clone()
+        assert isinstance(copy, ShardedTensor)
+        memo[id(self)] = copy
+        return copy
+
+    def __format__(self, spec: str) -> str:
+        """A number as Python's, if asked for a format; then every rank must call it."""
+        return (
+            format(self.item(), spec) if spec and self.dim() == 0 else object.__format__(self, spec)
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickle")
+
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardedTensor({self.noun} of {self.cut.slot.name}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, {len(self.cut.owned)} elements on this rank)"
+        )
+
+
+# ---------------------------------------------------------------- errors
+
+_WAYS = {
+    "p.grad": "use lightning_zero.full_grad(parameter) for the whole gradient; what is computed "
+    "from it, of the parameter's shape, may be assigned to parameter.grad",
+    "p.data": "use `with lightning_zero.gathered(parameter):` for the whole values, with "
+    "writeback=True to keep changes",
+}
+
+
+def _error(sharded: ShardedTensor, name: str, why: str = "") -> ShardedTensorError:
+    why = why or "it would see only this rank's elements"
+    error = ShardedTensorError(
+        f"{name!r} on {sharded.noun} of parameter {sharded.cut.slot.name}, which rests as a shard: "
+        f"{why}; {_WAYS[sharded.noun]}. Elementwise operations, and reductions over all elements "
+        "on every rank, are answered as for the whole."
+    )
+    error.sharded, error.why = sharded, why
+    return error
+
+
+def _renamed(error: ShardedTensorError, name: str) -> ShardedTensorError:
+    """With the name that the user has called instead of torch's own."""
+    return error if error.sharded is None else _error(error.sharded, name, error.why)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _first_of(*values: Any) -> ShardedTensor:
+    return next(leaf for leaf in tree_leaves(values) if isinstance(leaf, ShardedTensor))
+
+
+# ---------------------------------------------------------------- autograd
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ON_MEMORY = {"apply_", "map_", "map2_"}  # torch reads it without asking: there is none
+_UNTRACKED = {Tensor.detach, Tensor.detach_, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+def _needs_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad or (isinstance(tensor, ShardedTensor) and tensor.is_tracked)
+
+
+def _is_writing(name: str) -> bool:
+    """By torch's convention a trailing underscore, or an in-place operator, means writing."""
+    is_operator = name.startswith("__i") and name.endswith("__") and name != "__init__"
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
+
+
+def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
+    """Marks what was computed from something that requires a gradient."""
+    if isinstance(value, ShardedTensor):
+        value.is_tracked = True
+        return value
+    is_new = isinstance(value, Tensor) and not any(value is tensor for tensor in given)
+    if not is_new or not (value.is_floating_point() or value.is_complex()):
+        return value
+    sharded = next(tensor for tensor in given if isinstance(tensor, ShardedTensor))
+    return _NoGradient.apply(value, torch.zeros((), requires_grad=True), sharded, name)
+
+
+class _NoGradient(torch.autograd.Function):
+    """The value itself; its backward is an error. See [Note: No gradient]."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, sharded: ShardedTensor, name: str) -> Any:
+        ctx.sharded, ctx.name = sharded, name
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.sharded._refuse(ctx.name, "no gradient flows through it")
+
+
+# ---------------------------------------------------------------- elementwise
+
+_FOREACH = "_foreach_"
+_VIEW = torch.ops.aten.view
+# Elementwise, though torch does not tag them.
+_ALSO_POINTWISE = {
+    "_to_copy",
+    "copy",
+    "empty_like",
+    "fill",
+    "floor_divide",
+    "full_like",
+    "isclose",
+    "masked_fill",
+    "ones_like",
+    "zero",
+    "zeros_like",
+}
+_OF_A_NUMBER = {"fill", "fill_"}  # take a tensor for a number, and only of no dimension
+_WITHOUT = ("memory_format",)  # of the whole; a part has one dimension
+
+
+def _is_pointwise(func: Any, name: str) -> bool:
+    if torch.Tag.data_dependent_output in func.tags:
+        return False
+    is_tagged = torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
+    return is_tagged or (_is_writing(name) and _is_pointwise_name(name))
+
+
+def _is_pointwise_name(name: str) -> bool:
+    """Whether torch tags `name`, in place or not, for tensors of equal shapes."""
+    name = name.removesuffix("_")
+    if name in _ALSO_POINTWISE:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name in _REDUCTIONS:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads())
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What `func` writes to."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given.update(kwargs)
+    written = [
+        given.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs `func` on this rank's elements of all its tensors."""
+    kwargs = {key: value for key, value in kwargs.items() if key not in _WITHOUT}
+    leaves, tree = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    written = _written(func, args, kwargs)
+    first = _first_of(leaves)
+    if len(written) > 1:
+        first._refuse(name)
+    if written and not isinstance(written[0], ShardedTensor):
+        whole = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in leaves]
+        whole = [_moved(t, written[0].device) for t in whole]
+        args, kwargs = tree_unflatten(whole, tree)
+        return func(*args, **kwargs)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    candidates = written or [t for t in tensors if isinstance(t, ShardedTensor)]
+    home = next((t for t in candidates if t.numel() == shape.numel()), None)
+    if home is None or (written and home.shape != shape):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        first._refuse(name, f"shapes {shapes} would make a tensor of another size")
+    assert isinstance(home, ShardedTensor)
+
+    def is_number(leaf: Any) -> bool:
+        takes = name in _OF_A_NUMBER or name.startswith(_FOREACH)
+        is_other = isinstance(leaf, Tensor) and leaf is not home and leaf.dim() == 0
+        return takes and is_other
+
+    def run(own: Tensor) -> Any:
+        parts = [
+            _number(leaf, own.device) if is_number(leaf) else _part_for(leaf, home, shape, own)
+            for leaf in leaves
+        ]
+        args, kwargs = tree_unflatten(parts, tree)
+        return func(*args, **kwargs)
+
+    if written:
+        home.change(run)
+        return home
+    return tree_map(lambda part: _result(part, home, shape), run(home.local))
+
+
+def _number(value: Tensor, device: torch.device) -> Any:
+    whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
+    return _moved(whole, device)
+
+
+def _part_for(value: Any, home: ShardedTensor, shape: torch.Size, own: Tensor) -> Any:
+    """This rank's elements of `value`, where `own` are those of `home`."""
+    if not isinstance(value, Tensor):
+        return value
+    if value is home:
+        return own
+    if isinstance(value, ShardedTensor):
+        if value.numel() == shape.numel() and value.cut.is_as(home.cut):
+            return _moved(value.local, own.device)
+        value = value.full_tensor()
+    if value.dim() == 0 and shape:
+        return _moved(value, own.device)  # in types, a number gives way
+    return _moved(_narrow(value, shape, home.cut), own.device)
+
+
+def _narrow(whole: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
+    expanded = whole if whole.shape == shape else whole.expand(shape)
+    return read_flat(expanded, cut.owned.start, cut.owned.stop)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Offloaded gradients meet parameters, and norms, on the device."""
+    is_anywhere = not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
+    return value if is_anywhere else value.to(device)
+
+
+def _result(part: Any, like: ShardedTensor, shape: torch.Size) -> Any:
+    if not isinstance(part, Tensor):
+        return part
+    return ShardedTensor.of(_Own(part), like.cut, like.noun, part, shape)
+
+
+def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One tensor of each list after the other."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if not lists or any(other.dim() for other in others):
+        _first_of(args, kwargs)._refuse(name)
+
+    def one(value: Any, index: int) -> Any:
+        return [value[index]] if isinstance(value, (list, tuple)) else value
+
+    results = []
+    for index in range(len(lists[0])):
+        single = tuple(one(value, index) for value in args)
+        named = {key: one(value, index) for key, value in kwargs.items()}
+        if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((single, named))):
+            result = _elementwise(func, name, single, named)
+        else:
+            result = func(*single, **named)
+        results.append(result)
+    return None if name.endswith("_") else [result for (result,) in results]
+
+
+# ---------------------------------------------------------------- the same elements otherwise
+
+_SAME_ELEMENTS = {
+    "_reshape_alias",
+    "_unsafe_view",
+    "alias",
+    "detach",
+    "detach_",
+    "expand",
+    "lift_fresh",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "view",
+}
+
+
+def _with_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sharded, *rest = args
+    if name == "detach_":
+        return sharded
+    like = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
+    shape = func(like, *rest, **kwargs).shape
+    if shape.numel() != sharded.numel():
+        sharded._refuse(name)
+    return ShardedTensor.of(sharded._part, sharded.cut, sharded.noun, sharded, shape)
+
+
+def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """This rank's part of a whole random tensor: parts made apart would be alike on all ranks."""
+    sharded, *rest = args
+    like = torch.zeros((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
+    kwargs = {**kwargs, "memory_format": torch.contiguous_format}
+    whole = func(like, *rest, **kwargs)
+    own = _narrow(whole, sharded.shape, sharded.cut).clone()
+    return ShardedTensor.of(_Own(own), sharded.cut, sharded.noun, own, sharded.shape)
+
+
+# ---------------------------------------------------------------- reductions
+
+
+def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """One number of all elements of the only tensor; other dims than all are refused."""
+    sharded = args[0]
+    arguments = func._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given.update(zip((a.name for a in arguments), args, strict=False))
+    given.update(kwargs)
+    if not isinstance(sharded, ShardedTensor) or _written(func, args, kwargs):
+        _first_of(args, kwargs)._refuse(name)
+    dim = given.get("dim")
+    dims = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
+    if name in ("max", "min") and "dim" in given:
+        sharded._refuse(name, "it does not tell where")
+    if dims and {d % max(sharded.dim(), 1) for d in dims} != set(range(max(sharded.dim(), 1))):
+        sharded._refuse(name, "it needs every rank's elements of a row or a column")
+    result = _REDUCTIONS[name](sharded, given)
+    if given.get("dtype") is not None:
+        result = result.to(given["dtype"])
+    return result.reshape([1] * sharded.dim()) if given.get("keepdim") else result
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """In which parts are added up."""
+    is_float = tensor.dtype.is_floating_point
+    return torch.promote_types(tensor.dtype, torch.float32) if is_float else tensor.dtype
+
+
+def _sum(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "sum") -> Tensor:
+    dtype = given.get("dtype") or sharded.dtype
+    local = sharded.local.to(dtype)
+    own = local.sum(dtype=_wide(local)) if dtype.is_floating_point else local.sum()
+    total = sharded._add_up(own, name)
+    return total.to(dtype) if dtype.is_floating_point else total
+
+
+def _mean(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+    dtype = given.get("dtype") or sharded.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        sharded._refuse("mean", f"a mean of {dtype} has no dtype; give one")
+    wide = torch.promote_types(dtype, torch.float32)
+    return (_sum(sharded, {"dtype": wide}, "mean") / sharded.numel()).to(dtype)
+
+
+def _variance(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "var") -> Tensor:
+    correction = given.get("correction", given.get("unbiased"))
+    correction = 1 if correction is None else correction
+    wide = sharded.local.to(_wide(sharded))
+    mean = sharded._add_up(wide.sum(), name) / sharded.numel()
+    squares = sharded._add_up((wide - mean).abs().square().sum(), name)
+    return (squares / max(sharded.numel() - correction, 0)).to(sharded.dtype)
+
+
+def _deviation(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+    return _variance(sharded, given, "std").sqrt()
+
+
+def _extreme(sign: int, name: str) -> Callable[..., Tensor]:
+    def extreme(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+        local, dtype = sharded.local, sharded.dtype
+        is_float = dtype.is_floating_point
+        local = sign * local.to(_wide(local) if is_float else torch.int64)
+        lowest = -math.inf if is_float else torch.iinfo(torch.int64).min
+        best = local.max() if local.numel() else local.new_full((), lowest)
+        return (sign * sharded._highest(best, name)).to(dtype)
+
+    return extreme
+
+
+def _any(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+    return sharded._highest(sharded.local.any().to(torch.uint8), "any").bool()
+
+
+def _all(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+    is_any_not = (~sharded.local.bool().all()).to(torch.uint8)
+    return sharded._highest(is_any_not, "all").logical_not()
+
+
+def _count_nonzero(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+    return sharded._add_up(sharded.local.count_nonzero(), "count_nonzero")
+
+
+def _norm(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
+    order = given.get("ord", given.get("p"))
+    dtype = given.get("dtype") or sharded.dtype
+    (norm,) = _norms([sharded], 2.0 if order is None else float(order))
+    return norm.to(dtype.to_real())
+
+
+def _norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]:
+    """The norm of each, in one all-reduce."""
+    first = tensors[0]
+    device = first.cut.comm.device
+    local = torch.stack([_power_sum(tensor.local, order).to(device) for tensor in tensors])
+    if math.isinf(order):
+        sign = 1 if order > 0 else -1
+        return list((sign * first._highest(sign * local, "norm")).unbind())
+    total = first._add_up(local, "norm")
+    total = total if order == 0 else total ** (1.0 / order)
+    pairs = zip(total.unbind(), tensors, strict=True)
+    return [norm.to(tensor.device) for norm, tensor in pairs]
+
+
+def _power_sum(local: Tensor, order: float) -> Tensor:
+    """What ranks add (order p: the p-th power of the norm) or compare (infinite orders)."""
+    dtype = torch.promote_types(local.dtype.to_real(), torch.float32)
+    if local.numel() == 0:
+        lowest = math.inf if order == -math.inf else 0.0
+        return torch.full((), lowest, dtype=dtype, device=local.device)
+    wide = local.to(torch.promote_types(local.dtype, torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(wide, order)
+    return norm if math.isinf(order) or order == 0 else norm**order
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors, *rest = args
+    order = float(rest[0] if rest else kwargs.get("ord", 2))
+    dtype = kwargs.get("dtype")
+    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    norms = iter(_norms(sharded, order))
+    found = [
+        next(norms).to(tensor.dtype.to_real())
+        if isinstance(tensor, ShardedTensor)
+        else torch.linalg.vector_norm(tensor, order)
+        for tensor in tensors
+    ]
+    return [norm if dtype is None else norm.to(dtype) for norm in found]
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    one, other = args
+    alike = torch.ops.aten.eq.Tensor
+    return one.shape == other.shape and bool(_all(_elementwise(alike, "equal", args, {}), {}))
+
+
+def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    alike = torch.ops.aten.isclose.default
+    return bool(_all(_elementwise(alike, "allclose", args, kwargs), {}))
+
+
+def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    products = _elementwise(torch.ops.aten.mul.Tensor, "dot", args, {})
+    return _sum(products, {}, "dot")
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (sharded,) = args
+    if sharded.numel() != 1:
+        sharded._refuse("item")
+    return sharded.full_tensor().item()
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a GradScaler calls: an infinity in any part makes every rank leave out the step."""
+    grads, found_inf, scale = args
+    for grad in grads:
+        if isinstance(grad, ShardedTensor):
+            grad.change(lambda part: func([part], found_inf, scale))
+        else:
+            func([grad], found_inf, scale)
+    _first_of(grads)._highest(found_inf, "unscale_")
+
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "all": _all,
+    "amax": _extreme(1, "max"),
+    "amin": _extreme(-1, "min"),
+    "any": _any,
+    "count_nonzero": _count_nonzero,
+    "linalg_vector_norm": _norm,
+    "max": _extreme(1, "max"),
+    "mean": _mean,
+    "min": _extreme(-1, "min"),
+    "norm": _norm,
+    "std": _deviation,
+    "sum": _sum,
+    "var": _variance,
+}
+
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "_foreach_norm": _foreach_norm,
+    "_local_scalar_dense": _item,
+    "allclose": _allclose,
+    "dot": _dot,
+    "equal": _equal,
+    "rand_like": _random_like,
+    "randint_like": _random_like,
+    "randn_like": _random_like,
+    "vdot": _dot,
+}
