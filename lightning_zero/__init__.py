@@ -7,6 +7,7 @@ Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero._version import __version__
 from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.core.access import full_grad, gathered
@@ -15,10 +16,8 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.strategy.load_from_checkpoint import accept_every_format
+from lightning_zero.strategy.checkpoint_io import accept_every_format
 from lightning_zero.strategy.strategy import ZeroStrategy
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Engine",

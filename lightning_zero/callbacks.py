@@ -1,6 +1,6 @@
 """Callbacks for any Trainer whose strategy is a `ZeroStrategy`."""
 
-from lightning_zero.observe.memory_table import MemoryTable
 from lightning_zero.observe.monitor import ZeroMonitor
+from lightning_zero.observe.report import MemoryTable
 
 __all__ = ["MemoryTable", "ZeroMonitor"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.cli.links import LinkReport, Timing
-from lightning_zero.cli.rates import read_rates, write_rates
+from lightning_zero.cli.comm_bench import LinkReport, Timing
+from lightning_zero.cli.sizes import read_rates, write_rates
 from tests.distributed.ranks import RankError, elastic_environment, run_ranks
 
 BENCH = ["comm-bench", "--on-cpu"]

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from lightning_zero.observe.csv_logger import ContinuedCSVLogger
+from lightning_zero.observe.loggers import ContinuedCSVLogger
 
 
 def log(folder, step, **metrics):

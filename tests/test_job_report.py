@@ -8,7 +8,7 @@ import pytest
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
-from lightning_zero.observe.job_report import Flow, JobReport, Speed
+from lightning_zero.observe.report import Flow, JobReport, Speed
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}

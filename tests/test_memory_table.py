@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_zero.callbacks import MemoryTable
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
-from lightning_zero.observe.memory_table import memory_table
+from lightning_zero.observe.report import memory_table
 from tests.distributed.ranks import run_ranks
 
 MIB = 1024**2

@@ -13,10 +13,14 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.plan import make_plan
 from lightning_zero.layout.stage import State
-from lightning_zero.observe.metrics import Sample, metrics_of, over_ranks
-from lightning_zero.observe.resident import allocated_and_peak_bytes
-from lightning_zero.observe.throughput import Throughput
-from lightning_zero.observe.windows import Windows
+from lightning_zero.observe.metrics import (
+    Sample,
+    Throughput,
+    allocated_and_peak_bytes,
+    metrics_of,
+    over_ranks,
+)
+from lightning_zero.observe.watch import Windows
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording, Span
 

@@ -10,7 +10,7 @@ import pytest
 import wandb
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.observe.wandb_run import wandb_logger
+from lightning_zero.observe.loggers import wandb_logger
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer
 from tests.models import MLPModule

@@ -1,4 +1,6 @@
-"""A checkpoint of any format written in another one, tensor by tensor.
+"""Memory of files that are mapped into it, given back while they are read through.
+
+A checkpoint of any format written in another one, tensor by tensor.
 
 Nothing is in memory but the piece that is being written, so a checkpoint may be larger than memory;
 in the `dcp` form the bound is the largest tensor.
@@ -6,7 +8,10 @@ in the `dcp` form the bound is the largest tensor.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,20 +21,45 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.archive import Progress, write_torch_file
-from lightning_zero.checkpoint.file import explained
-from lightning_zero.checkpoint.reshard import write_dcp
-from lightning_zero.checkpoint.safetensors_file import (
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import explained
+from lightning_zero.checkpoint.dcp_writer import write_dcp
+from lightning_zero.checkpoint.hugging_face import (
     INDEX,
     split,
     write_index,
     write_safetensors,
 )
-from lightning_zero.checkpoint.ties import identity, total_nbytes
+from lightning_zero.checkpoint.summary import identity, total_nbytes
+from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
 
-__all__ = ["Format", "Plan", "plan"]
+__all__ = ["Format", "Plan", "plan", "release"]
+
+_MADV_DONTNEED = 4
+
+
+def release(path: Path) -> None:
+    """Drops the pages of `path`, a file or a directory of files, from this process's memory.
+
+    The next access reads them from the file again. Without it every page that was read once counts
+    as resident until the system is short of memory. Only on Linux, elsewhere nothing happens.
+
+    Danger: what was written to a private map of such a file is lost. Tensors of an opened
+    checkpoint are not written.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    name = os.path.realpath(path)
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) < 6 or not (fields[5] == name or fields[5].startswith(f"{name}/")):
+                continue
+            start, stop = (int(bound, 16) for bound in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
+
 
 Format = Literal["safetensors", "ckpt", "dcp"]
 
@@ -214,7 +244,7 @@ def _write_weights(
         write_safetensors(path, tensors, tied, progress)
         return
     files = split(tensors, max_bytes)
-    folder = directory.begin(path)
+    folder = atomic.begin(path)
     try:
         with explained(path, total_nbytes(tensors)):
             for name, held in files.items():
@@ -222,9 +252,9 @@ def _write_weights(
                 write_safetensors(folder / name, held, here, progress)
             if len(files) > 1:
                 write_index(folder / INDEX, files, tied)
-            digests = {file.name: directory.hash_file(file) for file in folder.iterdir()}
-            directory.write_checksums(folder, digests)
-            directory.put_in_place(folder, path)
+            digests = {file.name: atomic.hash_file(file) for file in folder.iterdir()}
+            atomic.write_checksums(folder, digests)
+            atomic.put_in_place(folder, path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -22,17 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.damage import find_damage, raise_damage, raise_damage_of_any
-from lightning_zero.checkpoint.place import local_path
-from lightning_zero.checkpoint.source import open_checkpoint
+from lightning_zero.checkpoint.atomic import local_path
+from lightning_zero.checkpoint.source import (
+    find_damage,
+    open_checkpoint,
+    raise_damage,
+    raise_damage_of_any,
+)
 from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.piece import piece_of
+from lightning_zero.core.building import piece_of
 from lightning_zero.engine.engine import Engine
-from lightning_zero.tensors.awaited import await_values
-from lightning_zero.tensors.dropped import expecting_values, is_left_out
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
+from lightning_zero.tensors.meta import await_values, expecting_values, is_left_out
 from lightning_zero.tensors.names import with_compiled_names
 
 __all__ = ["load_masters", "load_module", "load_weights"]

@@ -33,10 +33,10 @@ from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
 
 __all__ = [
-    "shards_in",
     "sharded_masters",
     "sharded_optimizer_state",
     "sharded_state_dict",
+    "shards_in",
     "whole_as_shards",
 ]
 

@@ -1,4 +1,6 @@
-"""Opening a checkpoint of any format: what it is, and its content as Lightning lays it out.
+"""Whether a checkpoint is as it was written, whatever its form.
+
+Opening a checkpoint of any format: what it is, and its content as Lightning lays it out.
 
     path                                                    opened by     holds
     file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file    all
@@ -15,18 +17,91 @@ Nothing is read that nobody asks for: tensors are mapped into memory from their 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.dcp import METADATA, open_sharded
+from lightning_zero.checkpoint import atomic, torch_file
+from lightning_zero.checkpoint.atomic import local_path
+from lightning_zero.checkpoint.dcp_reader import METADATA, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
-from lightning_zero.checkpoint.place import local_path
-from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+from lightning_zero.checkpoint.torch_file import Progress, is_torch_file, open_torch_file, silent
 
-__all__ = ["ACCEPTED", "open_checkpoint"]
+__all__ = [
+    "ACCEPTED",
+    "find_damage",
+    "has_checksums",
+    "open_checkpoint",
+    "raise_damage",
+    "raise_damage_of_any",
+]
+
+
+def find_damage(
+    path: str | os.PathLike[str], progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
+    """Compares a checkpoint with the checksums that were written with it, if any were.
+
+    Args:
+        path: A directory with `SHA256SUMS`, or a file of `torch.save`.
+        progress: Is told the bytes that were read of a file, from several threads.
+        rank: This rank reads its share.
+        world_size: Ranks among which the work is shared.
+
+    Returns:
+        One line for each damage in this rank's share.
+    """
+    path = local_path(path)
+    if path.is_dir():
+        return atomic.find_damage(path, rank=rank, world_size=world_size)
+    if path.is_file():
+        return torch_file.find_damage(path, progress, rank=rank, world_size=world_size)
+    return []
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether `find_damage` has anything to compare with."""
+    if path.is_dir():
+        return (path / atomic.CHECKSUMS).is_file()
+    return torch_file.has_checksums(path)
+
+
+def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
+    """Raises where there is any.
+
+    Raises:
+        ValueError: The checkpoint is damaged.
+    """
+    if damage:
+        raise ValueError(
+            f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
+            "again."
+        )
+
+
+def raise_damage_of_any(
+    path: Path, rank: int, world_size: int, gather: Callable[[list[str]], list[list[str]]]
+) -> None:
+    """Compares a checkpoint with its checksums, every rank its share. Collective: every rank.
+
+    Args:
+        path: See `find_damage`.
+        rank: This rank.
+        world_size: How many share the work.
+        gather: Gives every rank's lines on every rank.
+
+    Raises:
+        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
+    """
+    try:
+        damage = find_damage(path, rank=rank, world_size=world_size)
+    except Exception as error:  # on one rank; the others must learn of it
+        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
+    raise_damage(path, [line for share in gather(damage) for line in share])
+
 
 ACCEPTED = (
     "a Lightning checkpoint (.ckpt), a state dict written by torch.save, a .safetensors file, a "

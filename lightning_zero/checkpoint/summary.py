@@ -1,20 +1,55 @@
-"""What is in a checkpoint, counted without reading its tensors."""
+"""Tensors that are the same one under several names, and what they take."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.dcp import is_sharded
+from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed
-from lightning_zero.checkpoint.ties import identity, nbytes, tensors_in
+from lightning_zero.tensors.lazy import StoredTensor
 
-__all__ = ["format_of", "summarize"]
+__all__ = ["format_of", "identity", "nbytes", "summarize", "tensors_in", "total_nbytes"]
+
+
+def identity(tensor: Tensor) -> object:
+    """Equal for two tensors that are the same one; both must be alive."""
+    if isinstance(tensor, StoredTensor) or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor, wherever they are."""
+    return tensor.numel() * tensor.element_size()
+
+
+def tensors_in(tree: object) -> Iterator[Tensor]:
+    """All tensors in nested dicts, lists and tuples; one that is there twice comes once."""
+    seen: set[object] = set()
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            if (key := identity(value)) not in seen:
+                seen.add(key)
+                yield value
+        elif isinstance(value, Mapping):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+
+
+def total_nbytes(tree: object) -> int:
+    """Bytes of all tensors in nested dicts, lists and tuples; tied ones count once."""
+    return sum(map(nbytes, tensors_in(tree)))
+
 
 _NUM_LARGEST = 5
 

@@ -1,16 +1,51 @@
-"""Files of `torch.save`, mapped into memory where their format allows."""
+"""Files of `torch.save`, mapped into memory where their format allows.
+
+Files as `torch.save` writes them, written piece by piece, and checked.
+
+[Note: Torch files] They are zip archives: `data.pkl`, a pickle that refers to storages by number,
+and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not
+look at the checksums, `find_damage` does. `write_torch_file` reads a `StoredTensor` in pieces
+when its record is written, so a tree may be larger than memory; storages in memory are written from
+where they are, without a copy.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+import struct
+import sys
 import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch import Tensor
+from torch.serialization import location_tag
 
-__all__ = ["is_torch_file", "open_torch_file"]
+from lightning_zero.checkpoint.atomic import replacing
+from lightning_zero.tensors.lazy import StoredTensor, read_flat
+
+__all__ = [
+    "PIECE_BYTES",
+    "Progress",
+    "TorchFile",
+    "find_damage",
+    "has_checksums",
+    "is_torch_file",
+    "open_torch_file",
+    "pieces",
+    "silent",
+    "write_torch_file",
+]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on request
@@ -70,3 +105,252 @@ def _damaged(path: Path, why: str) -> str:
         f"torch.save: {why}. If its save or copy was interrupted, use an earlier checkpoint or "
         "copy it again."
     )
+
+
+PIECE_BYTES = 16 * 1024**2
+_ALIGNMENT = 64  # of a record in the file, so that a memory map of it is aligned
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
+_ZIP64_EXTRA_BYTES = 20
+_RECORD_BYTES = 512  # more than the headers of a record take
+_NUM_THREADS = 4
+_CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
+# What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    OSError,
+    OverflowError,
+    RuntimeError,  # and NotImplementedError
+    ValueError,  # and UnicodeDecodeError
+)
+
+Progress = Callable[[int], object]  # is told the bytes of every piece that was written or read
+
+
+def silent(nbytes: int) -> None:
+    """The progress of what nobody watches."""
+
+
+class TorchFile:
+    """What `torch.save(tree, file)` would write. See [Note: Torch files].
+
+    Attributes:
+        nbytes: Size of the file, or a little more.
+
+    Args:
+        tree: Anything that `torch.save` takes; tensors may be StoredTensors.
+    """
+
+    def __init__(self, tree: object) -> None:
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        pickler.dump(tree)
+        self._pickle = stream.getvalue()
+        self._storages = pickler.storages
+        payload = len(self._pickle) + sum(_nbytes(storage) for storage in self._storages)
+        self.nbytes = payload + _RECORD_BYTES * (len(self._storages) + 4)
+
+    def write(self, file: FileIO, progress: Progress) -> None:
+        """Writes the file in pieces, and tells `progress` the bytes of each piece of a tensor."""
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            _write_record(archive, "data.pkl", [memoryview(self._pickle)])
+            _write_record(archive, "byteorder", [memoryview(sys.byteorder.encode())])
+            for number, storage in enumerate(self._storages):
+                parts = _with_progress(_storage_pieces(storage), progress)
+                _write_record(archive, f"data/{number}", parts)
+            _write_record(archive, "version", [memoryview(b"3\n")])
+
+
+def write_torch_file(tree: object, path: Path, progress: Progress = silent) -> None:
+    """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
+
+    Raises:
+        OSError: The file cannot be written; see `replacing`.
+    """
+    file = TorchFile(tree)
+    with replacing(path, file.nbytes) as stream:
+        file.write(stream, progress)
+
+
+def pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, at most `PIECE_BYTES` at a time."""
+    step = max(1, PIECE_BYTES // tensor.element_size())
+    for start in range(0, tensor.numel(), step):
+        part = read_flat(tensor, start, min(start + step, tensor.numel())).detach()
+        yield part.cpu().contiguous().view(torch.uint8).numpy().data
+
+
+# ------------------------------------------------------------------------------------ the pickle
+
+
+@dataclass(frozen=True)
+class _StoredStorage:
+    """Stands in a pickle for the storage of a StoredTensor."""
+
+    tensor: StoredTensor
+    empty: Any  # the storage of a plain tensor of this dtype, without elements
+
+
+_Storage = torch.UntypedStorage | StoredTensor
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps storages out of the pickle, as `torch.save` does, and values of StoredTensors too."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, protocol=2)
+        self.storages: list[_Storage] = []
+        self._number_of: dict[int, str] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return NotImplemented
+        # How torch writes a tensor differs by dtype, so a plain one is asked.
+        empty = torch.empty(0, dtype=value.dtype)
+        rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
+        strides = torch.empty(value.shape, device="meta").stride()
+        stored = _StoredStorage(value, storage)
+        return rebuild, (stored, offset, tuple(value.shape), strides, *rest)
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _StoredStorage):
+            storage: _Storage = value.tensor
+            number, location, like = self._number(id(storage), storage), "cpu", value.empty
+        elif torch.is_storage(value):
+            untyped = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
+            storage, like = untyped, value
+            number, location = self._number(untyped._cdata, untyped), location_tag(untyped)
+        else:
+            return None
+        if isinstance(like, torch.UntypedStorage):
+            return ("storage", torch.UntypedStorage, number, location, _nbytes(storage))
+        kind = getattr(torch, like._pickle_storage_type())
+        return ("storage", kind, number, location, _nbytes(storage) // like.dtype.itemsize)
+
+    def _number(self, key: int, storage: _Storage) -> str:
+        if key not in self._number_of:
+            self._number_of[key] = str(len(self.storages))
+            self.storages.append(storage)  # kept alive, so that no other gets the same key
+        return self._number_of[key]
+
+
+# ----------------------------------------------------------------------------------- the records
+
+
+def _nbytes(storage: _Storage) -> int:
+    if isinstance(storage, Tensor):
+        return storage.numel() * storage.element_size()
+    return storage.nbytes()
+
+
+def _storage_pieces(storage: _Storage) -> Iterator[memoryview]:
+    if isinstance(storage, Tensor):
+        return pieces(storage)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return pieces(flat)
+
+
+def _with_progress(parts: Iterator[memoryview], progress: Progress) -> Iterator[memoryview]:
+    for part in parts:
+        yield part
+        progress(len(part))
+
+
+def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryview]) -> None:
+    entry = zipfile.ZipInfo(f"archive/{name}")
+    assert archive.fp is not None
+    start = archive.fp.tell() + _LOCAL_HEADER.size + len(entry.filename) + _ZIP64_EXTRA_BYTES
+    padding = -(start + 4) % _ALIGNMENT
+    entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+    with archive.open(entry, "w", force_zip64=True) as record:
+        for part in parts:
+            record.write(part)
+
+
+# --------------------------------------------------------------------------------- verification
+
+
+def find_damage(
+    path: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
+    """Compares every record of a torch file with its checksum, in parallel, in pieces.
+
+    A file in torch's format from before 1.6, which has no checksums, passes; so do records that
+    were written without one.
+
+    Args:
+        path: The file.
+        progress: Is told the bytes of every piece that was read, from several threads.
+        rank: This rank reads its share of the records.
+        world_size: Ranks among which the records are shared.
+
+    Returns:
+        One line for each damaged record of this rank's share.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return []
+        try:
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+        except _UNREADABLE as error:
+            return [f"the directory of its records at the end is missing or damaged ({error})"]
+        mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
+        check = partial(_check_record, path, file.fileno(), progress)
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            return [line for line in pool.map(check, mine) if line]
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether a file is a torch file whose records have checksums."""
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
+    except _UNREADABLE:
+        return True  # `find_damage` says what is wrong with them
+
+
+def _check_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
+    """What is wrong with a record, or with reading it; None if nothing is."""
+    try:
+        return _compare_record(path, fd, progress, entry)
+    except _UNREADABLE as error:
+        return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
+
+
+def _compare_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        _check_compressed(path, entry)
+        return None
+    header = os.pread(fd, _LOCAL_HEADER.size, entry.header_offset)
+    if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+        return f"record {entry.filename} has no header"
+    _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    name = os.pread(fd, name_bytes, entry.header_offset + _LOCAL_HEADER.size)
+    if name != entry.filename.encode():
+        return f"record {entry.filename} is named {name!r} in its header"
+    offset = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    crc, left = 0, entry.file_size
+    while left:
+        piece = os.pread(fd, min(left, _CHECKED_BYTES), offset)
+        if not piece:
+            return f"record {entry.filename} lacks its last {left} bytes"
+        crc = zlib.crc32(piece, crc)
+        offset, left = offset + len(piece), left - len(piece)
+        progress(len(piece))
+    if entry.CRC and crc != entry.CRC:  # torch writes 0 where it was told to compute none
+        return (
+            f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x} instead of "
+            f"{entry.CRC:08x}"
+        )
+    return None
+
+
+def _check_compressed(path: Path, entry: zipfile.ZipInfo) -> None:
+    with zipfile.ZipFile(path) as archive, archive.open(entry) as record:
+        while record.read(_CHECKED_BYTES):
+            pass

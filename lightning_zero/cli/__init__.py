@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 
-import lightning_zero
+from lightning_zero._version import __version__
 from lightning_zero.cli import comm_bench, export, inspect, io_bench, plan, trace
 
 __all__ = ["main"]
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "measures disks and links.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=lightning_zero.__version__)
+    parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(subparsers)

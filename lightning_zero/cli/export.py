@@ -15,9 +15,8 @@ import torch
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.damage import find_damage, raise_damage
-from lightning_zero.checkpoint.export import plan
-from lightning_zero.checkpoint.mapped import release
+from lightning_zero.checkpoint.export import plan, release
+from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli.sizes import in_words, parse_bytes
 
 __all__ = ["add_parser"]

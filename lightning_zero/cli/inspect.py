@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.damage import find_damage, has_checksums
+from lightning_zero.checkpoint.source import find_damage, has_checksums
 from lightning_zero.checkpoint.summary import format_of, summarize
 from lightning_zero.cli.sizes import in_words
 

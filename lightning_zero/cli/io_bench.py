@@ -1,24 +1,279 @@
-"""`lightning-zero io-bench PATH`: what a disk gives the NVMe tier, and the settings to use."""
+"""What a disk gives the NVMe tier: rates through the tier's own threads, and settings to use.
+
+Alternatives considered: to trust `fio` alone. Its rates are a bound, but it says nothing of the
+threads, blocks and buffers that this process needs to come near it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
-from lightning_zero.cli.rates import read_rates, write_rates
-from lightning_zero.tiers.bench import DiskReport, measure_disk
-from lightning_zero.tiers.fio import Rates
+import torch
 
-__all__ = ["add_parser", "run", "table"]
+from lightning_zero.cli.sizes import read_rates, write_rates
+from lightning_zero.tiers.fio import Rates, fio_rates
+from lightning_zero.tiers.memory import BufferPool
+from lightning_zero.tiers.nvme_file import NvmeFile, file_system_of, free_bytes
+from lightning_zero.tiers.nvme_store import NvmeStore
+from lightning_zero.tiers.pipeline import Job, Piece, Pipeline
+
+__all__ = ["DiskReport", "TierSettings", "add_parser", "measure_disk", "run", "table", "tier_rates"]
+
+_MIB = 2**20
+_GB = 1e9
+_LEAST_BYTES = 256 * _MIB  # a block for each thread of fio
+_LEAST_FREE = 0.1  # of the free bytes stay free
+_GOOD_ENOUGH = 0.95  # of the best rate: then fewer threads and less memory are better
+_BLOCKS_MIB = (1, 2, 4, 8, 16)
+_THREADS = (1, 2, 4, 8)
+_ROUNDS = 3
+# Count and MiB; ascending in memory.
+_BUFFERS = ((2, 16), (3, 16), (4, 16), (3, 32), (4, 32), (3, 64), (4, 64))  # count, MiB
+
+
+_Disk = tuple[NvmeStore, NvmeFile]
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """How the tier moves bytes."""
+
+    block_bytes: int = 4 * _MIB
+    num_threads: int = 4  # to read, and as many to write
+    buffer_count: int = 4
+    buffer_bytes: int = 64 * _MIB
+
+    @property
+    def buffer_size(self) -> int:
+        """As users set it: elements of 4 bytes."""
+        return self.buffer_bytes // 4
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Count and bytes."""
+        return self.buffer_count, self.buffer_bytes
+
+    def describe(self) -> str:
+        """In a few words."""
+        return (
+            f"{self.num_threads} threads each way, blocks of {self.block_bytes // _MIB} MiB, "
+            f"{self.buffer_count} buffers of {self.buffer_bytes // _MIB} MiB"
+        )
+
+
+@dataclass(frozen=True)
+class DiskReport:
+    """What `measure_disk` found."""
+
+    path: Path
+    file_system: str
+    is_direct: bool
+    nbytes: int  # of the file that was read and written
+    settings: TierSettings  # the smallest that come near the best
+    sweep: tuple[tuple[TierSettings, float], ...]  # mixed bytes per second
+    tier: Rates
+    fio: Rates | None  # None where fio is not installed
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON; rates in GB/s, 10^9 bytes."""
+
+        def gb_per_s(rates: Rates | None) -> dict[str, float] | None:
+            if rates is None:
+                return None
+            return {name: round(rate / _GB, 3) for name, rate in vars(rates).items()}
+
+        def sizes(settings: TierSettings) -> dict[str, int]:
+            return {**vars(settings), "buffer_size": settings.buffer_size}
+
+        return {
+            "path": str(self.path),
+            "file_system": self.file_system,
+            "is_direct": self.is_direct,
+            "file_bytes": self.nbytes,
+            "settings": sizes(self.settings),
+            "tier_gb_per_s": gb_per_s(self.tier),
+            "fio_gb_per_s": gb_per_s(self.fio),
+            "sweep": [
+                {**sizes(settings), "mixed_gb_per_s": round(rate / _GB, 3)}
+                for settings, rate in self.sweep
+            ],
+        }
+
+
+def measure_disk(
+    path: Path,
+    *,
+    nbytes: int,
+    seconds: float = 1.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> DiskReport:
+    """Measure the disk of `path` with a file of its own, which goes whatever happens.
+
+    Args:
+        path: An existing directory.
+        nbytes: Of the file; larger than the caches of the disk, if these shall not count.
+        seconds: That each of about 20 measurements takes.
+        say: Told what is measured, line by line.
+
+    Raises:
+        OSError: The disk cannot be used, or fails.
+        ValueError: The file would take nearly all that is free.
+    """
+    if nbytes < _LEAST_BYTES:
+        raise ValueError(f"expected a file of at least {_LEAST_BYTES} bytes, got {nbytes}")
+    if path.is_dir() and nbytes > (1 - _LEAST_FREE) * free_bytes(path):
+        raise ValueError(
+            f"a file of {nbytes} bytes would fill {path}, where {free_bytes(path)} bytes are free; "
+            f"measure with at most {int((1 - _LEAST_FREE) * free_bytes(path))}"
+        )
+    say(f"writing files of {nbytes / _GB:.1f} GB")
+    settings, sweep = _sweep(path, nbytes, seconds, say)
+    with _opened(path, nbytes, settings) as (store, file):
+        say("reading, writing and both")
+        tier = tier_rates(store, file, settings, seconds=2 * seconds)
+        fio = fio_rates(
+            file,
+            block_bytes=settings.block_bytes,
+            num_threads=settings.num_threads,
+            is_direct=store.is_direct,
+            seconds=2 * seconds,
+        )
+        kind, is_direct = file_system_of(path), store.is_direct
+    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, tier, fio)
+
+
+def tier_rates(
+    store: NvmeStore, file: NvmeFile, settings: TierSettings, *, seconds: float
+) -> Rates:
+    """Rates of jobs that only read, only write, and do both, with no work between."""
+    reads = _jobs(file, settings, is_written=False)
+    writes = _jobs(file, settings, is_read=False)
+    both = _jobs(file, settings)
+    pool = _noisy_pool(settings)
+    return Rates(*(_rate(store, settings, jobs, pool, seconds) for jobs in (reads, writes, both)))
+
+
+@contextlib.contextmanager
+def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
+    """A file that was written once: first writes to new room are slower."""
+    number = settings.num_threads
+    with contextlib.closing(
+        NvmeStore(path, rank=0, num_read_threads=number, num_write_threads=number)
+    ) as store:
+        file = store.create("io-bench", nbytes)
+        settings = replace(settings, buffer_count=2, buffer_bytes=16 * _MIB)
+        writes, pool = _jobs(file, settings, is_read=False), _noisy_pool(settings)
+        _rate(store, settings, writes, pool, math.inf)
+        yield store, file
+
+
+def _sweep(
+    path: Path, nbytes: int, seconds: float, say: Callable[[str], None]
+) -> tuple[TierSettings, tuple[tuple[TierSettings, float], ...]]:
+    """Threads, then block size, then buffers; each time the smallest that is good enough."""
+    tried: dict[TierSettings, float] = {}
+
+    def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
+        """Measured by turns: what a disk gives changes with what it gave before."""
+        pools = {each.buffers: _noisy_pool(each) for each in candidates}
+        rounds = [
+            [
+                _rate(store, each, _jobs(file, each), pools[each.buffers], seconds / _ROUNDS)
+                for each, (store, file) in zip(candidates, cycle(disks), strict=False)
+            ]
+            for _ in range(_ROUNDS)
+        ]
+        rates = dict(zip(candidates, map(median, zip(*rounds, strict=True)), strict=True))
+        for settings, rate in rates.items():
+            say(f"{rate / _GB:6.2f} GB/s mixed with {settings.describe()}")
+        tried.update(rates)
+        return _smallest_good(rates)
+
+    numbers = [TierSettings(num_threads=number) for number in _THREADS]
+    with contextlib.ExitStack() as stack:
+        size = nbytes // len(numbers)
+        disks = [stack.enter_context(_opened(path, size, each)) for each in numbers]
+        best = best_of(numbers, disks)
+    buffers = [{"buffer_count": count, "buffer_bytes": size * _MIB} for count, size in _BUFFERS]
+    with _opened(path, nbytes, best) as disk:
+        for changes in ([{"block_bytes": size * _MIB} for size in _BLOCKS_MIB], buffers):
+            best = best_of([replace(best, **change) for change in changes], [disk])
+    return best, tuple(tried.items())
+
+
+def _smallest_good(rates: dict[TierSettings, float]) -> TierSettings:
+    """The first of `rates`, which ascend in cost, that comes near the best."""
+    enough = _GOOD_ENOUGH * max(rates.values())
+    return next(settings for settings, rate in rates.items() if rate >= enough)
+
+
+def _jobs(
+    file: NvmeFile, settings: TierSettings, *, is_read: bool = True, is_written: bool = True
+) -> list[Job]:
+    """Jobs over all of a file, a buffer each, that do nothing."""
+    size = settings.buffer_bytes
+    return [
+        Job(
+            [Piece(file, start, min(size, file.nbytes - start), is_written, is_read)],
+            lambda views: None,
+        )
+        for start in range(0, file.nbytes, size)
+    ]
+
+
+def _rate(
+    store: NvmeStore,
+    settings: TierSettings,
+    jobs: Sequence[Job],
+    pool: BufferPool,
+    seconds: float,
+) -> float:
+    """Bytes per second, both ways together, of `jobs` by turns until `seconds` are over.
+
+    With infinite `seconds` they run once.
+    """
+    store.block_bytes = settings.block_bytes
+    pipeline = Pipeline(pool)
+    size = len(jobs) if math.isinf(seconds) else 4 * settings.buffer_count
+    batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+    before = store.bytes_read + store.bytes_written
+    begin = perf_counter()
+    try:
+        for batch in cycle(batches):
+            pipeline.run(batch)
+            if math.isinf(seconds) or perf_counter() - begin >= seconds:
+                break
+        pipeline.drain()
+        return (store.bytes_read + store.bytes_written - before) / (perf_counter() - begin)
+    finally:
+        pipeline.cancel()
+
+
+def _noisy_pool(settings: TierSettings) -> BufferPool:
+    """Buffers of random bytes: some disks store zeros, or what they can compress, faster."""
+    pool = BufferPool(settings.buffer_count, settings.buffer_bytes, pin=False)
+    noise = torch.randint(256, (_MIB,), dtype=torch.uint8)
+    buffers = list(iter(pool.take, None))
+    for buffer in buffers:
+        buffer.view(-1, _MIB).copy_(noise)
+        pool.give(buffer)
+    return pool
+
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 

@@ -13,11 +13,9 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_zero.cli.plan_report import Row, as_dict, best_of
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
-from lightning_zero.cli.plan_text import as_text
-from lightning_zero.cli.rates import NAMES, read_rates
-from lightning_zero.cli.sizes import parse_bytes
+from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
+from lightning_zero.cli.sizes import NAMES, parse_bytes, read_rates
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan, parameters_by_name

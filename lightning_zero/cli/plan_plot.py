@@ -7,10 +7,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.cli.plan_report import Row
+from lightning_zero.cli.plan_text import Row
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.observe.style import (
+from lightning_zero.observe.plots import (
     ALARM,
     HOW_TO_DRAW,
     INK,

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lightning_zero.observe.chrome import chrome_trace
+from lightning_zero.observe.chrome import ON_CPU, chrome_trace
 from lightning_zero.observe.files import find_recordings, read_step, steps_in
-from lightning_zero.observe.style import HOW_TO_DRAW, ON_CPU, has_matplotlib
-from lightning_zero.observe.timeline import plot_timeline
+from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_timeline
 from lightning_zero.record.spans import Kind, Recording
 
 __all__ = ["add_parser"]

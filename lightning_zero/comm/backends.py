@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.record.open_span import Mark
-from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.tensors.buffer import Scratch
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "GlooAllReduce",
     "Native",
     "PeerToPeer",
-    "Pending",
     "backend_for",
 ]
 
@@ -32,19 +30,6 @@ _all_gather_single: Callable[..., Any] = getattr(
 _reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
-
-
-class Pending(Protocol):
-    """A collective under way. It keeps its tensors alive until `wait`.
-
-    Attributes:
-        marks: Its begin and end for a recorder; None: whoever waits learns of the end.
-    """
-
-    marks: tuple[Mark, Mark] | None
-
-    def wait(self) -> None:
-        """Makes the result safe to use on the current stream. Waiting twice is harmless."""
 
 
 class Exchange(Protocol):

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.piece import piece_of
+from lightning_zero.core.building import piece_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import has_placement, placement_of

@@ -29,13 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.core.compare import equal
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.handover import take_in
 from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import Stepping, StepWorker
-from lightning_zero.core.writes import Fingerprint, Rewritten, own_elements
+from lightning_zero.core.writes import Fingerprint, Rewritten, equal, own_elements
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_zero.core.piece import piece_of
+from lightning_zero.core.building import piece_of
 from lightning_zero.tensors.buffer import FlatBuffer, widest
-from lightning_zero.tensors.dropped import leave_out
 from lightning_zero.tensors.guarded import Placement, set_placement, unguard
+from lightning_zero.tensors.meta import leave_out
 
 if TYPE_CHECKING:
     from lightning_zero.core.bucket import Bucket

@@ -1,4 +1,12 @@
-"""Hooks on a module and its parameters: where training tells what it is about to use.
+"""Modules that torch.compile runs: which they are, and what must be over before they begin.
+
+[Note: Graphs end at hooks] The schedule's hooks are no part of a compiled graph: one that runs into
+a hook ends there and another one begins behind it. So a whole module in one graph has one for each
+unit, and compiled blocks are not cut. A graph must see plain parameters: it is compiled for their
+class, and a guarded one, whose gather is still under way, would have it compiled again. Units are
+whole by then; what is gathered after a step is waited for before a compiled module begins.
+
+Hooks on a module and its parameters: where training tells what it is about to use.
 
 [Note: What a hook may trust] A copy of a module takes our hooks along, so each looks whether it is
 called for its own. Backward enters a unit through the outputs that can be seen; what hides tensors
@@ -16,16 +24,29 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.compiled import compiled_modules
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.unit import Call, Unit
 from lightning_zero.tensors.guarded import has_placement
 
-__all__ = ["Events", "Hooks", "check_all_hooked"]
+__all__ = ["Events", "Hooks", "check_all_hooked", "compiled_modules", "is_compiled"]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """`torch.compile(module)`, `module.compile()` or a compiled method on the instance."""
+    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        return True
+    return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
+
+
+def compiled_modules(root: nn.Module) -> list[nn.Module]:
+    """Of `root` and the modules inside it."""
+    return [module for module in root.modules() if is_compiled(module)]
+
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.layout.plan import BucketPlan, parameters_by_name
-from lightning_zero.tensors.awaited import awaited_values
 from lightning_zero.tensors.buffer import FlatBuffer, widest
-from lightning_zero.tensors.from_meta import give_memory, is_marked, mark
+from lightning_zero.tensors.meta import awaited_values, give_memory, is_marked, mark
 
 __all__ = ["check_can_materialize", "materialize"]
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.gathering import Gathering
-from lightning_zero.core.trained import Trainable, Trained
+from lightning_zero.core.gathering import Gathering, Trainable, Trained
 from lightning_zero.layout.config import ZeroConfig
 
 __all__ = ["Reducing"]

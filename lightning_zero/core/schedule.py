@@ -50,12 +50,10 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.compiled import is_compiled
-from lightning_zero.core.gathering import Gathering
-from lightning_zero.core.hooks import Hooks, check_all_hooked
+from lightning_zero.core.gathering import Gathering, Trained
+from lightning_zero.core.hooks import Hooks, check_all_hooked, is_compiled
 from lightning_zero.core.module_buffers import SharedBuffers
 from lightning_zero.core.reducing import Reducing
-from lightning_zero.core.trained import Trained
 from lightning_zero.core.unit import Call, Unit
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.record.spans import Kind

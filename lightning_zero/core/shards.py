@@ -1,4 +1,6 @@
-"""What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
+"""Which of an optimizer's states are elementwise: one number for each element of the parameter.
+
+What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
 
 The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
 themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a home
@@ -14,16 +16,26 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_zero.core.state_keys import is_elementwise_state
 from lightning_zero.core.writes import Fingerprint
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
+from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
 from lightning_zero.tiers import Home, InFile, InMemory, ParamReader, Storage
 
-__all__ = ["Shards"]
+__all__ = ["SCALAR_KEYS", "Shards", "is_elementwise_state"]
+
+# One number for a parameter in torch's optimizers, also where the parameter is one number itself.
+SCALAR_KEYS = {"step", "mu_product", "eta", "mu"}
+
+
+def is_elementwise_state(key: str, value: object, numel: int) -> bool:
+    """Whether `value` has one number for each of the `numel` elements of a 1-D slice."""
+    if not isinstance(value, Tensor) or is_composite(value) or key in SCALAR_KEYS:
+        return False
+    return value.dim() > 0 and value.numel() == numel
 
 
 class Shards:

@@ -15,11 +15,11 @@ __all__ = [
     "IGNORED",
     "KNOWN",
     "REFUSED",
-    "Rule",
     "STAGE3_PREFIX",
     "ZERO_IGNORED",
     "ZERO_KNOWN",
     "ZERO_REFUSED",
+    "Rule",
     "is_unset",
 ]
 

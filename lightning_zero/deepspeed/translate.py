@@ -1,10 +1,10 @@
-"""From a DeepSpeed configuration to a `ZeroConfig` and arguments for the Trainer."""
+"""The offload sections of the file, and the flags that came before them."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,253 @@ from lightning_zero.deepspeed.keys import (
     ZERO_KNOWN,
     ZERO_REFUSED,
 )
-from lightning_zero.deepspeed.offload import offload_settings
 from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer
-from lightning_zero.deepspeed.precision import precision, reduce_dtype
 from lightning_zero.deepspeed.schedule import build_scheduler
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.stage import STAGES
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.stage import STAGES, Stage, State
 
-__all__ = ["Translation", "translate"]
+__all__ = ["Translation", "offload_settings", "precision", "reduce_dtype", "translate"]
+
+_DEVICES = ("none", "cpu", "nvme")
+_LEAST_BUFFERS = 2
+_LEAST_BUFFER_SIZE = 2**16
+_PIPELINE = "reads, steps and writes always overlap"
+_WITHOUT_EFFECT = {
+    "pipeline": _PIPELINE,
+    "pipeline_read": _PIPELINE,
+    "pipeline_write": _PIPELINE,
+    "fast_init": "files are filled when the engine takes the parameters over, with all threads",
+    "super_offload": "overlap_step=True of ZeroStrategy steps beside the next forward",
+    "cpuadam_cores_perc": "the step takes torch's number of threads",
+}
+_NVME_ONLY = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+
+
+def offload_settings(
+    zero: Section, stage: Stage, param_itemsize: int, ignored: dict[str, str]
+) -> dict[str, OffloadConfig]:
+    """Settings of `ZeroConfig` for what the file offloads.
+
+    DeepSpeed's meaning holds: parameters are offloaded in stage 3 only, and below stage 3 an
+    optimizer "on NVMe" is in CPU memory, as a whole.
+
+    Args:
+        zero: The zero_optimization section.
+        stage: What the file asks for.
+        param_itemsize: Bytes of a parameter, for `max_in_cpu`.
+        ignored: Takes what has no effect, and why.
+
+    Raises:
+        ValueError: A value out of range, or a setting and its old name at once.
+    """
+    settings = {}
+    optimizer = _section(zero, "offload_optimizer", ("cpu_offload",))
+    if optimizer is not None:
+        if not stage.has_shard(State.OPTIM):
+            ignored[_given(zero, "offload_optimizer", ("cpu_offload",))] = (
+                "it needs a stage above 0"
+            )
+        else:
+            settings["offload_optimizer"] = _optimizer(optimizer, stage, ignored)
+    old = ("cpu_offload_param", "cpu_offload_params")
+    param = _section(zero, "offload_param", old)
+    if param is not None:
+        if not stage.has_shard(State.PARAM):
+            ignored[_given(zero, "offload_param", old)] = "it needs stage 3, as in DeepSpeed"
+        else:
+            settings["offload_param"] = _param(param, param_itemsize, ignored)
+    if zero.flag("cpu_offload_use_pin_memory") is not None and not settings:
+        ignored["cpu_offload_use_pin_memory"] = "nothing is offloaded"
+    return settings
+
+
+def _given(zero: Section, name: str, old_names: tuple[str, ...]) -> str:
+    """Under which of its names the file has the setting."""
+    return next(key for key in (*old_names, name) if zero.has(key))
+
+
+def _section(zero: Section, name: str, old_names: tuple[str, ...]) -> Section | None:
+    """The section `name`, or what an old flag means; None where nothing is offloaded.
+
+    Raises:
+        ValueError: Both are there, or the device is unknown.
+    """
+    old = [key for key in old_names if zero.flag(key)]
+    section = Section({}, zero.path(name))
+    if zero.values.get(name) is not False:
+        section = zero.section(name)
+    if old and section.values:
+        raise ValueError(
+            f"{zero.path(old[0])} is the old name of {zero.path(name)}; keep the section only."
+        )
+    if old:
+        section = Section({"device": "cpu"}, zero.path(name))
+    if (is_pinned := zero.flag("cpu_offload_use_pin_memory")) is not None:
+        section = Section({"pin_memory": is_pinned, **section.values}, section.name)
+    device = section.values["device"] if section.has("device") else "none"
+    if device not in _DEVICES:
+        raise section.error("device", '"none", "cpu" or "nvme"')
+    return None if device == "none" else section
+
+
+def _optimizer(section: Section, stage: Stage, ignored: dict[str, str]) -> OffloadConfig:
+    device, ratio = section.values["device"], section.number("ratio")
+    if ratio is not None and ratio > 1:
+        raise section.error("ratio", "a number from 0 to 1")
+    is_stage_3 = stage.has_shard(State.PARAM)
+    if ratio is not None and not is_stage_3:
+        ignored["offload_optimizer.ratio"] = "it needs stage 3, as in DeepSpeed; all is offloaded"
+        ratio = None
+    if device == "nvme" and not is_stage_3:
+        ignored["offload_optimizer.nvme_path"] = (
+            "below stage 3 DeepSpeed keeps the optimizer in CPU memory; ZeroStrategy's "
+            "offload_optimizer='nvme' would not"
+        )
+        device = "cpu"
+    common = _common(section, "offload_optimizer", device, ignored)
+    if ratio is not None:
+        common["ratio"] = ratio
+    return OffloadConfig(device, **common)
+
+
+def _param(section: Section, itemsize: int, ignored: dict[str, str]) -> OffloadConfig:
+    device, numel = section.values["device"], section.whole("max_in_cpu")
+    common = _common(section, "offload_param", device, ignored)
+    if device == "cpu" or not numel:
+        return OffloadConfig(device, **common)
+    # CPU memory first, NVMe for the rest: what "auto" does with no room on the device.
+    return OffloadConfig("auto", **common, max_in_device_bytes=0, max_in_cpu_bytes=numel * itemsize)
+
+
+def _common(section: Section, name: str, device: str, ignored: dict[str, str]) -> dict[str, Any]:
+    """Settings that both sections have. DeepSpeed takes any number of buffers of any size."""
+    for key, why in _WITHOUT_EFFECT.items():
+        if section.has(key):
+            ignored[f"{name}.{key}"] = why
+    settings: dict[str, Any] = {}
+    if (is_pinned := section.flag("pin_memory")) is not None:
+        settings["pin_memory"] = is_pinned
+    read: dict[str, Callable[[], Any]] = {
+        "nvme_path": lambda: _path(section),
+        "buffer_count": lambda: max(section.whole("buffer_count") or 0, _LEAST_BUFFERS),
+        "buffer_size": lambda: max(section.whole("buffer_size") or 0, _LEAST_BUFFER_SIZE),
+    }
+    for key in _NVME_ONLY:
+        if not section.has(key):
+            continue
+        value = read[key]() if key in read else section.whole(key)
+        if device == "cpu":
+            ignored.setdefault(f"{name}.{key}", "it needs device nvme")
+        elif key in read:
+            settings[key] = value
+    return settings
+
+
+def _path(section: Section) -> str:
+    path = section.values["nvme_path"]
+    if not isinstance(path, str):
+        raise section.error("nvme_path", "the path of a folder")
+    return path
+
+
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+}
+
+
+def _dtype(section: Section, key: str) -> torch.dtype | None:
+    if not section.has(key):
+        return None
+    dtype = _DTYPES.get(str(section.values[key]).lower())
+    if dtype is None:
+        raise section.error(key, "fp16, bf16 or fp32")
+    return dtype
+
+
+def precision(file: Section, ignored: dict[str, str]) -> tuple[torch.dtype, dict[str, Any]]:
+    """The dtype of training and the settings of the loss scaler."""
+    fp16, autocast = file.section("fp16"), file.section("torch_autocast")
+    bf16 = file.section("bf16" if "bf16" in file.values else "bfloat16")
+    enabled = [section for section in (fp16, bf16, autocast) if section.flag("enabled")]
+    if len(enabled) > 1:
+        names = " and ".join(section.name for section in enabled)
+        raise ValueError(f"{names} are enabled together; enable one of them.")
+    for section in (fp16, bf16):
+        for key in section.values:
+            if key.endswith(("master_weights_and_grads", "optimizer_states")) and section.flag(key):
+                raise ValueError(
+                    f"{section.path(key)} = True changes the training and is not available here: "
+                    "masters and optimizer state are float32; set it to false."
+                )
+    if autocast.flag("enabled"):
+        if autocast.has("lower_precision_safe_modules"):
+            key = autocast.path("lower_precision_safe_modules")
+            ignored[key] = "torch's own list of operations decides"
+        return _dtype(autocast, "dtype") or torch.bfloat16, {}
+    if bf16.flag("enabled"):
+        if bf16.has("immediate_grad_update"):
+            ignored[bf16.path("immediate_grad_update")] = "gradients are added as they arrive"
+        for key in ("check_grad_overflow", "check_overflow"):
+            if bf16.flag(key):
+                why = "a step with infinite gradients is not skipped in bf16"
+                ignored[bf16.path(key)] = why
+        return torch.bfloat16, {}
+    if fp16.flag("enabled"):
+        return torch.float16, _grad_scaler_kwargs(fp16, ignored)
+    return torch.float32, {}
+
+
+def _grad_scaler_kwargs(fp16: Section, ignored: dict[str, str]) -> dict[str, Any]:
+    """Arguments for `torch.amp.GradScaler`; a static scale is one whose factors round to 1."""
+    without_equal = {
+        "auto_cast": "inputs of matrix products are cast by autocast",
+        "hysteresis": "GradScaler lowers the scale at the first overflow",
+        "consecutive_hysteresis": "GradScaler lowers the scale at the first overflow",
+        "min_loss_scale": "GradScaler has no lowest scale",
+    }
+    for key, why in without_equal.items():
+        if fp16.has(key):
+            ignored[fp16.path(key)] = why
+    power = fp16.whole("initial_scale_power")
+    window = fp16.whole("loss_scale_window", least=1)
+    if static := fp16.number("loss_scale"):
+        # GradScaler wants factors on either side of 1; in float32 these two change nothing.
+        up, down = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
+        return {"init_scale": static, "growth_factor": up, "backoff_factor": down}
+    return {
+        "init_scale": 2.0 ** (16 if power is None else power),
+        "growth_interval": 1000 if window is None else window,
+    }
+
+
+def reduce_dtype(file: Section, dtype: torch.dtype, ignored: dict[str, str]) -> torch.dtype | None:
+    """The dtype in which gradients travel and are kept; None where the file leaves both open.
+
+    DeepSpeed has a dtype for each; here it is one, so the one that holds both.
+    """
+    types = file.section("data_types")
+    if types.has("buffer_dtype"):
+        raise types.error("buffer_dtype", "left out (buffers keep their dtype)")
+    if types.has("param_dtype"):
+        if _dtype(types, "param_dtype") is not dtype:
+            raise types.error("param_dtype", f"the dtype of training, {dtype},")
+        ignored[types.path("param_dtype")] = "precision decides"
+    wire, kept = _dtype(file, "communication_data_type"), _dtype(types, "grad_accum_dtype")
+    if wire is None or kept is None or wire is kept:
+        return wire or kept
+    both = torch.promote_types(wire, kept)
+    for section, key, own in (
+        (file, "communication_data_type", wire),
+        (types, "grad_accum_dtype", kept),
+    ):
+        if own is not both:
+            why = f"gradients travel and are kept in one dtype, {both}, which holds both"
+            ignored[section.path(key)] = why
+    return both
+
 
 _PRECISIONS = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
 

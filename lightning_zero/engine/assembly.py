@@ -10,27 +10,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.world import has_world
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.building import piece_of
 from lightning_zero.core.handover import check_can_be_held
 from lightning_zero.core.materialize import check_can_materialize, materialize
-from lightning_zero.core.piece import piece_of
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
-from lightning_zero.engine.alike import compare, config_facts, module_facts, optimizer_facts
+from lightning_zero.engine.facts import config_facts, module_facts, optimizer_facts
 from lightning_zero.engine.optimizers import as_optimizers, examine, parameters_of
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes, parameters_by_name
 from lightning_zero.optim.trial import Findings
-from lightning_zero.tensors.awaited import awaited_values, forget_awaited
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
+from lightning_zero.tensors.meta import awaited_values, forget_awaited
 from lightning_zero.tiers import Storage
-from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
 from lightning_zero.tiers.grad_offload import Landing
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["Assembly", "Beginning", "begin_together", "open_storage", "plan_together"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,19 @@ from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.shadow import Shadow
+from lightning_zero.layout.offload import Tier
 
 __all__ = ["Engine"]
+
+
+class Average(Protocol):
+    """An average of the weights, in shards; see `Shadow`."""
+
+    def allocated_bytes(self) -> dict[Tier, int]:
+        """Bytes of this rank's elements, by tier."""
+
+    def data_parallel_bytes(self) -> int:
+        """Bytes of all elements, as a copy of the module has them."""
 
 
 class Engine:
@@ -108,7 +116,7 @@ class Engine:
         self.plan = plan_together(module, config, comm, examined)
         self.storage = open_storage(config, self.plan, comm)
         self._worker = StepWorker(device)
-        self.shadows: list[Shadow] = []
+        self.shadows: list[Average] = []
         self._syncs = True
         self._is_closed = False
         parts = Assembly(module, self.plan, comm, self.storage, self._worker, self._make_whole)

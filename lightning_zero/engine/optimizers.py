@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.alike import Facts, compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.engine.alike import Facts, compare, optimizer_facts
 from lightning_zero.engine.counting import held_bytes, whole_bytes
+from lightning_zero.engine.facts import optimizer_facts
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
@@ -26,7 +27,7 @@ from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, pro
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import StoredTensor
 from lightning_zero.tiers import Storage
-from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["AttachedOptimizers", "as_optimizers", "examine", "parameters_of"]
 

@@ -25,8 +25,8 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan, parameters_by_name
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.dropped import leave_out
 from lightning_zero.tensors.guarded import Placement, guard, set_placement, unguard
+from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = ["Shadow", "ShadowBucket"]

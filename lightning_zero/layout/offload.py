@@ -22,8 +22,8 @@ import torch
 
 __all__ = [
     "PAGE_BYTES",
-    "Budgets",
     "BucketTiers",
+    "Budgets",
     "OffloadConfig",
     "ShardBytes",
     "Tier",

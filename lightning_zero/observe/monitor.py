@@ -14,12 +14,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.observe.bars import plot_memory
 from lightning_zero.observe.chrome import chrome_trace
-from lightning_zero.observe.job_report import JobReport
-from lightning_zero.observe.memory_table import zero_strategy
-from lightning_zero.observe.style import HOW_TO_DRAW, has_matplotlib
-from lightning_zero.observe.timeline import plot_timeline
+from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, plot_timeline
+from lightning_zero.observe.report import JobReport, zero_strategy
 from lightning_zero.observe.watch import Watch, Watched, forgiving
 
 __all__ = ["ZeroMonitor"]

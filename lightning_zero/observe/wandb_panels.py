@@ -13,7 +13,7 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.observe.job_report import Flow, JobReport
+from lightning_zero.observe.report import Flow, JobReport
 
 __all__ = ["Panels"]
 

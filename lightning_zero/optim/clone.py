@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim.toys import raw_step
+from lightning_zero.optim.trial import raw_step
 from lightning_zero.tensors.guarded import attributes_of
 
 __all__ = ["Slice", "Template"]

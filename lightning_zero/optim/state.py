@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.state_keys import SCALAR_KEYS, is_elementwise_state
+from lightning_zero.core.shards import SCALAR_KEYS, is_elementwise_state
 from lightning_zero.optim.owned_state import gather_owned_states
 from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.guarded import placement_of

@@ -30,8 +30,7 @@ from torch.optim import Optimizer
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.step_worker import Stepping, StepWorker, fail, mark
 from lightning_zero.layout.offload import Tier
-from lightning_zero.optim.bucket_step import BucketStep
-from lightning_zero.optim.chunk import chunks_of
+from lightning_zero.optim.chunks import BucketStep, chunks_of
 from lightning_zero.optim.clone import Template
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind

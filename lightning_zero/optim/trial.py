@@ -1,4 +1,17 @@
-"""Finds out what an optimizer looks at, and how it may be called: by trying it on toy tensors.
+"""Small parameters on which a clone of an optimizer is tried, shaped like its own.
+
+[Note: Shapes of toys] What an optimizer does to a tensor may depend on its dimensions (Adafactor,
+Muon), on sizes of one, and on whether it is large enough (Adafactor's variants factor from 128 on).
+So each group has a toy for every such pattern among its parameters, as large as the largest of
+these up to a bound, and a small one beside it; groups that differ in numbers alone, as in rates by
+layer, share the large ones.
+
+[Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only where a tensor
+has at least 4096 of them and is a multiple of the block (torchao, bitsandbytes). So where a
+parameter has as many, its toy is a multiple of 4096: all of it is quantised, whatever block of a
+power of two up to that size is used. It is cut at an odd element, where no block ends.
+
+Finds out what an optimizer looks at, and how it may be called: by trying it on toy tensors.
 
 It may look at every element by itself (Adam), at every tensor by itself (Muon, Adafactor, LAMB), or
 at all tensors together (a norm over all gradients), in which case it cannot be sharded.
@@ -6,19 +19,246 @@ at all tensors together (a norm over all gradients), in which case it cannot be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.optim.toys import Trial, run_trial
 
-__all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
+__all__ = [
+    "CannotShardError",
+    "Findings",
+    "StepKind",
+    "Trial",
+    "find_whole_tensors",
+    "probe",
+    "raw_step",
+    "run_trial",
+]
+
+_Shape = tuple[int, ...]
+
+_BOUNDS = {0: 1, 1: 136, 2: 160, 3: 40, 4: 16}  # of each size, by number of dimensions
+_BOUND = 6  # of each size, beyond
+_BLOCK_NUMEL = 4096  # see [Note: Blocks]
+_BLOCKS = 4  # in a toy, where the parameter has as many
+_SMALL = (5, 7, 3, 2, 2, 2)
+_SCALES = (
+    1.0,
+    30.0,
+    1.0,
+)  # of the gradients of each step: thresholds act in some and not in others
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How toys are stepped.
+
+    Attributes:
+        is_cut: In two slices each, 1-D; else whole.
+        num_ranks: Each rank steps its pieces with a clone of its own: one slice of each toy, or
+            every second toy; the other toys are empty there and have no gradients.
+        is_in_turn: One call for each piece.
+        num_steps: At most three.
+    """
+
+    is_cut: bool = False
+    num_ranks: int = 1
+    is_in_turn: bool = False
+    num_steps: int = len(_SCALES)
+
+
+def raw_step(optimizer: Optimizer) -> None:
+    """The step function itself, under the wrapper that torch puts around it to call hooks."""
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    step(optimizer)
+
+
+def run_trial(
+    optimizer: Optimizer, device: torch.device, dtype: torch.dtype, trial: Trial
+) -> Tensor:
+    """Values of all toys after the steps of `trial`, 1-D, in the same order for every trial."""
+    pieces: dict[tuple[int, int], Tensor] = {}
+    for rank in range(trial.num_ranks):
+        pieces.update(_Run(optimizer, device, dtype, trial, rank).values())
+    return torch.cat([pieces[place].reshape(-1) for place in sorted(pieces)])
+
+
+class _Run:
+    """One rank's part of a trial."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        dtype: torch.dtype,
+        trial: Trial,
+        rank: int,
+    ) -> None:
+        self._trial = trial
+        self._rank = rank
+        self._device = device
+        self._dtype = dtype
+        self._generator = torch.Generator().manual_seed(0)
+        self._shapes: list[_Shape] = []  # of the toys, in order
+        self._toys: dict[tuple[int, int], nn.Parameter] = {}  # by toy and piece: this rank's
+        # Compiling takes seconds for each shape and gives the same values.
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
+            self._clone = _clone_without_state(optimizer)
+            self._fill_groups(optimizer)
+            for scale in _SCALES[: trial.num_steps]:
+                self._step(scale)
+
+    def values(self) -> dict[tuple[int, int], Tensor]:
+        """By toy and piece."""
+        return {place: toy.detach() for place, toy in self._toys.items()}
+
+    def _fill_groups(self, optimizer: Optimizer) -> None:
+        seen: set[tuple[_Shape, str]] = set()
+        for group, source in zip(self._clone.param_groups, optimizer.param_groups, strict=True):
+            for shape, like in _shapes_like(source, seen):
+                number = len(self._shapes)
+                self._shapes.append(shape)
+                for piece, values in enumerate(self._cut(self._draw(shape))):
+                    is_mine = self._is_mine(number, piece)
+                    if not is_mine and self._trial.is_cut:
+                        continue
+                    toy = nn.Parameter(values if is_mine else values.new_empty(0))
+                    group["params"].append(toy)
+                    if is_mine:
+                        self._toys[number, piece] = toy
+                        _copy_initial_state(optimizer, like, self._clone, toy)
+
+    def _step(self, scale: float) -> None:
+        for number, shape in enumerate(self._shapes):
+            for piece, values in enumerate(self._cut(self._draw(shape) * scale)):
+                if self._is_mine(number, piece):
+                    self._toys[number, piece].grad = values
+        if self._trial.is_in_turn:
+            self._step_in_turn()
+        else:
+            raw_step(self._clone)
+
+    def _step_in_turn(self) -> None:
+        groups = self._clone.param_groups
+        kept = [group["params"] for group in groups]
+        for toy in self._toys.values():
+            for group, parameters in zip(groups, kept, strict=True):
+                group["params"] = [p for p in parameters if p is toy]
+            raw_step(self._clone)
+        for group, parameters in zip(groups, kept, strict=True):
+            group["params"] = parameters
+        for toy in self._toys.values():
+            toy.grad = None
+        raw_step(self._clone)  # the body after the hook finds no gradients and must do nothing
+
+    def _draw(self, shape: _Shape) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        if not self._trial.is_cut:
+            return [whole]
+        flat = whole.reshape(-1)
+        cut = flat.numel() // 3 | 1  # in the middle of a row, and of a block
+        return [flat[:cut].clone(), flat[cut:].clone()]
+
+    def _is_mine(self, number: int, piece: int) -> bool:
+        turn = piece if self._trial.is_cut else number
+        return turn % self._trial.num_ranks == self._rank
+
+
+def _shapes_like(
+    group: Mapping[str, Any], seen: set[tuple[_Shape, str]]
+) -> list[tuple[_Shape, nn.Parameter | None]]:
+    """Shapes of the toys of a group, each with the parameter it stands for.
+
+    Args:
+        group: Of the optimizer.
+        seen: The large toys so far, with the settings of their groups.
+    """
+    settings = {k: v for k, v in group.items() if k != "params" and not isinstance(v, float)}
+    largest: dict[_Shape, nn.Parameter] = {}
+    for parameter in group["params"]:
+        pattern = tuple(min(size, 2) for size in parameter.shape)
+        if pattern not in largest or parameter.numel() > largest[pattern].numel():
+            largest[pattern] = parameter
+    shapes: list[tuple[_Shape, nn.Parameter | None]] = []
+    for pattern, parameter in largest.items():
+        if not math.prod(pattern):
+            continue  # nothing to step
+        large = _large_shape(tuple(parameter.shape))
+        if (large, repr(settings)) not in seen:
+            shapes.append((large, parameter))
+            seen.add((large, repr(settings)))
+        sizes = _SMALL + (2,) * len(pattern)
+        small = tuple(n if size > 1 else 1 for n, size in zip(sizes, pattern, strict=False))
+        shapes.append((small, parameter))
+    return shapes or [(_SMALL[:2], None)]
+
+
+def _large_shape(shape: _Shape) -> _Shape:
+    """The shape of a toy that behaves as a parameter of `shape`; see [Note: Blocks]."""
+    bound = _BOUNDS.get(len(shape), _BOUND)
+    if math.prod(shape) < _BLOCK_NUMEL:
+        return tuple(min(size, bound) for size in shape)
+    # The longest size makes a multiple of the block of what is a power of two without it.
+    sizes = [1 << min(size, bound).bit_length() - 1 for size in shape]
+    longest = max(range(len(shape)), key=lambda dim: shape[dim])
+    sizes[longest] = 1
+    others = math.prod(sizes)
+    step = max(1, _BLOCK_NUMEL // others)
+    wanted = min(shape[longest], max(bound, _BLOCKS * _BLOCK_NUMEL // others))
+    sizes[longest] = max(step, wanted // step * step)
+    return tuple(sizes)
+
+
+def _clone_without_state(optimizer: Optimizer) -> Optimizer:
+    clone: Optimizer = object.__new__(type(optimizer))
+    clone.__dict__.update(optimizer.__dict__)
+    clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+    clone.state = defaultdict(dict)
+    clone._optimizer_step_pre_hooks = OrderedDict()
+    clone._optimizer_step_post_hooks = OrderedDict()
+    clone.param_groups = []
+    for group in optimizer.param_groups:
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
+            lr = settings["lr"]
+            settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+        clone.param_groups.append({**settings, "params": []})
+    return clone
+
+
+def _copy_initial_state(
+    optimizer: Optimizer, like: nn.Parameter | None, clone: Optimizer, toy: nn.Parameter
+) -> None:
+    """Gives a toy the state that the optimizer was born with, shaped like it.
+
+    States of other shapes were made in a step, and are left to be made again.
+    """
+    if like is None or like not in optimizer.state:
+        return
+    state: dict[str, Any] = optimizer.state[like]
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    if any(value.dim() and value.shape != like.shape for value in tensors.values()):
+        return
+    for key, value in state.items():
+        if key in tensors and value.shape == like.shape and key != "step":
+            first = value[(0,) * value.dim()]  # of what may be one number for all
+            clone.state[toy][key] = first.expand(toy.shape).clone()
+        else:
+            clone.state[toy][key] = copy.deepcopy(value)
 
 
 class CannotShardError(ValueError):

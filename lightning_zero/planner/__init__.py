@@ -24,8 +24,7 @@ from lightning_zero.planner.estimates import (
 )
 from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizers
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape
-from lightning_zero.planner.stretch import Repeats, find_repeats, stretched
-from lightning_zero.planner.trace import StepTrace, trace_step
+from lightning_zero.planner.trace import Repeats, StepTrace, find_repeats, stretched, trace_step
 from lightning_zero.planner.traffic import Rates, Traffic
 
 __all__ = [

@@ -12,11 +12,9 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.choices import Choice
 from lightning_zero.planner.optimizers import States
-from lightning_zero.planner.plain_trace import plain_trace
-from lightning_zero.planner.ranks import Ranks, Resting
-from lightning_zero.planner.resting import Inventory
+from lightning_zero.planner.resting import Inventory, Ranks, Resting
 from lightning_zero.planner.timeline import Peak, replay
-from lightning_zero.planner.trace import StepTrace
+from lightning_zero.planner.trace import StepTrace, plain_trace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
 __all__ = ["Estimate", "Job", "Machine", "cheapest", "estimate", "take_inventory"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["KeptStates", "OPTIMIZER_NAMES", "States", "make_optimizers"]
+__all__ = ["OPTIMIZER_NAMES", "KeptStates", "States", "make_optimizers"]
 
 _Shape = tuple[int, ...]
 _SMALL = (7, 5, 3, 2, 4)  # sizes of a toy; 1 beyond

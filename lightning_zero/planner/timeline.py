@@ -1,4 +1,6 @@
-"""The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
+"""Bytes of memory that is kept for its next use: what `buffer.Scratch` is to a replay.
+
+The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
 
 [Note: Replayed] `Replay` takes the decisions of `Schedule`, `Unit` and `Gradients` in a step that
 follows others like it: units are gathered before their use and ahead of it, buckets of gradients
@@ -18,10 +20,40 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.resting import is_elsewhere
-from lightning_zero.planner.scratch import Scratch
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 
-__all__ = ["Peak", "Replay", "replay"]
+__all__ = ["Peak", "Replay", "Scratch", "replay"]
+
+
+class Scratch:
+    """Memory in pieces; on the CPU kept for the next use, the smallest piece that is enough."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._spare: list[int] = []  # bytes
+        self.nbytes = 0  # of all pieces
+
+    def take(self, nbytes: int) -> int:
+        """A piece of at least so many bytes: its size."""
+        fitting = [piece for piece in self._spare if piece >= nbytes]
+        if not fitting:
+            self.nbytes += nbytes
+            return nbytes
+        self._spare.remove(min(fitting))
+        return min(fitting)
+
+    def give(self, piece: int) -> None:
+        """Returns a piece that `take` gave."""
+        if self._keeps:
+            self._spare.append(piece)
+        else:
+            self.nbytes -= piece
+
+    def clear(self) -> None:
+        """Frees all pieces."""
+        self._spare.clear()
+        self.nbytes = 0
+
 
 _MAX_LANDING = 2  # means on their way to CPU memory or a file
 

@@ -1,4 +1,15 @@
-"""How the full checkpoint gets to the disk, and how all ranks learn if it did not."""
+"""How the full checkpoint gets to the disk, and how all ranks learn if it did not.
+
+`Model.load_from_checkpoint(path)` of every format that `open_checkpoint` knows.
+
+Lightning's loader opens its argument as one file of `torch.save`, through one function of its
+module `lightning.pytorch.core.saving`. `accept_every_format` puts another in that function's place:
+it opens directories and `.safetensors` files, and hands everything else to Lightning's as before.
+The rest of the loader (hyperparameters, arguments, strictness) is Lightning's own, for all formats.
+
+Alternatives considered: an override of `LightningModule.load_from_checkpoint` would have to repeat
+its check of being called on a class, and the loader.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +17,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import write_torch_file
-from lightning_zero.checkpoint.damage import find_damage, raise_damage, raise_damage_of_any
-from lightning_zero.checkpoint.place import local_path
+from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.atomic import local_path
+from lightning_zero.checkpoint.source import find_damage, raise_damage, raise_damage_of_any
+from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.world import gather_objects
 
-__all__ = ["ZeroCheckpointIO", "find_damage_together", "on_rank_zero"]
+__all__ = ["ZeroCheckpointIO", "accept_every_format", "find_damage_together", "on_rank_zero"]
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -82,3 +98,39 @@ def find_damage_together(path: Path, rank: int, world_size: int) -> None:
         ValueError: Some file is damaged, or some rank cannot read it; on every rank.
     """
     raise_damage_of_any(path, rank, world_size, gather_objects)
+
+
+def accept_every_format() -> None:
+    """Makes `load_from_checkpoint` open directories. Doing it again is harmless."""
+    load_file: Callable[..., Any] = vars(saving)["pl_load"]
+    if load_file.__module__ == __name__:
+        return
+
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if _is_local(path_or_url):
+            raise_damage(path_or_url, find_damage(local_path(path_or_url)))
+        if not _is_ours(path_or_url):
+            return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
+        checkpoint = open_checkpoint(path_or_url, weights_only=weights_only)
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        if isinstance(map_location, (str, torch.device)):
+            # The module follows its first tensor.
+            state_dict = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {
+                name: value.to(map_location) if isinstance(value, Tensor) else value
+                for name, value in state_dict.items()
+            }
+        return checkpoint
+
+    saving.pl_load = load  # type: ignore[attr-defined]
+
+
+def _is_local(path: Any) -> bool:
+    return isinstance(path, (str, Path)) and bool(_is_local_file_protocol(path))
+
+
+def _is_ours(path: Any) -> bool:
+    if not _is_local(path):
+        return False
+    local = local_path(path)
+    return local.is_dir() or local.suffix == ".safetensors"

@@ -1,4 +1,4 @@
-"""The ranks that this process has started, from their start to the end of their job."""
+"""A process before its first launch, so that it can be made so again for the next job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,60 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lightning_zero.comm.peers import how_ended
-from lightning_zero.strategy.untouched import Untouched
+from lightning_zero.comm.world import leave_world
 
-__all__ = ["Children", "how_child_ended", "release_children"]
+__all__ = ["Children", "Untouched", "how_child_ended", "release_children"]
+
+_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "OMP_NUM_THREADS",
+)
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """What a launch changes in the process that becomes rank 0, as it was.
+
+    The process group and the variables would make the next job of this process believe that its
+    ranks are already there, and the threads are those of its share of the processors.
+
+    Attributes:
+        environment: All variables.
+        num_threads: Of torch.
+        excepthook: What prints an exception that nobody catches; a process group puts one around
+            it that says the rank.
+    """
+
+    environment: dict[str, str]
+    num_threads: int
+    excepthook: Callable[..., Any]
+
+    @classmethod
+    def now(cls) -> Untouched:
+        """This process, before a launch."""
+        return cls(dict(os.environ), torch.get_num_threads(), sys.excepthook)
+
+    def restore(self) -> None:
+        """Leaves no trace of the launch. The ranks must have ended, or need this one no more."""
+        leave_world()
+        if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
+            sys.excepthook = self.excepthook
+        for name in _VARIABLES:
+            if name in self.environment:
+                os.environ[name] = self.environment[name]
+            else:
+                os.environ.pop(name, None)
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+
 
 _POLL_S = 0.2
 _GRACE_S = 8.0  # from a rank's failure until those that still wait for it are killed

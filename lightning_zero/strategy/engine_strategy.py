@@ -24,26 +24,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.core.piece import move_all_but_parameters
+from lightning_zero.core.building import move_all_but_parameters
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.strategy.after_fit import WholeAfterFit
-from lightning_zero.strategy.batch_boundary import BatchBoundary, with_status
+from lightning_zero.strategy.checks import refuse_callbacks, refuse_module
 from lightning_zero.strategy.children import release_children
 from lightning_zero.strategy.evaluation import LockstepEvaluation, keep_in_loop
 from lightning_zero.strategy.launch import check_numbering
-from lightning_zero.strategy.lifecycle import EngineLife, run_state
+from lightning_zero.strategy.lifecycle import EngineLife, WholeAfterFit, run_state
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy
-from lightning_zero.strategy.refused import refuse_callbacks, refuse_module
-from lightning_zero.strategy.requeue import RequeuedExit
 from lightning_zero.strategy.settings import Place, Settings
-from lightning_zero.tensors.awaited import forget_awaited
-from lightning_zero.tensors.dropped import check_none_left_out
-from lightning_zero.tensors.from_meta import ConstantStates
+from lightning_zero.strategy.signals import BatchBoundary, RequeuedExit, with_status
 from lightning_zero.tensors.guarded import as_plain, has_placement
+from lightning_zero.tensors.meta import ConstantStates, check_none_left_out, forget_awaited
 
 __all__ = ["EngineStrategy"]
 

@@ -120,7 +120,9 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._refuse_mps()
-        self._launcher = make_launcher(self, self.cluster_environment, self._start_method)
+        self._launcher = make_launcher(
+            self, self.cluster_environment, self._start_method, self._num_nodes
+        )
 
     def _refuse_mps(self) -> None:
         devices = self.parallel_devices or []

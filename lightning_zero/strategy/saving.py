@@ -1,4 +1,6 @@
-"""Which form a checkpoint has, and who writes it when; the strategy's saving half.
+"""At most one thing on its way to the disk while training goes on.
+
+Which form a checkpoint has, and who writes it when; the strategy's saving half.
 
 [Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
 thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
@@ -10,6 +12,8 @@ stays if that fails.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,10 +27,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import lightning_zero
-from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.in_flight import InFlight
-from lightning_zero.checkpoint.place import local_path
+from lightning_zero._version import __version__
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import local_path
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
     sharded_masters,
@@ -35,19 +39,75 @@ from lightning_zero.checkpoint.sharded import (
     shards_in,
     whole_as_shards,
 )
-from lightning_zero.checkpoint.writer import ShardedSave
 from lightning_zero.comm.channel import Channel
 from lightning_zero.engine.engine import Engine
 from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO
-from lightning_zero.tiers.budget import available_memory_bytes, local_world_size
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = [
-    "MASTERS_KEY",
-    "NOTE_KEY",
-    "CheckpointForm",
-    "Saving",
-    "is_own_io",
-]
+__all__ = ["MASTERS_KEY", "NOTE_KEY", "CheckpointForm", "InFlight", "Saving", "is_own_io"]
+
+
+class InFlight:
+    """Runs one action at a time in a thread; used from one thread.
+
+    The thread is no daemon: a process that ends waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._then: list[Callable[[], None]] = []  # guarded by the lock
+        self._lock = threading.Lock()
+        self._is_running = False  # guarded by the lock
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Runs `action` in a thread. Call `wait` first."""
+        assert self._thread is None, "one at a time"
+        self._is_running = True
+        self._thread = threading.Thread(target=self._run, args=(action,), name="zero-save")
+        self._thread.start()
+
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Runs `action` once what is under way has succeeded; never if it fails."""
+        with self._lock:
+            if self._is_running:
+                self._then.append(action)
+                return
+        if self._error is None:
+            action()
+
+    def wait(self) -> None:
+        """Waits until nothing is under way.
+
+        Raises:
+            BaseException: What the action raised; once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._finish()
+        except BaseException as error:  # raised by `wait`
+            self._error = error
+            with self._lock:
+                self._is_running = False
+                self._then.clear()
+
+    def _finish(self) -> None:
+        while True:
+            with self._lock:
+                if not self._then:
+                    self._is_running = False
+                    return
+                following = self._then.pop(0)
+            following()
+
 
 CheckpointForm = Literal["auto", "full", "sharded"]
 MASTERS_KEY = "lightning_zero_masters"
@@ -214,7 +274,7 @@ class Saving:
             if masters:
                 checkpoint[MASTERS_KEY] = masters
         checkpoint[NOTE_KEY] = checkpoint.get(NOTE_KEY, {}) | {
-            "version": lightning_zero.__version__,
+            "version": __version__,
             "stage": engine.config.stage,
             "world_size": engine.comm.size,
         }
@@ -295,7 +355,7 @@ def _run_in_session(save: ShardedSave) -> None:
 
 def _remove_or_warn(path: Path) -> None:
     try:
-        directory.remove(path)
+        atomic.remove(path)
     except OSError as error:
         rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
 

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.world import raise_together
-from lightning_zero.engine.alike import config_facts
+from lightning_zero.engine.facts import config_facts
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.strategy.auto import (
     AUTO,

@@ -24,14 +24,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_zero.comm.alike import check_alike
 from lightning_zero.comm.world import DEFAULT_TIMEOUT, as_timeout, gather_objects
 from lightning_zero.deepspeed import Translation, translate
-from lightning_zero.engine.alike import check_alike
 from lightning_zero.layout.config import KeepFloat32
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.strategy.after_fit import WholeAfterFit
-from lightning_zero.strategy.checkpoint_strategy import CheckpointStrategy
+from lightning_zero.strategy.checkpointing import CheckpointStrategy
 from lightning_zero.strategy.launch import StartMethod
+from lightning_zero.strategy.lifecycle import WholeAfterFit
 from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.saving import CheckpointForm, Saving
 from lightning_zero.strategy.settings import Settings

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.comm.communicator import Communicator
 from lightning_zero.layout.flat import Layout, Slot
+from lightning_zero.layout.mesh import Mesh
 from lightning_zero.tensors.lazy import read_flat
 
 __all__ = ["Cut", "Part", "ShardedTensor", "ShardedTensorError"]
@@ -48,6 +48,27 @@ class ShardedTensorError(RuntimeError):
     why: str = ""
 
 
+class Sharers(Protocol):
+    """The ranks that have a shard of one parameter; a `Communicator` between them.
+
+    Attributes:
+        mesh: Which ranks they are.
+        device: Where they communicate.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sum_over_shards_(self, values: Tensor, name: str) -> Tensor:
+        """See `Communicator`."""
+
+    def max_(self, values: Tensor, name: str) -> Tensor:
+        """See `Communicator`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """Which elements of one parameter each rank has.
@@ -60,7 +81,7 @@ class Cut:
 
     slot: Slot
     layout: Layout
-    comm: Communicator
+    comm: Sharers
 
     @property
     def owned(self) -> range:

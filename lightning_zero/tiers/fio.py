@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from lightning_zero.tiers.file import NvmeFile
+from lightning_zero.tiers.nvme_file import NvmeFile
 
 __all__ = ["Rates", "fio_rates"]
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from lightning_zero.layout.offload import PAGE_BYTES, Tier, padded_bytes
 from lightning_zero.tensors.lazy import StoredTensor
-from lightning_zero.tiers.buffers import aligned_empty
-from lightning_zero.tiers.file import NvmeFile
-from lightning_zero.tiers.files import NvmeStore
+from lightning_zero.tiers.memory import aligned_empty
+from lightning_zero.tiers.nvme_file import NvmeFile, Transfer
+from lightning_zero.tiers.nvme_store import NvmeStore
 from lightning_zero.tiers.pipeline import Piece
-from lightning_zero.tiers.transfer import Transfer
 
 __all__ = ["PAGE_BYTES", "Home", "InFile", "InMemory", "padded_bytes"]
 

@@ -24,10 +24,8 @@ from torch import Tensor
 
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tiers.actor import Actor
-from lightning_zero.tiers.buffers import ALIGNMENT, BufferPool
-from lightning_zero.tiers.file import NvmeFile
-from lightning_zero.tiers.transfer import Transfer
+from lightning_zero.tiers.memory import ALIGNMENT, BufferPool
+from lightning_zero.tiers.nvme_file import Actor, NvmeFile, Transfer
 
 __all__ = ["Job", "Piece", "Pipeline"]
 

@@ -1,4 +1,6 @@
-"""The tiers of one rank: makes homes for its shards, and owns files and buffers.
+"""Stepped values on their way from the CPU to a CUDA device, cast on the way.
+
+The tiers of one rank: makes homes for its shards, and owns files and buffers.
 
 [Note: Apart or together] On a CUDA device the CPU tier is other memory, and what is stepped there
 travels. Where the module computes on the CPU both tiers are the same memory, and nothing is copied.
@@ -14,14 +16,115 @@ from torch import Tensor
 
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.record.recorder import Recorder
-from lightning_zero.tiers.buffers import BufferPool, aligned_empty
-from lightning_zero.tiers.disk import free_bytes
-from lightning_zero.tiers.files import NvmeStore
-from lightning_zero.tiers.home import Home, InFile, InMemory, padded_bytes
+from lightning_zero.record.spans import Kind
+from lightning_zero.tiers.home import PAGE_BYTES, Home, InFile, InMemory, padded_bytes
+from lightning_zero.tiers.memory import BufferPool, aligned_empty
+from lightning_zero.tiers.nvme_file import Transfer, free_bytes
+from lightning_zero.tiers.nvme_store import NvmeStore
 from lightning_zero.tiers.pipeline import Pipeline
-from lightning_zero.tiers.uploader import Uploader
 
-__all__ = ["Storage"]
+__all__ = ["ParamReader", "Storage", "Uploader"]
+
+_BLOCK_BYTES = 2**23
+_NUM_BLOCKS = 2
+
+
+class Uploader:
+    """Casts block by block into page-locked memory; one block travels while the next is cast."""
+
+    def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._blocks = [aligned_empty(_BLOCK_BYTES, pin=pin) for _ in range(_NUM_BLOCKS)]
+        self._events: list[torch.cuda.Event | None] = [None] * _NUM_BLOCKS
+        self._next = 0
+        self._recorder = recorder
+
+    def send(self, values: Tensor, target: Tensor, name: str) -> None:
+        """Copies `values` (1-D, CPU) to `target` (1-D, device); the current stream waits for it."""
+        current = torch.cuda.current_stream(target.device)
+        self._stream.wait_stream(current)  # whoever reads the old values has been queued before
+        step = _BLOCK_BYTES // target.element_size()
+        span = self._recorder.span
+        with torch.cuda.stream(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
+            for start in range(0, values.numel(), step):
+                part = target[start : start + step]
+                event = self._events[self._next]
+                if event is not None:
+                    event.synchronize()
+                block = self._blocks[self._next].view(target.dtype)[: part.numel()]
+                block.copy_(values[start : start + step])
+                part.copy_(block, non_blocking=True)
+                self._events[self._next] = self._stream.record_event()
+                self._next = (self._next + 1) % _NUM_BLOCKS
+        with span(Kind.TO_DEVICE, name, is_wait=True):
+            current.wait_stream(self._stream)
+
+
+class ParamReader:
+    """Reads one shard in chunks of at most one buffer, as far ahead as buffers are free."""
+
+    def __init__(self, home: InFile, pool: BufferPool, recorder: Recorder) -> None:
+        self._home = home
+        self._recorder = recorder
+        self._pool = pool
+        step = pool.nbytes // home.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
+        self._chunks = [
+            (start, min(start + step, home.numel)) for start in range(0, home.numel, step)
+        ]
+        self._begun: list[tuple[Tensor, Transfer]] = []  # reads of the first chunks
+
+    @property
+    def has_begun(self) -> bool:
+        """Some of it has been read, or is being read."""
+        return bool(self._begun)
+
+    def begin(self) -> bool:
+        """Begins to read what free buffers can take; whether that is all of it."""
+        while len(self._begun) < len(self._chunks):
+            buffer = self._pool.take()
+            if buffer is None:
+                return False
+            chunk = self._chunks[len(self._begun)]
+            self._begun.append((buffer, self._home.begin_fetch(*chunk, buffer)))
+        return True
+
+    def copy_to(self, target: Tensor) -> None:
+        """Fills `target`: 1-D, all elements of the home, on any device. Waits until it is done."""
+        try:
+            for start, stop in self._chunks:
+                buffer, transfer, is_pooled = self._next(start, stop)
+                try:
+                    transfer.wait()
+                    nbytes = (stop - start) * self._home.dtype.itemsize
+                    way = (buffer.device, target.device)
+                    with self._recorder.moving(self._home.name, nbytes, *way):
+                        target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
+                finally:
+                    if is_pooled:
+                        self._pool.give(buffer)
+        finally:
+            self.cancel()
+
+    def _next(self, start: int, stop: int) -> tuple[Tensor, Transfer, bool]:
+        """The read of the next chunk, begun if it was not; whether its buffer is the pool's."""
+        if self._begun:
+            return *self._begun.pop(0), True
+        taken = self._pool.take()
+        buffer = taken if taken is not None else self._spare(start, stop)
+        return buffer, self._home.begin_fetch(start, stop, buffer), taken is not None
+
+    def _spare(self, start: int, stop: int) -> Tensor:
+        """Memory for one chunk while all buffers hold what others will need."""
+        nbytes = (stop - start) * self._home.dtype.itemsize
+        return aligned_empty(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, pin=False)
+
+    def cancel(self) -> None:
+        """Gives buffers back whose content nobody will use."""
+        for buffer, transfer in self._begun:
+            transfer.settle()
+            self._pool.give(buffer)
+        self._begun = []
+
 
 _ELEMENT_BYTES = 4  # of `buffer_size`
 

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 import lightning_zero
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer, open_checkpoint
-from lightning_zero.checkpoint.archive import write_torch_file
+from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.checkpoint_io import find_damage_together
 from lightning_zero.strategy.saving import Saving

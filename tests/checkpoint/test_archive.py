@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint.archive import (
+from lightning_zero.checkpoint.torch_file import (
     TorchFile,
     find_damage,
     has_checksums,
@@ -90,7 +90,7 @@ def test_a_stored_tensor_under_two_names_is_written_once_and_tied_again(tmp_path
 
 
 def test_a_stored_tensor_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_zero.checkpoint.archive.PIECE_BYTES", 64)
+    monkeypatch.setattr("lightning_zero.checkpoint.torch_file.PIECE_BYTES", 64)
     values, reads, told = torch.rand(50), [], []
 
     def read(start, stop):

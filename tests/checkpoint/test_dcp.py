@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_zero.checkpoint.dcp import is_sharded, open_sharded
+from lightning_zero.checkpoint.dcp_reader import is_sharded, open_sharded
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
 from tests.checkpoint.test_shard_tensor import SHAPES, shard, values
 from tests.distributed.ranks import run_ranks

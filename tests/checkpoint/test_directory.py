@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.directory import (
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import (
     begin,
     find_damage,
     hash_file,
@@ -28,7 +28,7 @@ def make(target, text):
 def can_exchange(request, monkeypatch):
     """Once as this system does it, once as one without renameat2."""
     if request.param == "aside":
-        monkeypatch.setattr(directory, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
 
 
 def test_nothing_is_at_the_place_until_it_is_whole(tmp_path):
@@ -77,7 +77,7 @@ def test_a_file_replaces_a_directory(tmp_path):
 def test_a_file_replaces_a_file_or_a_link_at_once_where_nothing_can_be_exchanged(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(directory, "_exchange", lambda one, other: pytest.fail("not needed"))
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: pytest.fail("not needed"))
     monkeypatch.setattr(os, "rename", lambda one, other: pytest.fail("the old one steps aside"))
     (tmp_path / "other").write_text("other")
     (tmp_path / "file").write_text("old")
@@ -102,7 +102,7 @@ def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path,
             raise KeyboardInterrupt
         rename(source, goal)
 
-    monkeypatch.setattr(directory, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", stop)
     with pytest.raises(KeyboardInterrupt):
         put_in_place(temporary, target)

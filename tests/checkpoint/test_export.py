@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.archive import silent, write_torch_file
-from lightning_zero.checkpoint.damage import find_damage
 from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.source import find_damage
+from lightning_zero.checkpoint.torch_file import silent, write_torch_file
 from lightning_zero.tensors.lazy import StoredTensor
 from tests.deepspeed_format import write_deepspeed
 from tests.full_disk import mounted_tmpfs

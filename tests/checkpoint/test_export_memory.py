@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.archive import silent
 from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.torch_file import silent
 from lightning_zero.tensors.lazy import StoredTensor
 
 MIB = 1024**2

@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from lightning_zero.checkpoint.archive import find_damage, write_torch_file
-from lightning_zero.checkpoint.file import replacing
+from lightning_zero.checkpoint.atomic import replacing
+from lightning_zero.checkpoint.torch_file import find_damage, write_torch_file
 from tests.full_disk import mounted_tmpfs
 
 

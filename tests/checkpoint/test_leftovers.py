@@ -6,14 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.file import replacing
-from lightning_zero.checkpoint.leftovers import beside, remove_leftovers
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import beside, remove_leftovers, replacing
 
 CODE = """
 import sys, time
 from pathlib import Path
-from lightning_zero.checkpoint.leftovers import beside
+from lightning_zero.checkpoint.atomic import beside
 for parent in sys.argv[1:]:
     for kind in ("incomplete", "removed"):
         folder = beside(Path(parent, "old [1].ckpt"), kind)
@@ -30,7 +29,7 @@ def leftovers(folder):
 
 def test_a_save_of_another_name_removes_what_a_dead_process_left_and_a_living_one_keeps(tmp_path):
     def save(name):
-        directory.put_in_place(directory.begin(folders[0] / name), folders[0] / name)
+        atomic.put_in_place(atomic.begin(folders[0] / name), folders[0] / name)
         with replacing(folders[1] / name, 4) as file:
             file.write(b"whole")
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
+from lightning_zero.comm.alike import check_alike
 from lightning_zero.core import building
-from lightning_zero.engine.alike import check_alike, optimizer_facts
+from lightning_zero.engine.facts import optimizer_facts
 from lightning_zero.optim.trial import Findings, StepKind
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings

@@ -13,7 +13,7 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.core import building
-from lightning_zero.core.piece import Piece, piece_of
+from lightning_zero.core.building import Piece, piece_of
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings

@@ -20,8 +20,8 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.directory import find_damage
-from lightning_zero.checkpoint.writer import ShardedSave
+from lightning_zero.checkpoint.atomic import find_damage
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.strategy import saving
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings

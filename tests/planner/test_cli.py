@@ -216,7 +216,7 @@ def test_a_picture_is_drawn(capsys, tmp_path):
 
 
 def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("lightning_zero.observe.style.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_zero.observe.plots.find_spec", lambda name: None)
     assert main(["plan", *SMALL, "--plot", "x.png"]) == 2
     assert 'pip install "lightning-zero[plot]"' in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
-from lightning_zero.observe.csv_logger import ContinuedCSVLogger
+from lightning_zero.observe.loggers import ContinuedCSVLogger
 from tests.fitting import arrays, make_trainer, settings
 from tests.models import GPTModule
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.tiers.budget import available_memory_bytes, cgroup_rooms
+from lightning_zero.tiers.memory import available_memory_bytes, cgroup_rooms
 
 MIB = 2**20
 
@@ -46,7 +46,7 @@ def test_a_process_in_a_limited_group_sees_its_limit():
         (group / "memory.limit_in_bytes").write_text(str(600 * MIB))
         inside = (
             f"import os; open('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n"
-            "from lightning_zero.tiers.budget import available_memory_bytes\n"
+            "from lightning_zero.tiers.memory import available_memory_bytes\n"
             "print(available_memory_bytes())"
         )
         done = subprocess.run(

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.cli.io_bench import table
-from lightning_zero.tiers.bench import DiskReport, TierSettings
+from lightning_zero.cli.io_bench import DiskReport, TierSettings, table
 from lightning_zero.tiers.fio import Rates, fio_rates
 from tests.tiers.conftest import PAGE
 

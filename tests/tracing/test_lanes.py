@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.observe.lanes import lanes_of, pack
+from lightning_zero.observe.chrome import lanes_of, pack
 from lightning_zero.record.spans import Kind, Recording, Span
 
 TIMES = st.integers(0, 30)

@@ -7,10 +7,8 @@ import pytest
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import STAGES, State
-from lightning_zero.observe import timeline
-from lightning_zero.observe.bars import plot_memory
-from lightning_zero.observe.strips import Scale, place
-from lightning_zero.observe.timeline import plot_timeline
+from lightning_zero.observe import plots as timeline
+from lightning_zero.observe.plots import Scale, place, plot_memory, plot_timeline
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import made_ranks, made_step
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.observe import style
+from lightning_zero.observe import plots as style
+from lightning_zero.observe.chrome import ON_CPU
 from lightning_zero.observe.files import write_recording
-from lightning_zero.observe.style import ON_CPU
 from tests.tracing.steps import made_ranks
 
 

@@ -1,0 +1,453 @@
+"""The file that one rank writes of a sharded checkpoint.
+
+torch's own writer keeps every tensor of a file in memory until the file is done. Here values are
+read one item at a time, so that states which rest on a disk are never in memory all at once, and
+hashed on their way.
+
+A directory of torch's Distributed Checkpoint, written by one process.
+
+The layout is that of sharded checkpoints; see `sharded`. Tensors are read when they are written.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import explained
+from lightning_zero.checkpoint.dcp_reader import METADATA, REST
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.sharded import shards_in
+from lightning_zero.checkpoint.summary import identity
+from lightning_zero.checkpoint.torch_file import Progress
+from lightning_zero.comm.channel import Channel
+from lightning_zero.tensors.composite import take_apart
+from lightning_zero.tensors.lazy import read_flat
+
+__all__ = ["RankFile", "ShardedSave", "Written", "split_rest", "write_dcp"]
+
+_SYNC_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        file: Name in the directory.
+        num_bytes: Its size.
+        digest: Its SHA-256, in hexadecimal.
+        results: For torch's metadata.
+    """
+
+    file: str
+    num_bytes: int
+    digest: str
+    results: list[WriteResult]
+
+
+class RankFile:
+    """The items of `rank` in `folder`, each as `torch.save` writes it, one after another."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._name = f"__{rank}_0.distcp"
+
+    def write(self, planner: DefaultSavePlanner) -> Written:
+        """Writes the items of `planner.plan` and syncs; what two names share is written once."""
+        places: dict[Any, _StorageInfo] = {}
+        results = []
+        with (
+            open(self._folder / self._name, "wb", buffering=0) as raw,
+            ThreadPoolExecutor(2, thread_name_prefix="zero-save") as threads,
+        ):
+            file = _HashedFile(raw, threads)
+            for item in planner.plan.items:
+                value = planner.state_dict[item.index.fqn]
+                key: Any = item.index
+                if isinstance(value, ShardTensor):
+                    key = (value.source, value.dtype, item.index.offset)
+                if key not in places:
+                    start = file.tell()
+                    _append(planner.resolve_data(item), file)
+                    places[key] = _StorageInfo(self._name, start, file.tell() - start)
+                results.append(WriteResult(item.index, places[key].length, places[key]))
+            file.sync()
+        return Written(self._name, file.tell(), file.digest.hexdigest(), results)
+
+
+def _append(data: Tensor | io.BytesIO, file: _HashedFile) -> None:
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    data = data.detach().cpu()
+    if data.untyped_storage().nbytes() != data.nbytes:
+        data = data.clone()  # torch.save would write the whole storage
+    try:
+        torch.save(data, cast(Any, file))
+    except RuntimeError:  # of torch's archive, that has not all of its bytes
+        if file.error is not None:
+            raise file.error from None
+        raise
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that is appended to, and beside that hashed and brought to the disk.
+
+    Attributes:
+        digest: Of what was written.
+        error: Why a write failed.
+    """
+
+    def __init__(self, raw: io.FileIO, threads: ThreadPoolExecutor) -> None:
+        self._raw = raw
+        self._threads = threads
+        self._position = self._synced = 0
+        self._syncing: Future[None] | None = None
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        hashing = self._threads.submit(self.digest.update, view)
+        written = 0
+        try:
+            while written < view.nbytes:
+                written += self._raw.write(view[written:]) or 0
+            self._position += written
+            self._sync_behind()
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            hashing.result()  # it reads `data`
+        return written
+
+    def _sync_behind(self) -> None:
+        """Has the disk write while the next items are read: else it waits for the last one."""
+        if self._syncing is not None and self._syncing.done():
+            self._syncing.result()
+            self._syncing = None
+        if self._syncing is None and self._position - self._synced >= _SYNC_BYTES:
+            self._synced = self._position
+            self._syncing = self._threads.submit(os.fdatasync, self._raw.fileno())
+
+    def sync(self) -> None:
+        """All of it is on the disk."""
+        if self._syncing is not None:
+            self._syncing.result()
+        os.fsync(self._raw.fileno())
+
+
+@dataclass
+class ShardedSave:
+    """One checkpoint on its way to the disk.
+
+    Attributes:
+        target: Rank 0's path, on every rank.
+        planner: torch's, with this rank's entries.
+        rest: What goes into `meta.pt`, pickled; empty on other ranks than 0.
+        channel: Between the ranks.
+    """
+
+    target: Path
+    planner: DefaultSavePlanner
+    rest: io.BytesIO
+    channel: Channel
+
+    @classmethod
+    def prepare(
+        cls,
+        checkpoint: dict[str, Any],
+        target: Path,
+        shards: Mapping[str, ShardTensor],
+        channel: Channel,
+    ) -> ShardedSave:
+        """Agrees on what is to be written. Collective.
+
+        Rank 0's dict says which entries there are and what they are called: hooks that change it on
+        one rank only are as good as with a full file. The other ranks bring their shards.
+
+        Args:
+            checkpoint: As Lightning made it and hooks have changed it.
+            target: Where to.
+            shards: All shards that this rank has made for it, by source.
+            channel: Its session is held.
+        """
+        is_first = channel.rank == 0
+        planner = DefaultSavePlanner()
+        rest = io.BytesIO()
+        agreed: dict[str, tuple[str, torch.dtype]] = {}
+
+        def read_dict() -> None:
+            if is_first:
+                tree, others = split_rest(checkpoint)
+                torch.save(others, rest)
+                planner.set_up_planner(tree, is_coordinator=True)
+                for name, value in planner.state_dict.items():
+                    if isinstance(value, ShardTensor):
+                        agreed[name] = (value.source, value.dtype)
+
+        channel.attempt(read_dict)
+        target, entries = channel.broadcast((target, agreed))
+
+        def bring_shards() -> None:
+            if not is_first:
+                planner.set_up_planner(
+                    {name: shards[source].cast(dtype) for name, (source, dtype) in entries.items()}
+                )
+                planner.mappings = {}  # rank 0's has all names, in their order
+
+        channel.attempt(bring_shards)
+        return cls(target, planner, rest, channel)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What `snapshot` takes for this rank's shards."""
+        shards = [v for v in self.planner.state_dict.values() if isinstance(v, ShardTensor)]
+        return sum({_key(shard): shard.owned_bytes for shard in shards}.values())
+
+    def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
+        """Copies this rank's values, so that training may go on before they are written. Local.
+
+        Args:
+            memory: Of the save before, used again; afterwards of this one.
+            pin: Into page-locked memory, as copies from a GPU want it.
+        """
+        entries = self.planner.state_dict
+        kept: dict[str, Tensor] = {}
+        for name, value in entries.items():
+            if isinstance(value, ShardTensor):
+                key = _key(value)
+                if key not in kept:
+                    kept[key] = _copy_of(value, memory.get(key), pin)
+                entries[name] = _reading(value, kept[key])
+            elif isinstance(value, Tensor):
+                entries[name] = value.detach().to("cpu", copy=True)
+            else:
+                entries[name] = copy.deepcopy(value)
+        memory.clear()
+        memory.update(kept)
+        if pin:
+            torch.cuda.synchronize()
+
+    def run(self) -> None:
+        """Writes, and puts the directory in place when every rank has. Collective; waits.
+
+        Raises:
+            OSError: The disk is full, or the path cannot be written to; on every rank. What was at
+                the path is as it was.
+        """
+        channel = self.channel
+        is_first = channel.rank == 0
+        folder: Path | None = None
+        try:
+            made = channel.attempt(lambda: atomic.begin(self.target) if is_first else None)
+            folder = channel.broadcast(made[0] if made else None)
+            assert folder is not None
+            metadata = self._plan()
+            file = RankFile(folder, channel.rank)
+            written = channel.attempt(lambda: file.write(self.planner))
+            if metadata is None or written is None:
+                channel.attempt(lambda: None)
+            else:
+                channel.attempt(partial(self._finish, folder, metadata, written))
+        except BaseException as error:
+            if is_first and folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full() from error
+            raise
+
+    def _plan(self) -> Metadata | None:
+        """Torch's plan of the whole: on rank 0."""
+        metadata: Metadata | None = None
+        plans = self.channel.attempt(self.planner.create_local_plan)
+
+        def merge() -> None:
+            nonlocal metadata
+            if plans is not None:
+                _, metadata = self.planner.create_global_plan(plans)
+                entries = metadata.state_dict_metadata  # by rank; readers like the module's order
+                metadata.state_dict_metadata = {
+                    name: entries[name] for name in self.planner.state_dict if name in entries
+                }
+
+        self.channel.attempt(merge)
+        return metadata
+
+    def _full(self) -> OSError:
+        """What to say when the disk was full, after the files are gone again. Collective."""
+        shards = [v for v in self.planner.state_dict.values() if isinstance(v, ShardTensor)]
+        needed = self.channel.gather(sum(shard.owned_bytes for shard in shards))
+        measured = self.channel.attempt(lambda: shutil.disk_usage(self.target.parent).free)
+        total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
+        return OSError(
+            errno.ENOSPC,
+            f"the disk is full: the checkpoint needs {total} bytes, and {free} are free there; "
+            "what was there is unharmed. Free some space or save elsewhere",
+            str(self.target),
+        )
+
+    def _finish(self, folder: Path, metadata: Metadata, written: list[Written]) -> None:
+        for one in written:
+            file = folder / one.file
+            if not file.is_file() or file.stat().st_size != one.num_bytes:
+                raise OSError(
+                    errno.EIO,
+                    f"{one.file} was written by another rank and is not seen on rank 0; a sharded "
+                    "checkpoint needs a folder that all ranks share",
+                    str(self.target),
+                )
+        FileSystemWriter(folder).finish(metadata, [one.results for one in written])
+        with open(folder / REST, "wb") as rest:
+            rest.write(self.rest.getbuffer())
+            rest.flush()
+            os.fsync(rest.fileno())
+        digests = {one.file: one.digest for one in written}
+        digests[REST] = hashlib.sha256(self.rest.getbuffer()).hexdigest()
+        digests[METADATA] = atomic.hash_file(folder / METADATA)
+        atomic.write_checksums(folder, digests)
+        atomic.put_in_place(folder, self.target)
+
+
+def split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is written by name, under the keys of the format; and the rest, for `meta.pt`."""
+    tree: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key == "optimizer_states":
+            tree.update({f"optimizer_{number}": state for number, state in enumerate(value)})
+        elif key == "state_dict":
+            tree[key] = value
+        else:
+            _split(key, value, tree, rest)
+    return tree, rest
+
+
+def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Puts dicts with shards into `tree`; of those that hold such dicts, the others into `rest`."""
+    if not shards_in(value):
+        rest[key] = value
+    elif not isinstance(value, Mapping) or any(isinstance(v, ShardTensor) for v in value.values()):
+        tree[key] = value
+    else:
+        tree[key], rest[key] = {}, {}
+        for name, part in value.items():
+            _split(name, part, tree[key], rest[key])
+
+
+def _key(shard: ShardTensor) -> str:
+    return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once
+
+
+def _copy_of(shard: ShardTensor, memory: Tensor | None, pin: bool) -> Tensor:
+    numel = len(shard.owned)
+    if memory is None or memory.numel() != numel:
+        memory = torch.empty(numel, dtype=shard.dtype, pin_memory=pin)
+    return memory.copy_(shard.read_owned(), non_blocking=pin)
+
+
+def _reading(shard: ShardTensor, kept: Tensor) -> ShardTensor:
+    origin = shard.owned.start
+
+    def read(start: int, stop: int) -> Tensor:
+        return kept[start - origin : stop - origin]
+
+    return ShardTensor.of(shard.source, shard.shape, shard.dtype, shard.owned, read)
+
+
+# Other entries go into `meta.pt` as they are.
+_HELD_BY_NAME = {
+    "averaging_state",
+    "current_model_state",
+    "lightning_zero_masters",
+    "optimizer_states",
+    "state_dict",
+}
+
+
+def write_dcp(checkpoint: Mapping[str, Any], path: Path, progress: Progress) -> None:
+    """Writes an opened checkpoint as a directory, whole or not at all.
+
+    Args:
+        checkpoint: As `open_checkpoint` returns it.
+        path: Its folder exists.
+        progress: Is told the bytes of every tensor.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    sources: dict[object, str] = {}
+    content = {
+        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
+        for key, value in checkpoint.items()
+    }
+    tree, others = split_rest(content)
+    rest = io.BytesIO()
+    torch.save(others, rest)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    planner.finish_plan(plans[0])
+    needed = sum(v.owned_bytes for v in planner.state_dict.values() if isinstance(v, ShardTensor))
+    folder = atomic.begin(path)
+    try:
+        with explained(path, needed + rest.getbuffer().nbytes):
+            written = RankFile(folder, 0).write(planner)
+            FileSystemWriter(folder).finish(metadata, [written.results])
+            with open(folder / REST, "wb") as file:
+                file.write(rest.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            names = {name: atomic.hash_file(folder / name) for name in (METADATA, REST)}
+            atomic.write_checksums(folder, {written.file: written.digest, **names})
+            atomic.put_in_place(folder, path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any:
+    """Tensors in dicts and lists as shards that are all of it, by what they share."""
+    if isinstance(tree, Mapping):
+        return {key: _as_shards(value, sources, progress) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_as_shards(value, sources, progress) for value in tree]
+    if not isinstance(tree, Tensor) or tree.layout != torch.strided:
+        return tree
+    if not tree.dim() or not tree.numel():
+        return tree.clone()
+    source = sources.setdefault(identity(tree), f"tensor {len(sources)}")
+    read = partial(_read, tree, progress)
+    return ShardTensor.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
+
+
+def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:
+    values = read_flat(tensor, start, stop)
+    progress(values.numel() * values.element_size())
+    return values

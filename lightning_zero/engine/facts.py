@@ -1,0 +1,133 @@
+"""What a model, its optimizers and settings are, to be compared between ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.plan import saved_name
+from lightning_zero.optim.trial import Findings
+from lightning_zero.tensors.meta import awaited_values
+
+__all__ = ["config_facts", "module_facts", "optimizer_facts"]
+
+
+_OF_ONE_RANK = {"device", "generator", "global_rank", "local_rank", "rank", "seed"}  # group options
+_NOT_COMPARED = {"params", "param_names"}  # told by parameter
+_OF_ONE_NODE = {"nvme_path", "pin_memory", "buffer_count", "buffer_size"}  # of an OffloadConfig
+
+
+def module_facts(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, str]]:
+    """Of parameters, of the modules that hold them, and of the buffers that ranks share."""
+    facts: dict[str, dict[str, str]] = {}
+    first_names: dict[Tensor, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        name = saved_name(name)
+        if parameter in first_names:
+            facts[f"parameter {name}"] = {"tensor": f"that of {first_names[parameter]}"}
+            continue
+        first_names[parameter] = name
+        requires_grad = str(parameter.requires_grad)
+        facts[f"parameter {name}"] = {**_tensor_facts(parameter), "requires_grad": requires_grad}
+    holders = {holder for name, _ in module.named_parameters() for holder in _holders(name)}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name in holders and not isinstance(child, OptimizedModule):
+            own_name = saved_name(f"{name}.").removesuffix(".")
+            subject = f"module {own_name}" if own_name else "the whole module"
+            facts[subject] = {"class": type(child).__qualname__}
+    for name, buffer in module.named_buffers():
+        if config.broadcast_buffers or buffer.is_meta:
+            facts[f"buffer {saved_name(name)}"] = _tensor_facts(buffer)
+    return facts
+
+
+def _holders(name: str) -> Iterator[str]:
+    """Names of all modules around the parameter `name`."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _tensor_facts(tensor: Tensor) -> dict[str, str]:
+    if is_lazy(tensor):
+        return {"shape": "lazy"}
+    if awaited_values(tensor) is not None:
+        values = "to be loaded"
+    else:
+        values = "none yet (meta device)" if tensor.is_meta else "there"
+    return {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype), "values": values}
+
+
+def optimizer_facts(
+    number: int, optimizer: Optimizer, found: Findings, names: Mapping[nn.Parameter, str]
+) -> dict[str, dict[str, str]]:
+    """Of one optimizer and its groups.
+
+    Args:
+        number: Among all of the engine.
+        optimizer: The user's.
+        found: How it can be stepped.
+        names: Of parameters, in the order of the module.
+    """
+    title = f"optimizer {number}"
+    kind = "elementwise" if found.is_elementwise else "whole tensors"
+    facts = {
+        title: {
+            "class": type(optimizer).__qualname__,
+            "number of groups": str(len(optimizer.param_groups)),
+            "way of stepping": f"{kind}, {found.kind.value}",
+        }
+    }
+    group_of: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        group_of.update(dict.fromkeys(group["params"], index))
+        facts[f"group {index} of {title} ({type(optimizer).__qualname__})"] = {
+            str(key): _text(value)
+            for key, value in group.items()
+            if key not in _OF_ONE_RANK | _NOT_COMPARED
+        }
+    for parameter, name in names.items():  # a group may be made of a set, in any order
+        if parameter in group_of:
+            facts[f"parameter {name} in {title}"] = {"group": str(group_of[parameter])}
+    return facts
+
+
+def config_facts(config: ZeroConfig) -> dict[str, str]:
+    """Of the engine's settings."""
+    return {
+        field.name: _setting(getattr(config, field.name)) for field in dataclasses.fields(config)
+    }
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, OffloadConfig):
+        kept = {k: v for k, v in dataclasses.asdict(value).items() if k not in _OF_ONE_NODE}
+        return ", ".join(f"{name}={part!r}" for name, part in kept.items() if part is not None)
+    return repr(value)
+
+
+def _text(value: Any) -> str:
+    """`value` in the same words on every rank where it is the same."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_meta:
+            return f"tensor({value.item()})"
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, torch.device):
+        return "a device"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_text, value)) + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text

@@ -1,0 +1,303 @@
+"""A table of the bytes that each rank keeps, beside those of plain data parallel."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.stage import State
+from lightning_zero.record.spans import Kind
+from lightning_zero.strategy.strategy import ZeroStrategy
+
+__all__ = [
+    "Flow",
+    "JobReport",
+    "MemoryTable",
+    "Speed",
+    "aligned",
+    "memory_reports",
+    "memory_table",
+    "zero_strategy",
+]
+
+_MIB = 1024**2
+_GIB = 1024**3
+_MAX_NUM_RANKS = 8
+
+
+class MemoryTable(pl.Callback):
+    """Prints on rank 0, when training ends, how many MiB of each state every rank keeps at rest.
+
+    The last row is what plain data parallel keeps on every rank; the last column is the ratio to
+    it. Beyond 8 ranks the rows are the least and the most of each column over the ranks. States
+    that rest on more than one tier have a column for each, unless all of it is 0. Where shards rest
+    on NVMe, a line says what rank 0 has read and written there. `ZeroMonitor` prints the same.
+
+    Collective: every rank, in `on_train_end`.
+
+    Raises:
+        TypeError: The strategy is not a `ZeroStrategy`; raised before anything is trained.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses a strategy that counts no bytes."""
+        zero_strategy(trainer, self)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gathers the counts of all ranks and prints the table."""
+        reports = memory_reports(zero_strategy(trainer, self))
+        if trainer.is_global_zero:
+            print("\n" + memory_table(reports, trainer.global_step))
+
+
+def zero_strategy(trainer: pl.Trainer, callback: pl.Callback) -> ZeroStrategy:
+    """The Trainer's strategy, for a callback that needs one of ours.
+
+    Raises:
+        TypeError: It is another one.
+    """
+    strategy, name = trainer.strategy, type(callback).__name__
+    if not isinstance(strategy, ZeroStrategy):
+        raise TypeError(
+            f"{name} needs a ZeroStrategy, got {type(strategy).__name__}; use strategy='zero3' or "
+            f"another of lightning_zero, or leave {name} out."
+        )
+    return strategy
+
+
+def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
+    """What each rank keeps at this moment, by rank, on rank 0. Collective: every rank."""
+    engine = strategy.engine
+    engine.lockstep.meet_for("the memory table")  # else ranks would wait for one that has failed
+    return engine.comm.control.collect_objects(strategy.memory_report())
+
+
+def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
+    """The text to print.
+
+    Args:
+        reports: By rank.
+        num_steps: Optimizer steps that have been taken.
+    """
+    tiers = list(dict.fromkeys(tier for report in reports for tier in report.tiers))
+    names = [state.value for state in State]
+    if len(tiers) > 1:
+        names = [f"{name} ({tier})" for tier in tiers for name in names]
+    rows = [
+        [report.tiers.get(tier, {}).get(state, 0) for tier in tiers for state in State]
+        for report in reports
+    ]
+    rows = [[*row, sum(row)] for row in rows]
+    labels = [f"rank {rank}" for rank in range(len(rows))]
+    if len(rows) > _MAX_NUM_RANKS:
+        labels = [f"least of {len(rows)} ranks", f"most of {len(rows)} ranks"]
+        rows = [list(map(min, *rows)), list(map(max, *rows))]
+    # Plain data parallel keeps everything on the first tier, the device.
+    alone = [reports[0].data_parallel.get(state, 0) for state in State]
+    rows.append([*alone, *[0] * (len(names) - len(alone)), sum(alone)])
+    labels.append("plain data parallel")
+    if len(tiers) > 1:
+        names, rows = _without_zeros(names, rows)
+    header = ["MiB at rest", *names, "total", "ratio"]
+    lines = [
+        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    table = aligned([header, *lines])
+    return f"{table}\n{_traffic(reports[0], num_steps)}" if reports[0].nvme_written_bytes else table
+
+
+def _without_zeros(names: list[str], rows: list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """Without the columns of zeros; the total, which has no name, stays."""
+    kept = [place for place, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    kept = sorted({*kept, len(names)})
+    names = [names[place] for place in kept[:-1]]
+    return names, [[row[place] for place in kept] for row in rows]
+
+
+def _traffic(report: MemoryReport, num_steps: int) -> str:
+    read, written = report.nvme_read_bytes / _GIB, report.nvme_written_bytes / _GIB
+    per_step = written / max(num_steps, 1)
+    return (
+        f"NVMe traffic of rank 0: {read:.2f} GiB read, {written:.2f} GiB written, "
+        f"{per_step:.3f} GiB written per step"
+    )
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns two spaces apart, the first one to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of all ranks together, without the first step and evaluation; NaN: unknown.
+
+    Attributes:
+        num_steps: That were timed.
+        steps_per_s: Batches with an optimizer step.
+        batches_per_s: Of one rank.
+        samples_per_s: Of all ranks.
+    """
+
+    num_steps: int
+    steps_per_s: float
+    batches_per_s: float
+    samples_per_s: float
+
+    @classmethod
+    def of(cls, everyone: Sequence[Sequence[float]]) -> Speed:
+        """From each rank's (steps, batches, samples, seconds)."""
+        steps, batches, _, _ = everyone[0]
+        seconds = max(rank[3] for rank in everyone) or math.nan
+        samples = sum(rank[2] for rank in everyone)
+        return cls(int(steps), steps / seconds, batches / seconds, samples / seconds)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One kind of communication or transfer in a step, as the mean over ranks and steps.
+
+    Attributes:
+        kind: Its name.
+        in_flight_s: Seconds in which some of it was under way.
+        hidden_s: Of these, behind computation.
+        exposed_s: For which the computation stood still.
+        gib: Sent, or moved.
+    """
+
+    kind: str
+    in_flight_s: float
+    hidden_s: float
+    exposed_s: float
+    gib: float
+
+    @classmethod
+    def of(cls, kind: Kind, means: Mapping[str, float]) -> Flow:
+        """From the means of a step by metric; what has no such metric is 0."""
+        ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
+        name = "optimizer" if kind is Kind.STEP else kind.value
+        keys = ([f"zero/{part}/{name}{end}" for part in ("comm", "tier", "time")] for end in ends)
+        return cls(name, *(sum(means.get(key, 0.0) for key in both) for both in keys))
+
+    @property
+    def gib_per_s(self) -> float:
+        """While it was under way."""
+        return self.gib / self.in_flight_s if self.in_flight_s else 0.0
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """A fit that has ended.
+
+    Attributes:
+        world_size: Number of ranks.
+        num_steps: Optimizer steps that have been taken, those before a resumption among them.
+        memory: By rank, when training ended.
+        speed: Of the whole job.
+        num_recorded: Steps from which the following are.
+        step_s: Mean length of a step.
+        waited_s: For which a rank waited in it for anything.
+        flows: By kind.
+        is_on_cpu: Nobody is told there when data arrives: rates of collectives are lower bounds.
+    """
+
+    world_size: int
+    num_steps: int
+    memory: Sequence[MemoryReport]
+    speed: Speed
+    num_recorded: int
+    step_s: float
+    waited_s: float
+    flows: Sequence[Flow]
+    is_on_cpu: bool
+
+    def text(self) -> str:
+        """For a terminal."""
+        return "\n".join([memory_table(self.memory, self.num_steps), "", *self._lines()])
+
+    def _lines(self) -> Iterator[str]:
+        speed = self.speed
+        if speed.num_steps:
+            rates = [f"{speed.steps_per_s:.2f} steps/s", f"{speed.batches_per_s:.2f} batches/s"]
+            if not math.isnan(speed.samples_per_s):
+                rates.append(f"{speed.samples_per_s:.1f} samples/s")
+            yield (
+                f"throughput of {self.world_size} rank(s): {', '.join(rates)} "
+                f"(over {speed.num_steps} steps, without the first one and evaluation)"
+            )
+        if not self.num_recorded:
+            yield "no step after the first one was recorded: every_n_steps is more than there were"
+        elif self.flows:
+            yield (
+                f"communication, mean of {self.num_recorded} recorded steps of "
+                f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
+            )
+            yield aligned([_HEADER, *map(self._row, self.flows), self._waits()])
+            if self.is_on_cpu:
+                yield (
+                    "on CPU a collective ends where it is waited for: what is hidden is at most "
+                    "that, and rates (>=) are at least those"
+                )
+
+    def _row(self, flow: Flow) -> list[str]:
+        cells = [flow.kind, *self._time(flow.hidden_s), *self._time(flow.exposed_s)]
+        if not flow.gib:
+            return [*cells, "", ""]
+        bound = ">= " if self.is_on_cpu and flow.kind in _COLLECTIVES else ""
+        return [*cells, f"{flow.gib * 1024:.2f}", f"{bound}{flow.gib_per_s:.3g}"]
+
+    def _waits(self) -> list[str]:
+        """Less than the sum, where one wait was for several kinds at once."""
+        return ["all together", "", "", *self._time(self.waited_s), "", ""]
+
+    def _time(self, seconds: float) -> list[str]:
+        return [f"{seconds * 1e3:.2f}", f"{seconds / self.step_s:.1%}"]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes `report.json` and `memory.json` into `folder`, and says where."""
+        speed = {name: _known(value) for name, value in vars(self.speed).items()}
+        flows = {flow.kind: {**vars(flow), "gib_per_s": flow.gib_per_s} for flow in self.flows}
+        report = {**vars(self), "speed": speed, "flows": flows}
+        del report["memory"]
+        files = {"report.json": report, "memory.json": [_plain(one) for one in self.memory]}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+        return [folder / name for name in files]
+
+
+_COLLECTIVES = {kind.value for kind in (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE)}
+_HEADER = ["per step", "hidden ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
+
+
+def _plain(report: MemoryReport) -> dict[str, Any]:
+    """Bytes of one rank, with states by name."""
+    tiers = {
+        tier: {state.value: nbytes for state, nbytes in states.items()}
+        for tier, states in report.tiers.items()
+    }
+    alone = {state.value: nbytes for state, nbytes in report.data_parallel.items()}
+    return {**vars(report), "tiers": tiers, "data_parallel": alone}

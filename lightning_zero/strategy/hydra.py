@@ -1,0 +1,196 @@
+"""The command that starts one more rank of this script, and of this Hydra job where there is one.
+
+A Hydra job is told by what was resolved for it on rank 0, not by the words of the command line: in
+a sweep those stand for many jobs, and its flags may stand anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.pytorch.strategies.launchers import subprocess_script
+
+from lightning_zero.strategy.children import Children, Untouched
+
+__all__ = ["HydraJobs", "check_launch", "child_command", "current_job"]
+
+_BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+def current_job() -> str | None:
+    """What tells one Hydra job of a process from the next; None outside Hydra."""
+    hydra = _hydra()
+    if hydra is None:
+        return None
+    from omegaconf import OmegaConf
+
+    number = "" if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
+    return f"{hydra.runtime.output_dir}#{number}"
+
+
+def check_launch(num_processes: int) -> None:
+    """Whether this process may start ranks, or be the only one.
+
+    Args:
+        num_processes: Ranks on this node.
+
+    Raises:
+        RuntimeError: Another of Hydra's launchers runs the job: its workers are not the script that
+            would have to be run again, and submitit's own tasks do not know of each other.
+    """
+    hydra = _hydra()
+    num_tasks = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
+    if hydra is None or num_processes == num_tasks == 1:
+        return
+    from hydra.types import RunMode
+
+    target = hydra.launcher.get("_target_")
+    if hydra.mode == RunMode.MULTIRUN and target != _BASIC:
+        raise RuntimeError(
+            f"Trainer(devices={num_processes}) needs {num_processes} rank(s), but "
+            f"{target} runs this job as {num_tasks} task(s) in which ranks cannot be started. Use "
+            f"hydra/launcher=basic, which leaves starting them to the Trainer, or "
+            f"hydra/launcher=slurm with hydra.launcher.tasks_per_node={num_processes}."
+        )
+
+
+def _hydra() -> Any | None:
+    """Hydra's own settings of the job; None where there is none."""
+    if "hydra" not in sys.modules:
+        return None  # and it need not be imported
+    from hydra.core.hydra_config import HydraConfig
+
+    return HydraConfig.get() if HydraConfig.initialized() else None
+
+
+def child_command(local_rank: int) -> tuple[list[str], str | None]:
+    """The command line, and the working directory to start it in (None: this process's own).
+
+    Raises:
+        RuntimeError: There is no script to run again.
+    """
+    hydra = _hydra()
+    if hydra is None:
+        return list(_basic_subprocess_cmd()), None
+    flags = _config_flags(hydra)
+    overrides = [*hydra.overrides.hydra, *hydra.overrides.task, *_job_overrides(hydra, local_rank)]
+    return [sys.executable, *_script(), *flags, *overrides], str(hydra.runtime.cwd)
+
+
+def _script() -> list[str]:
+    from hydra.utils import to_absolute_path
+
+    import __main__  # as late as possible: it is another module while a test imports this one
+
+    if __main__.__spec__ is not None:
+        return ["-m", __main__.__spec__.name]
+    script = to_absolute_path(sys.argv[0])
+    if not Path(script).is_file():
+        raise RuntimeError(
+            f"expected a script to start more ranks from, got {sys.argv[0]!r}; put the training "
+            "into a file, or start the ranks with torchrun or srun."
+        )
+    return [script]
+
+
+def _config_flags(hydra: Any) -> list[str]:
+    """Where rank 0 found its configuration: the flags win over what the decorator says."""
+    flags = []
+    sources = {source.provider: source for source in hydra.runtime.config_sources}
+    for provider, flag in (("main", "--config-path"), ("command-line", "--config-dir")):
+        source = sources.get(provider)
+        if source is not None and source.path:
+            is_file = source.schema == "file"
+            flags += [flag, source.path if is_file else f"{source.schema}://{source.path}"]
+    if hydra.job.config_name is not None:
+        flags += ["--config-name", hydra.job.config_name]
+    return flags
+
+
+def _job_overrides(hydra: Any, local_rank: int) -> list[str]:
+    """What makes the child one more rank of the same job; the last word on each key wins."""
+    from hydra.types import RunMode
+
+    values: dict[str, Any] = {
+        "hydra.mode": "RUN",
+        "hydra.run.dir": hydra.runtime.output_dir,
+        "hydra.output_subdir": None,  # rank 0 has written the composed settings
+    }
+    if hydra.mode == RunMode.MULTIRUN:
+        values["hydra.sweep.dir"] = hydra.sweep.dir
+        values["hydra.sweep.subdir"] = hydra.sweep.subdir
+        values["hydra.job.num"] = hydra.job.num
+        values["hydra.job.id"] = hydra.job.id
+    values |= _log_files(hydra, local_rank)
+    return [f"{key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _log_files(hydra: Any, local_rank: int) -> dict[str, str]:
+    """A file of its own for every log that goes to one."""
+    from omegaconf import OmegaConf
+
+    logging = OmegaConf.to_container(hydra.job_logging, resolve=False)
+    handlers = logging.get("handlers") if isinstance(logging, dict) else None
+    names = {}
+    for name, handler in (handlers or {}).items():
+        file = handler.get("filename")
+        if file and not re.search(r"\$\{[^}]*rank", file, re.IGNORECASE):  # else it differs already
+            stem, dot, suffix = file.rpartition(".")
+            file = f"{stem}_rank{local_rank}.{suffix}" if dot else f"{file}_rank{local_rank}"
+            names[f"hydra.job_logging.handlers.{name}.filename"] = file
+    return names
+
+
+def _quoted(value: Any) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if not isinstance(value, str):
+        return "null" if value is None else str(value)
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+_RANKS = ("LOCAL_RANK", "RANK", "SLURM_PROCID")  # of processes that something else has started
+
+
+class HydraJobs(Callback):
+    """Lets the jobs of a sweep launch their ranks one after another: `hydra.callbacks`.
+
+    A Trainer makes its process rank 0 for good, and the next job would find a process group whose
+    other ranks are gone. `ZeroStrategy` sees to that for itself; Lightning's own strategies do not,
+    and their children would run the whole sweep again: they are started as ours are.
+
+    Alternatives considered: to look for the end of a job from within the strategy, which the next
+    job need not use.
+    """
+
+    def __init__(self) -> None:
+        self._before: Untouched | None = None
+        self._lightnings: Any = None
+
+    def on_job_start(self, config: Any, **kwargs: Any) -> None:
+        """Remembers the process as it is."""
+        if not any(name in os.environ for name in _RANKS):
+            self._before = Untouched.now()
+            self._lightnings = vars(subprocess_script)["_hydra_subprocess_cmd"]
+            vars(subprocess_script)["_hydra_subprocess_cmd"] = child_command
+
+    def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
+        """Makes it so again, once the ranks of this node have ended."""
+        if self._before is None:
+            return
+        vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightnings
+        has_failed = job_return.status is JobStatus.FAILED
+        if config.hydra.mode is not RunMode.MULTIRUN and not has_failed:
+            return  # no job follows, and a rank may take its time to end
+        if (children := Children.current()) is not None:
+            children.end(has_failed=has_failed)
+        self._before.restore()
+        self._before = None

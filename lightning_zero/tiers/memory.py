@@ -1,0 +1,164 @@
+"""How much memory there is to rest in."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "BufferPool", "aligned_empty", "available_memory_bytes", "local_world_size"]
+
+# By version of control groups: where they are mounted, and the files of limit and use.
+_CGROUPS = {
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def available_memory_bytes() -> int:
+    """CPU memory that this machine, or the container or job that we run in, can still give."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass  # not Linux
+    return max(min([available, *cgroup_rooms()]), 0)
+
+
+def cgroup_rooms(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Bytes that each control group around this process has left, its cache of files counted in."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        folder, limit, used, cache = _CGROUPS[1 if controllers else 2]
+        own = Path(path.lstrip("/"))
+        for group in [own, *own.parents]:
+            try:
+                text = (mount / folder / group / limit).read_text().strip()
+                if text == "max":
+                    continue
+                taken = int((mount / folder / group / used).read_text())
+                stat = (mount / folder / group / "memory.stat").read_text().split()
+            except (OSError, ValueError):
+                continue  # not seen from inside a container
+            cached = int(stat[stat.index(cache) + 1]) if cache in stat else 0
+            yield int(text) - taken + cached
+
+
+def local_world_size() -> int:
+    """Ranks that share this machine, as the launcher tells; all of them where it does not."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return max(int(value), 1)
+    return 1
+
+
+ALIGNMENT = 4096  # bytes; what O_DIRECT asks of memory, offsets and lengths
+_MADV_WIPEONFORK = 18  # <linux/mman.h>; the mmap module does not name it
+
+
+class _Pages(mmap.mmap):
+    """Anonymous private memory that begins on a page; unpins itself before it goes."""
+
+    pinned_at: int | None = None  # address
+
+    def __del__(self) -> None:
+        if self.pinned_at is not None:
+            # A driver that is shut down has unpinned it already.
+            with contextlib.suppress(Exception):
+                torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
+    """Uninitialised memory for transfers.
+
+    Pages of our own, not `torch.empty(pin_memory=True)`: that one rounds up to a power of two.
+
+    Args:
+        nbytes: Size.
+        pin: Pin it where CUDA is there; elsewhere it makes no difference.
+
+    Returns:
+        1-D, uint8, `nbytes`, CPU, beginning at a multiple of 4096.
+
+    Raises:
+        RuntimeError: The driver refuses to pin this much.
+    """
+    return _map(nbytes, pin=pin)[0]
+
+
+class BufferPool:
+    """`count` buffers of `nbytes` each that are taken and given back, by any thread."""
+
+    count: int
+    nbytes: int  # of one buffer
+
+    def __init__(self, count: int, nbytes: int, *, pin: bool) -> None:
+        if count < 1 or nbytes < 1:
+            raise ValueError(f"expected a count and bytes of at least 1, got {count} and {nbytes}")
+        self.count = count
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+        for _ in range(count):
+            buffer, pages = _map(nbytes, pin=pin)
+            # A fork shares private pages until one side writes, and a transfer under way would
+            # then fill the other side's copy (open(2), O_DIRECT). A child gets zeros instead.
+            with contextlib.suppress(OSError):
+                pages.madvise(_MADV_WIPEONFORK)
+            self._free.append(buffer)
+
+    def take(self) -> Tensor | None:
+        """A free buffer, 1-D, uint8, `nbytes`; None if all are taken."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def give(self, buffer: Tensor) -> None:
+        """Give back what `take` gave; nothing may use its memory any more."""
+        with self._lock:
+            if self.count == 0:  # closed
+                return
+            self._free.append(buffer)
+            assert len(self._free) <= self.count, self.count
+
+    def close(self) -> None:
+        """Let go of the buffers; `take` returns None from now on."""
+        with self._lock:
+            self._free.clear()
+            self.count = 0
+
+
+def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:
+    pages = _Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages make few, long segments of a transfer: 2.4 times the rate of small ones on a
+    # virtual disk of a cloud. Some kernels have none.
+    with contextlib.suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+    assert tensor.data_ptr() % ALIGNMENT == 0, tensor.data_ptr()
+    if pin and torch.cuda.is_available():
+        runtime: Any = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+        if int(code) != 0:
+            raise RuntimeError(
+                f"cannot pin {nbytes} bytes of CPU memory (CUDA error {int(code)}); use smaller or "
+                "fewer buffers, or pin_memory=False"
+            )
+        pages.pinned_at = tensor.data_ptr()
+    return tensor, pages
