@@ -1,201 +1,140 @@
-"""Imports go down only: a lower room never knows a higher one."""
+"""Imports go one way: a room never knows a later one, and no module itself by way of others."""
 
 import ast
 from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
-LAYERS = {
-    0: {
-        "stage",
-        "config",
-        "layout",
-        "mesh",
-        "offload",
-        "plan",
-        "memory",
-        "deepspeed",
-        "kept",
-        "planner",
-        "recording",
-        "tracing",
-    },
-    1: {
-        "axes",
-        "buffer",
-        "channel",
-        "comm",
-        "comm_bench",
-        "composite",
-        "control",
-        "doing",
-        "exchange",
-        "flight",
-        "peers",
-        "rank_store",
-        "recorder",
-        "state_keys",
-        "stored",
-        "tiers",
-        "watchdog",
-        "world",
-        "written",
-    },
-    2: {
-        "access",
-        "activations",
-        "alike",
-        "assembly",
-        "attached",
-        "awaited",
-        "bucket",
-        "bucket_step",
-        "building",
-        "chunk",
-        "compare",
-        "compiled",
-        "counting",
-        "engine",
-        "from_meta",
-        "gathering",
-        "grad_home",
-        "gradient",
-        "guard",
-        "handover",
-        "hooks",
-        "left_out",
-        "lockstep",
-        "norm",
-        "optim_state",
-        "owned_state",
-        "masters",
-        "materialize",
-        "mixed_dtypes",
-        "piece",
-        "probe",
-        "reducing",
-        "replica_mean",
-        "schedule",
-        "shadow",
-        "sharded_tensor",
-        "shards",
-        "shared_buffers",
-        "stand_in",
-        "step",
-        "toys",
-        "trained",
-        "unit",
-        "worker",
-    },
-    3: {"checkpoint"},
-    4: {
-        "after_fit",
-        "averages",
-        "auto",
-        "callbacks",
-        "checkpoint_io",
-        "checkpoint_strategy",
-        "checkpoints",
-        "cli",
-        "engine_life",
-        "engine_strategy",
-        "batch_boundary",
-        "evaluation",
-        "csv_logger",
-        "launcher",
-        "load_from_checkpoint",
-        "precision",
-        "preflight",
-        "process_strategy",
-        "refused",
-        "requeue",
-        "saving",
-        "schema",
-        "settings",
-        "strategy",
-        "wandb_run",
-    },
+FACE = {"__init__", "_version", "activations", "callbacks"}  # what users import by path
+ROOMS = [
+    "record",
+    "layout",
+    "tensors",
+    "comm",
+    "tiers",
+    "core",
+    "optim",
+    "engine",
+    "checkpoint",
+    "planner",
+    "deepspeed",
+    "strategy",
+    "observe",
+    "cli",
+]
+ALONE = {  # rooms that know nothing but these
+    "record": set(),
+    "layout": set(),
+    "tensors": {"layout"},
+    "planner": {"layout"},
+    "deepspeed": {"layout"},
 }
-LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
-FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
-CONF = {"conf": 4}  # lies at the top of the repository
+MODULES = {
+    ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
+    for p in sorted(PACKAGE.rglob("*.py"))
+    if "conf" not in p.relative_to(PACKAGE).parts
+}
 
 
-def room_of(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-@cache
-def syntax_of(path):
-    return ast.parse(path.read_text())
+def room_of(module):
+    return module.split(".")[1] if "." in module else ""
 
 
 @cache
-def imported_modules(path):
+def syntax_of(module):
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
+def imported(module):
+    """Modules, those for types alone and those inside of functions too."""
     found = set()
-    for node in ast.walk(syntax_of(path)):
+    for node in ast.walk(syntax_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
     return found
 
 
+def own(module):
+    return {name for name in imported(module) if name.split(".")[0] == "lightning_zero"}
+
+
+def rooms():
+    return [(module, room_of(module)) for module in MODULES if room_of(module) in ROOMS]
+
+
 def assert_none(problems):
-    """`problems`: by file, what is wrong there."""
-    bad = [f"{path.relative_to(PACKAGE)}: {', '.join(found)}" for path, found in problems if found]
+    """`problems`: by module, what is wrong there."""
+    bad = [f"{module}: {', '.join(sorted(found))}" for module, found in problems if found]
     assert not bad, "\n".join(bad)
 
 
-def test_every_room_has_a_layer():
-    assert {room_of(path) for path in FILES} == set(LAYER_OF)
+def test_every_module_lies_in_a_room():
+    assert {room_of(module) for module in MODULES} == {*ROOMS, "", *FACE - {"__init__"}}
 
 
-def test_no_import_goes_up():
-    def upward(path):
-        own = {m for m in imported_modules(path) if m.startswith("lightning_zero.")}
-        layers = LAYER_OF | CONF
-        return [m for m in own if layers[m.split(".")[1]] > LAYER_OF[room_of(path)]]
+def test_no_room_imports_a_later_one():
+    def wrong(module, room):
+        known = {room_of(name) for name in own(module)} - {room, "_version"}
+        return known - ALONE.get(room, set(ROOMS[: ROOMS.index(room)]))
 
-    assert_none((path, upward(path)) for path in FILES)
+    assert_none((module, wrong(module, room)) for module, room in rooms())
 
 
-def test_only_the_top_layer_knows_lightning():
+def test_no_module_imports_itself_by_way_of_others():
+    order = []
+
+    def visit(module, path):
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module in MODULES and module not in order:
+            for name in sorted(own(module)):
+                visit(name, [*path, module])
+            order.append(module)
+
+    for module in MODULES:
+        visit(module, [])
+
+
+def test_every_room_says_what_lives_there():
+    for room in ROOMS:
+        text = ast.get_docstring(syntax_of(f"lightning_zero.{room}"))
+        modules = [
+            name.split(".")[2] for name in MODULES if name.startswith(f"lightning_zero.{room}.")
+        ]
+        missing = [name for name in modules if not name.startswith("__") and name not in text]
+        assert not missing or room == "cli", f"{room}: {missing}"
+
+
+def test_lightning_and_hydra_are_known_from_the_strategy_on():
     known = {"lightning", "lightning_utilities", "hydra", "omegaconf", "wandb"}
+    below = ROOMS[: ROOMS.index("strategy")]
     assert_none(
-        (path, [m for m in imported_modules(path) if m.split(".")[0] in known])
-        for path in FILES
-        if LAYER_OF[room_of(path)] != 4
+        (module, {name for name in imported(module) if name.split(".")[0] in known})
+        for module, room in rooms()
+        if room in below
     )
 
 
-def test_the_lowest_layer_knows_no_process_group():
-    assert_none(
-        (path, [m for m in imported_modules(path) if m.startswith("torch.distributed")])
-        for path in FILES
-        if LAYER_OF[room_of(path)] == 0
-    )
+def test_only_comm_calls_collectives():
+    may = {"comm", "cli"}  # `cli` starts ranks of its own to measure links
 
-
-def test_only_the_communicator_calls_collectives_of_the_engine():
-    # `cli` starts ranks of its own to measure links.
-    callers = {"axes", "channel", "cli", "comm", "control", "exchange", "world"}
-    callers |= {"doing", "watchdog"}  # they end the wait in one, and tell of it
-
-    def known(path):
-        found = [m for m in imported_modules(path) if m.startswith("torch.distributed")]
-        if room_of(path) == "checkpoint":  # torch's format, which needs no process group
-            return [m for m in found if not m.startswith("torch.distributed.checkpoint")]
+    def known(module, room):
+        found = {name for name in imported(module) if name.startswith("torch.distributed")}
+        if room == "checkpoint":  # torch's format, which needs no process group
+            return {name for name in found if not name.startswith("torch.distributed.checkpoint")}
         return found
 
-    assert_none((path, known(path)) for path in FILES if room_of(path) not in callers)
+    assert_none((module, known(module, room)) for module, room in rooms() if room not in may)
 
 
-def test_no_stage_number_is_compared_outside_its_room():
+def test_no_stage_number_is_compared_outside_its_module():
     assert_none(
-        (path, [ast.unparse(n) for n in ast.walk(syntax_of(path)) if compares_stage(n)])
-        for path in FILES
-        if room_of(path) not in {"stage", "config"}
+        (module, {ast.unparse(n) for n in ast.walk(syntax_of(module)) if compares_stage(n)})
+        for module in MODULES
+        if module not in {"lightning_zero.layout.stage", "lightning_zero.layout.config"}
     )
 
 

@@ -1,4 +1,8 @@
-"""The command `lightning-zero`: one module for each subcommand."""
+"""The command `lightning-zero`: one module for each subcommand.
+
+May import every room; no room imports it. `plan` alone has more: `plan_source` reads models and
+settings, `plan_text` and `plan_plot` show the result; `sizes` reads and prints numbers with units.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,16 @@
-""""""
+"""Ranks that talk: the only caller of collectives. Imports record, layout and tensors.
+
+    world       what must hold before an engine: WORLD, its backend, its timeouts
+    communicator  `Communicator`: all-gather, reduce-scatter and sums of one engine, over groups of
+                its own
+    backends    how flat tensors travel: over gloo from peer to peer, over NCCL natively
+    control     small integers, masks and objects between CPUs; what ranks agree on
+    channel     the same on a group of its own, for a thread beside the training
+    alike       facts that must be the same on every rank, compared
+    watchdog    a thread per rank that hears of another's end, and ends every wait for it
+    peers       the processes of this node, watched by the kernel
+    doing       what each rank is doing, for whoever waits too long
+    rank_store  the store through which the watchdogs talk
+
+Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`.
+"""

@@ -1,1 +1,25 @@
-""""""
+"""Time: what happens to a bucket from forward to step.
+
+Imports record, layout, tensors, comm and tiers.
+
+    schedule      `Schedule`: the step as hooks call it; who waits for whom is told at its top
+    unit          modules that are gathered together, and the order of their use
+    gathering     when buckets become whole, what is gathered ahead, what ranks agree on
+    reducing      when gradients of buckets are averaged
+    hooks         where modules and autograd call the schedule
+    bucket        `Bucket`: parameters that travel together, what they point at; `Masters`
+    shards        what of a bucket rests on this rank
+    gradients     the same for its gradients, from autograd's views to reduced shards
+    norm          norms over shards, and clipping
+    access        `gathered` and `full_grad`: a look from outside
+    writes        how a write to a parameter is seen
+    lockstep      forwards whose number differs by rank
+    building      sharding while `configure_model` builds
+    materialize   memory for modules built on the meta device
+    module_buffers  buffers such as batch norm's, shared as data parallel shares them
+    mixed_dtypes  layers that keep float32 parameters
+    step_worker   the thread that steps beside the next forward
+
+Begin with the note at the top of `schedule`, then `bucket`. A gradient arrives at a hook of
+`hooks`, is counted by `schedule`, and is reduced by `Gradients.reduce`, which `reducing` calls.
+"""

@@ -2,7 +2,8 @@
 
 `translate` turns a file (or a dict) into a `ZeroConfig`, arguments for the Trainer, and the
 optimizer and scheduler sections as data. What would change the training and is not available here
-is a `ValueError`; what has no meaning here is named in `Translation.ignored`.
+is a `ValueError`; what has no meaning here is named in `Translation.ignored`. Imports layout alone;
+begin with `translate`.
 
 [Note: where the file is silent] What decides the result follows DeepSpeed (stage 0, float32, a
 dynamic loss scale from 2**16 with a window of 1000, AdamW logic for "Adam"); what decides speed

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.world import has_world
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, check_can_be_held
 from lightning_zero.core.building import piece_of
-from lightning_zero.core.handover import check_can_be_held
 from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit

@@ -25,7 +25,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import as_timeout, as_wait_report_s
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.handover import give_back
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
@@ -334,7 +333,7 @@ class Engine:
         failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
-            give_back(bucket, target)
+            bucket.give_back(target)
         self._worker.close()
         self.storage.close()
         if not keeps_optimizer_shards:

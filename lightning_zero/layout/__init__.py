@@ -1,1 +1,14 @@
-""""""
+"""Which bytes lie where, as integers and dataclasses. Imports no other room: no device, no group.
+
+    stage       which of PARAM, GRAD and OPTIM rest as shards: all that a ZeRO stage is
+    config      `ZeroConfig`: what a user may choose
+    offload     `OffloadConfig`, and which bucket rests on which tier
+    flat        the flat space of one bucket: slots, padding, who owns which elements
+    mesh        ranks that share shards, and their replicas
+    kept        which layers keep float32 parameters in 16-bit training
+    plan        a module cut into units and buckets
+    memory      `MemoryReport`: bytes by tier and state
+
+Begin with `stage`, then `flat`, then `plan`. An engine allocates by these rules and the planner
+counts by them.
+"""

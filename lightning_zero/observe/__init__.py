@@ -1,1 +1,15 @@
-""""""
+"""What a run shows: callbacks, loggers, files and pictures.
+
+Imports record, layout and strategy; the only room that knows W&B.
+
+    monitor       `ZeroMonitor`: the callback
+    watch         one fit as it sees it: recorded steps, means over them, files
+    metrics       what is logged
+    report        `MemoryTable`, and what a job says when it ends
+    files         where recordings lie, and how they are read again
+    chrome        the Trace Event Format, for Perfetto
+    plots         pictures of a step and of memory; matplotlib is imported when one is drawn
+    loggers, wandb_panels  loggers that continue after a requeue
+
+Begin with `monitor`.
+"""

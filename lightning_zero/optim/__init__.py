@@ -1,1 +1,11 @@
-""""""
+"""How the user's optimizers are stepped on shards. Imports core and all below it but comm.
+
+    trial         tries an optimizer on small tensors: elementwise, whole tensors, or refused
+    clone         an optimizer's copy over other tensors
+    step          one step: all at once, or bucket by bucket with its states on another tier
+    chunks        one bucket, in chunks that are read, stepped and written behind each other
+    state         the state dict of whole tensors, in and out
+    owned_state   states of optimizers that get whole tensors, each on one rank
+
+Begin with `trial`, then `step`.
+"""

@@ -1,16 +1,18 @@
 """Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
 
-    resting     bytes at rest, by the rules by which the engine allocates
-    ranks       of one rank, and of all where they differ
-    trace       one step on fake tensors: order of use, activations
-    stretch     the same of a deep model, from a few of its blocks
-    timeline    the schedule replayed on that: the most of a step
-    scratch     memory that a replay keeps for its next use
-    traffic     bytes between ranks and tiers, and the time they take
+Imports layout alone: no device and no process group is touched.
+
     estimates   all of it for a choice; which fit; the cheapest
     choices     every stage with every offload
+    resting     bytes at rest, by the rules by which the engine allocates, of one rank and of all
+    trace       one step on fake tensors: order of use, activations; of a deep model from a few of
+                its blocks
+    timeline    the schedule replayed on that: the most of a step
+    traffic     bytes between ranks and tiers, and the time they take
+    shapes      models that are known by name
+    optimizers  what an optimizer keeps of each parameter
 
-No device and no process group is touched.
+Begin with `estimates`.
 """
 
 from lightning_zero.planner.choices import Choice, all_choices

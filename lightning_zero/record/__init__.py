@@ -1,1 +1,7 @@
-""""""
+"""What an engine did, and when: spans of time, waits, bytes. Imports no other room.
+
+    spans       `Span`, and the `Recording` of a window, with what was hidden and what was exposed
+    recorder    `Recorder`: begins and ends spans, on the host or on a CUDA stream
+
+Begin with `spans.Recording`.
+"""

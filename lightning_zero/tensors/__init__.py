@@ -1,1 +1,12 @@
-""""""
+"""One tensor and its views. Imports layout.
+
+    buffer      `FlatBuffer`: memory of one bucket, and a view of it for each parameter
+    guarded     parameters that are not whole: a use of one makes its bucket whole
+    lazy        `StoredTensor`: values that are read from a file when they are used
+    sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
+    composite   tensors made of tensors, such as quantised states
+    meta        parameters without memory: given some, awaited, or dropped
+    names       names of parameters, and of the entries of a state dict
+
+Begin with `buffer`, then `guarded`.
+"""
