@@ -1,6 +1,4 @@
-"""Where a checkpoint is: what a user calls a path, as the system knows it.
-
-What killed jobs have left in a folder of checkpoints, and which of it may go.
+"""Files and directories that are there whole or not at all, and what killed jobs have left of them.
 
 [Note: Whose leftover] While a checkpoint is written, and while an old one is deleted, it has a name
 of its own beside its place: `.NAME.incomplete-OWNER-RANDOM`, `.NAME.removed-OWNER-RANDOM`. A job

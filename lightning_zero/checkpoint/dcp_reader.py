@@ -1,8 +1,6 @@
-"""The items of a directory of `torch.distributed.checkpoint`: boxes of tensors, and small objects.
+"""Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
 
 Each is a small file of `torch.save` inside the file of the rank that wrote it.
-
-Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
 
 Tensors are `StoredTensor`s: a flat range of one reads those bytes only, from the items that hold
 them, whatever boxes the writer's ranks had.

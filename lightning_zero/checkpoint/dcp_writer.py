@@ -1,12 +1,8 @@
-"""The file that one rank writes of a sharded checkpoint.
+"""Directories in torch's distributed checkpoint format, written by all ranks or by one process.
 
-torch's own writer keeps every tensor of a file in memory until the file is done. Here values are
-read one item at a time, so that states which rest on a disk are never in memory all at once, and
-hashed on their way.
-
-A directory of torch's Distributed Checkpoint, written by one process.
-
-The layout is that of sharded checkpoints; see `sharded`. Tensors are read when they are written.
+Every rank writes a file, all or nothing. torch's own writer keeps every tensor of a file in memory
+until the file is done. Here values are read one item at a time, so that states which rest on a disk
+are never in memory all at once, and hashed on their way.
 """
 
 from __future__ import annotations

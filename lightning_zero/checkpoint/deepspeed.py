@@ -1,10 +1,8 @@
-"""The files of DeepSpeed's checkpoints, read without DeepSpeed.
+"""Checkpoint directories of DeepSpeed ZeRO, stages 0 to 3, as whole tensors under their names.
 
 They pickle a loss scaler, an enum and addresses beside the tensors. None of them is needed, so a
 placeholder takes the place of every class of DeepSpeed's, and `weights_only` still refuses the
 classes of everybody else.
-
-Checkpoint directories of DeepSpeed ZeRO, stages 0 to 3, as whole tensors under their names.
 
     folder/latest                                                 the name of the tag
     folder/TAG/mp_rank_00_model_states.pt                         stages 0 to 2: module, shapes

@@ -1,6 +1,4 @@
-"""Memory of files that are mapped into it, given back while they are read through.
-
-A checkpoint of any format written in another one, tensor by tensor.
+"""A checkpoint of any format written in another one, tensor by tensor.
 
 Nothing is in memory but the piece that is being written, so a checkpoint may be larger than memory;
 in the `dcp` form the bound is the largest tensor.

@@ -1,12 +1,10 @@
-"""Weights written as Hugging Face reads them: `.safetensors` files and their index.
+"""Weights as Hugging Face lays them out: one `.safetensors` file, or several with an index.
 
 [Note: Safetensors] A file is 8 bytes with the length of the header, the header (JSON: dtype, shape
 and place of each tensor), and the tensors' bytes without gaps. The library that reads them writes
 from memory; here a tensor is read when its bytes are due. Of tied weights, which the format cannot
 say, the first name is stored, and the header's metadata maps every other name to it, as
 `safetensors.torch.save_model` does.
-
-Weights as Hugging Face lays them out: one file, or several with an index.
 
 The index is a JSON file beside them which says what is where, `{"weight_map": {name: file}}`.
 """

@@ -1,4 +1,4 @@
-"""A flat range of a row-major tensor as boxes: what a shard is to those who think in n dimensions.
+"""This rank's part of a tensor, as `torch.distributed.checkpoint` wants to see it: in boxes.
 
     shape (4, 6), elements [8, 19) of 24         . . . . . .
                                                  . . A A A A     A: offsets (1, 2), sizes (1, 4)
@@ -7,8 +7,6 @@
 
 Checkpoint formats store boxes; a rank owns a flat range. The elements of each box are contiguous in
 the flat range, so that writing one copies nothing.
-
-This rank's part of a tensor, as `torch.distributed.checkpoint` wants to see it.
 
 The only file that knows the three hooks by which a tensor subclass tells torch's planners what it
 holds. They are a private protocol of torch (`DTensor` uses it), so a test guards them.

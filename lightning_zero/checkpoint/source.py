@@ -1,6 +1,4 @@
-"""Whether a checkpoint is as it was written, whatever its form.
-
-Opening a checkpoint of any format: what it is, and its content as Lightning lays it out.
+"""Opens a checkpoint of any form as Lightning lays it out, and finds what is damaged in it.
 
     path                                                    opened by     holds
     file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file    all

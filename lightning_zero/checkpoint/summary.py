@@ -1,4 +1,4 @@
-"""Tensors that are the same one under several names, and what they take."""
+"""What is in a checkpoint, counted without reading its tensors; tied ones count once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Files of `torch.save`, mapped into memory where their format allows.
-
-Files as `torch.save` writes them, written piece by piece, and checked.
+"""Files as `torch.save` writes them: mapped, written piece by piece, and checked.
 
 [Note: Torch files] They are zip archives: `data.pkl`, a pickle that refers to storages by number,
 and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not

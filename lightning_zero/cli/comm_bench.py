@@ -1,4 +1,4 @@
-"""How fast flat tensors travel between ranks: the engine's own collectives, timed.
+"""`lightning-zero comm-bench`: how fast flat tensors travel between ranks.
 
 [Note: Two bandwidths] As in nccl-tests: S bytes are the whole tensor, what an all-gather makes and
 a reduce-scatter takes, and t is the time of one collective. The algorithm bandwidth is S/t. The bus

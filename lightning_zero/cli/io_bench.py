@@ -1,7 +1,7 @@
-"""What a disk gives the NVMe tier: rates through the tier's own threads, and settings to use.
+"""`lightning-zero io-bench PATH`: what a disk gives the NVMe tier, and the settings to use.
 
-Alternatives considered: to trust `fio` alone. Its rates are a bound, but it says nothing of the
-threads, blocks and buffers that this process needs to come near it.
+Alternatives considered: to trust `fio`. Its rates are a bound, but it says nothing of the threads,
+blocks and buffers that this process needs to come near it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,25 @@ from typing import Any
 import torch
 
 from lightning_zero.cli.sizes import read_rates, write_rates
-from lightning_zero.tiers.fio import Rates, fio_rates
 from lightning_zero.tiers.memory import BufferPool
 from lightning_zero.tiers.nvme_file import NvmeFile, file_system_of, free_bytes
 from lightning_zero.tiers.nvme_store import NvmeStore
 from lightning_zero.tiers.pipeline import Job, Piece, Pipeline
 
-__all__ = ["DiskReport", "TierSettings", "add_parser", "measure_disk", "run", "table", "tier_rates"]
+__all__ = [
+    "DiskReport",
+    "Rates",
+    "TierSettings",
+    "add_parser",
+    "measure_disk",
+    "run",
+    "table",
+    "tier_rates",
+]
 
 _MIB = 2**20
 _GB = 1e9
-_LEAST_BYTES = 256 * _MIB  # a block for each thread of fio
+_LEAST_BYTES = 256 * _MIB
 _LEAST_FREE = 0.1  # of the free bytes stay free
 _GOOD_ENOUGH = 0.95  # of the best rate: then fewer threads and less memory are better
 _BLOCKS_MIB = (1, 2, 4, 8, 16)
@@ -77,6 +85,15 @@ class TierSettings:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
+
+    read: float
+    write: float
+    mixed: float
+
+
+@dataclass(frozen=True)
 class DiskReport:
     """What `measure_disk` found."""
 
@@ -87,15 +104,9 @@ class DiskReport:
     settings: TierSettings  # the smallest that come near the best
     sweep: tuple[tuple[TierSettings, float], ...]  # mixed bytes per second
     tier: Rates
-    fio: Rates | None  # None where fio is not installed
 
     def as_dict(self) -> dict[str, object]:
         """For JSON; rates in GB/s, 10^9 bytes."""
-
-        def gb_per_s(rates: Rates | None) -> dict[str, float] | None:
-            if rates is None:
-                return None
-            return {name: round(rate / _GB, 3) for name, rate in vars(rates).items()}
 
         def sizes(settings: TierSettings) -> dict[str, int]:
             return {**vars(settings), "buffer_size": settings.buffer_size}
@@ -106,8 +117,7 @@ class DiskReport:
             "is_direct": self.is_direct,
             "file_bytes": self.nbytes,
             "settings": sizes(self.settings),
-            "tier_gb_per_s": gb_per_s(self.tier),
-            "fio_gb_per_s": gb_per_s(self.fio),
+            "tier_gb_per_s": {name: round(rate / _GB, 3) for name, rate in vars(self.tier).items()},
             "sweep": [
                 {**sizes(settings), "mixed_gb_per_s": round(rate / _GB, 3)}
                 for settings, rate in self.sweep
@@ -146,15 +156,8 @@ def measure_disk(
     with _opened(path, nbytes, settings) as (store, file):
         say("reading, writing and both")
         tier = tier_rates(store, file, settings, seconds=2 * seconds)
-        fio = fio_rates(
-            file,
-            block_bytes=settings.block_bytes,
-            num_threads=settings.num_threads,
-            is_direct=store.is_direct,
-            seconds=2 * seconds,
-        )
         kind, is_direct = file_system_of(path), store.is_direct
-    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, tier, fio)
+    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, tier)
 
 
 def tier_rates(
@@ -283,8 +286,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "io-bench",
         help="measure a disk as NVMe tier",
-        description="Measure a disk as the NVMe tier uses it, beside fio where that is installed, "
-        "and print the settings to use. The file that it makes goes whatever happens.",
+        description="Measure a disk as the NVMe tier uses it, and print the settings to use. "
+        "The file that it makes goes whatever happens.",
     )
     parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
     parser.add_argument(
@@ -330,7 +333,6 @@ def table(report: DiskReport) -> str:
         f"{report.path} ({report.file_system}, {direct}), {report.nbytes / 2**30:.1f} GiB",
         f"{'GB/s':<8}{'read':>8}{'write':>8}{'mixed':>8}",
         _line("tier", report.tier),
-        _line("fio", report.fio) if report.fio else "fio is not installed",
         "",
         f"offload: buffer_count={best.buffer_count}, buffer_size={best.buffer_size} "
         f"({best.buffer_count} x {best.buffer_bytes // 2**20} MiB of CPU memory)",

@@ -1,4 +1,4 @@
-"""What a composed configuration says of strategy and Trainer, as far as a plan needs it."""
+"""What `lightning-zero plan` plans: a model built without memory, a step of it, and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lightning-zero plan` has found, as values for JSON."""
+"""What `lightning-zero plan` has found: for people a table and a verdict, and values for JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes as people write them, and files of measured rates."""
 
 from __future__ import annotations
 

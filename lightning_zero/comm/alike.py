@@ -1,4 +1,4 @@
-"""What must be the same on every rank before anything is sharded: model, optimizers, settings.
+"""What must be the same on every rank, compared before anything is sharded.
 
 [Note: Alike] Ranks that differ would train wrongly without a word, or end in the middle of a
 collective whose sizes differ. So each rank writes down *facts*, one collective of two integers

@@ -1,6 +1,4 @@
-"""Process groups along the two axes of a `Mesh`, and the all-reduce over replicas.
-
-The only door to collectives.
+"""The data plane's collectives: process groups along the axes of a `Mesh`, and what travels there.
 
 Two planes, each on process groups of the engine's own, for WORLD is Lightning's and the user's:
 

@@ -1,6 +1,4 @@
-"""A parameter of which this rank has a part, while the module around it is still being built.
-
-Parameters that are sharded while the module that owns them is still being built.
+"""Parameters that are sharded while the module that owns them is still being built.
 
 [Note: Sharded as built] Constructors run unchanged, on every rank, on the device. Whenever a
 parameter is registered, others that have not been used for a while are reduced to this rank's part,

@@ -1,10 +1,8 @@
-"""What is trainable in a backward: the same on all ranks, or an error on all of them.
+"""Gathers before use: which unit all ranks make whole next, and what is asked for ahead.
 
 Ranks that train other parameters would reduce other buckets. So a mark of every `requires_grad`
 travels with the agreements of a backward; where it has none, with one of its own, which is waited
 for before the first reduction.
-
-Gathers before use: which unit all ranks make whole next, and what is asked for ahead.
 
 A request is one integer, of which the lowest of all ranks goes first:
 

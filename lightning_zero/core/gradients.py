@@ -1,12 +1,10 @@
-"""The last part of a mean gradient: from one group's share of the ranks to all of them.
+"""The GRAD state of one bucket: from autograd's tensors to this rank's averaged shard.
 
 [Note: Partial means] A reduction gives each rank its shard of the mean over its group. It is summed
 over micro-batches as it is, and averaged over replicas once, with the last of them: sums and means
 may change places, and a mean that is complete, which is the same on every replica, stays what it
 is. So the links between groups carry one shard for each step, not for each micro-batch, and until
 then `.grad` is this group's.
-
-The GRAD state of one bucket: from autograd's tensors to this rank's averaged shard.
 
 [Note: Gradients are views, the first one is copied] `parameter.grad` is None before the first
 backward of a step; autograd then hands over its own tensor, which is copied into the whole flat

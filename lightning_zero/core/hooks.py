@@ -1,12 +1,10 @@
-"""Modules that torch.compile runs: which they are, and what must be over before they begin.
+"""Hooks on a module and its parameters: where training tells what it is about to use.
 
 [Note: Graphs end at hooks] The schedule's hooks are no part of a compiled graph: one that runs into
 a hook ends there and another one begins behind it. So a whole module in one graph has one for each
 unit, and compiled blocks are not cut. A graph must see plain parameters: it is compiled for their
 class, and a guarded one, whose gather is still under way, would have it compiled again. Units are
 whole by then; what is gathered after a step is waited for before a compiled module begins.
-
-Hooks on a module and its parameters: where training tells what it is about to use.
 
 [Note: What a hook may trust] A copy of a module takes our hooks along, so each looks whether it is
 called for its own. Backward enters a unit through the outputs that can be seen; what hides tensors

@@ -1,6 +1,4 @@
-"""Which of an optimizer's states are elementwise: one number for each element of the parameter.
-
-What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
+"""What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
 
 The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
 themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a home

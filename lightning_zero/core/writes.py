@@ -1,6 +1,4 @@
-"""What somebody has written to a parameter, or put in the place of its data.
-
-Whether two parameters that rest as shards have equal values.
+"""What somebody has written to a parameter, or put in the place of its data; and equality.
 
 `torch.equal` of parameters is how Lightning's fine-tuning callbacks find out what an optimizer has
 already. Most pairs differ in shape or in their sums of bits, so that nothing is gathered.

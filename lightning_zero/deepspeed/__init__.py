@@ -16,8 +16,7 @@ alone follows `ZeroConfig`. Two departures:
   says so.
 """
 
-from lightning_zero.deepspeed.optimizer import build_optimizer
-from lightning_zero.deepspeed.schedule import build_scheduler
+from lightning_zero.deepspeed.optimizer import build_optimizer, build_scheduler
 from lightning_zero.deepspeed.translate import Translation, translate
 
 __all__ = ["Translation", "build_optimizer", "build_scheduler", "translate"]

@@ -1,18 +1,26 @@
-"""The optimizer section of a DeepSpeed configuration, as torch builds it."""
+"""The optimizer and scheduler sections of a DeepSpeed configuration, as torch builds them.
+
+[Note: the first step] DeepSpeed's schedulers count from -1: the first optimizer step runs at the
+initial learning rate, and the k-th (from 0) at that of iteration k - 1. The `LambdaLR`s here give
+the same learning rate to the same step (as DeepSpeed since 0.15.3; before, the first step took the
+optimizer's own).
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_zero.deepspeed.file import Section, check_keys, type_and_params
 from lightning_zero.deepspeed.keys import is_unset
 
-__all__ = ["Parameters", "build_optimizer"]
+__all__ = ["Parameters", "build_optimizer", "build_scheduler"]
 
 Parameters: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -89,3 +97,144 @@ def _adam(
     if "betas" in rest:
         rest["betas"] = tuple(rest["betas"])
     return kind, rest
+
+
+Factor: TypeAlias = Callable[[int], float]
+
+
+def build_scheduler(
+    section: Mapping[str, Any], optimizer: Optimizer, *, total_num_steps: int | None = None
+) -> LambdaLR:
+    """The schedule as a `LambdaLR`, to be stepped after every optimizer step.
+
+    Schedules with learning rates of their own (all but WarmupCosineLR) replace the optimizer's.
+
+    Args:
+        section: `{"type": ..., "params": {...}}`.
+        optimizer: The optimizer whose learning rates follow the schedule.
+        total_num_steps: Used where the file leaves total_num_steps open.
+
+    Raises:
+        ValueError: A schedule or an argument that is not supported.
+    """
+    name, given = type_and_params(section, "scheduler")
+    if name not in _SCHEDULES:
+        names = ", ".join(_SCHEDULES)
+        raise ValueError(
+            f"scheduler.type {name} is not supported: expected {names}; "
+            "build it with torch.optim.lr_scheduler in configure_optimizers and remove the section."
+        )
+    build, known = _SCHEDULES[name]
+    check_keys(given, (*known, "last_batch_iteration"))
+    if given.values.get("last_batch_iteration") not in (None, "auto", -1):
+        raise given.error("last_batch_iteration", "-1 (a resumed run loads the scheduler's state)")
+    if "total_num_steps" in known and total_num_steps and not given.has("total_num_steps"):
+        given = Section({**given.values, "total_num_steps": total_num_steps}, given.name)
+    return build(given, optimizer)
+
+
+def _steps(given: Section, key: str, default: int | None = None) -> int:
+    """A count of steps; "auto" and a missing default are errors, since they decide the schedule."""
+    if given.values.get(key) == "auto" or (default is None and not given.has(key)):
+        raise ValueError(f"{given.path(key)} is open: write the number of steps.")
+    value = given.whole(key, least=1)
+    if value is None:
+        assert default is not None
+        return default
+    return value
+
+
+def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None) -> list[float]:
+    """A learning rate for each parameter group; None: the group's own."""
+    value = given.values.get(key)
+    groups = optimizer.param_groups
+    if is_unset(value):
+        return [float(group["lr"]) if default is None else default for group in groups]
+    if not isinstance(value, list):
+        return [given.number(key) or 0.0] * len(groups)
+    if len(value) != len(groups):
+        raise given.error(key, f"one number, or one for each of the {len(groups)} groups,")
+    return [Section({key: rate}, given.name).number(key) or 0.0 for rate in value]
+
+
+def _absolute(
+    optimizer: Optimizer, peaks: list[float], rates: Callable[[int], list[float]]
+) -> LambdaLR:
+    """A schedule of learning rates instead of factors: the peak becomes the base of the factors."""
+    if not all(peaks):
+        raise ValueError(f"the scheduler's highest learning rate must be above 0, got {peaks}.")
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak
+
+    def factor(i: int) -> Factor:
+        return lambda k: rates(k)[i] / peaks[i]
+
+    return LambdaLR(optimizer, [factor(i) for i in range(len(peaks))])
+
+
+def _warmup(given: Section) -> tuple[int, Factor]:
+    """Length of the warm-up and its share of the way from lowest to highest at iteration i."""
+    num_steps = max(2, _steps(given, "warmup_num_steps", 1000))
+    kind = given.values.get("warmup_type") if given.has("warmup_type") else "log"
+    if kind not in ("log", "linear"):
+        raise given.error("warmup_type", '"log" or "linear"')
+
+    def share(i: int) -> float:
+        if i < 0:
+            return 0.0
+        return math.log(i + 1) / math.log(num_steps) if kind == "log" else i / num_steps
+
+    return num_steps, share
+
+
+def _warmup_lr(given: Section, optimizer: Optimizer) -> LambdaLR:
+    return _warmup_then(given, optimizer, lambda i: 1.0, highest=None)
+
+
+def _warmup_decay_lr(given: Section, optimizer: Optimizer) -> LambdaLR:
+    total, num_steps = _steps(given, "total_num_steps"), _warmup(given)[0]
+    length = max(1, total - num_steps)
+    is_auto = given.values.get("warmup_max_lr") == "auto"
+    highest = None if is_auto else 0.001
+    return _warmup_then(given, optimizer, lambda i: max(0.0, (total - i) / length), highest)
+
+
+def _warmup_then(
+    given: Section, optimizer: Optimizer, after: Factor, highest: float | None
+) -> LambdaLR:
+    lows = _rates(given, "warmup_min_lr", optimizer, 0.0)
+    highs = _rates(given, "warmup_max_lr", optimizer, highest)
+    num_steps, share = _warmup(given)
+
+    def rates(k: int) -> list[float]:
+        gamma = share(k - 1) if k - 1 < num_steps else after(k - 1)
+        return [low + (high - low) * gamma for low, high in zip(lows, highs, strict=True)]
+
+    return _absolute(optimizer, highs, rates)
+
+
+def _warmup_cosine_lr(given: Section, optimizer: Optimizer) -> LambdaLR:
+    total, (num_steps, share) = _steps(given, "total_num_steps"), _warmup(given)
+    first = given.number("warmup_min_ratio") or 0.0
+    last = given.number("cos_min_ratio")
+    last = 0.0001 if last is None else last
+
+    def factor(k: int) -> float:
+        i = k - 1
+        if i < 0:
+            return 0.0
+        if i < num_steps:
+            return first + (1 - first) * share(i)
+        progress = min(1.0, (i - num_steps + 1) / max(1, total - num_steps))
+        return last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2
+
+    return LambdaLR(optimizer, factor)
+
+
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+_COSINE = ("warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
+_SCHEDULES: dict[str, tuple[Callable[[Section, Optimizer], LambdaLR], tuple[str, ...]]] = {
+    "WarmupLR": (_warmup_lr, _WARMUP),
+    "WarmupDecayLR": (_warmup_decay_lr, ("total_num_steps", *_WARMUP)),
+    "WarmupCosineLR": (_warmup_cosine_lr, ("total_num_steps", *_COSINE)),
+}

@@ -1,4 +1,7 @@
-"""The offload sections of the file, and the flags that came before them."""
+"""From a DeepSpeed configuration to a `ZeroConfig` and arguments for the Trainer.
+
+Offload sections with the flags that came before them, precision and loss scale, and the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,7 @@ from lightning_zero.deepspeed.keys import (
     ZERO_KNOWN,
     ZERO_REFUSED,
 )
-from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer
-from lightning_zero.deepspeed.schedule import build_scheduler
+from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer, build_scheduler
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES, Stage, State

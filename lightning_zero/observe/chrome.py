@@ -1,4 +1,7 @@
-"""Which spans of a rank stand in one line, and in how many rows where they overlap."""
+"""Recordings in the Trace Event Format, which Perfetto and chrome://tracing show.
+
+Its lanes, of spans that stand in one line, are those of the pictures too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a job in one CSV file, through all runs that requeueing makes of it."""
+"""Loggers that go on where a requeued job stopped: one CSV file, one Weights & Biases run."""
 
 from __future__ import annotations
 

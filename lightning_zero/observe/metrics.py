@@ -1,6 +1,4 @@
-"""Memory that this process has now, and the most that it has had.
-
-The numbers of one recorded step: their keys, their values on a rank, and those over all ranks.
+"""The numbers of one recorded step: their keys, their values on a rank, and those over all ranks.
 
 Keys follow from the plan, so they are the same on every rank and in every step. Their last part has
 the unit: `_gib` (1024^3 bytes), `_s`, `_gib_per_s`; what has none is a count or a rank.

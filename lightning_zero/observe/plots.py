@@ -1,4 +1,7 @@
-"""Colours and figures of all pictures: one colour for one thing, on white."""
+"""Pictures of one step on some ranks, and of the bytes that every rank keeps.
+
+One colour for one thing, on white; inches downwards, seconds to the right.
+"""
 
 from __future__ import annotations
 

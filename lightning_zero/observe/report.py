@@ -1,4 +1,4 @@
-"""A table of the bytes that each rank keeps, beside those of plain data parallel."""
+"""What a job says when it ends: the memory of each rank, speed and communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are recorded, and when their windows begin and end."""
+"""One fit as `ZeroMonitor` sees it: which steps are recorded, means over them, and files."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""A shard in the chunks in which it is stepped: what rests in files passes through one buffer.
+"""What one optimizer does to one bucket in one step, in chunks that a pipeline reads and writes.
 
 [Note: Homes in a step] A shard has up to five kinds of flat tensors: the master, the parameters
 that follow from it, the gradient, and the optimizer's states (Adam: two). Each has a home: memory
 of the device where the bucket is stepped, other memory, or a file. What rests in files passes
 through buffers of fixed size, so the shard is stepped in chunks; the rest is used where it is, or
 copied for the chunk.
-
-What one optimizer does to one bucket in one step, in jobs for a pipeline.
 
 [Note: States in files] An optimizer makes its states in its first step, and only then we see which
 there are: tensors as long as the slice (moments), and others (a step counter), which every chunk

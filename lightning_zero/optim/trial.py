@@ -1,4 +1,4 @@
-"""Small parameters on which a clone of an optimizer is tried, shaped like its own.
+"""Finds out what an optimizer looks at, and how it may be called: by trying it on toy tensors.
 
 [Note: Shapes of toys] What an optimizer does to a tensor may depend on its dimensions (Adafactor,
 Muon), on sizes of one, and on whether it is large enough (Adafactor's variants factor from 128 on).
@@ -10,8 +10,6 @@ layer, share the large ones.
 has at least 4096 of them and is a multiple of the block (torchao, bitsandbytes). So where a
 parameter has as many, its toy is a multiple of 4096: all of it is quantised, whatever block of a
 power of two up to that size is used. It is cut at an odd element, where no block ends.
-
-Finds out what an optimizer looks at, and how it may be called: by trying it on toy tensors.
 
 It may look at every element by itself (Adam), at every tensor by itself (Muon, Adafactor, LAMB), or
 at all tensors together (a norm over all gradients), in which case it cannot be sharded.

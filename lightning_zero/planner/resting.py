@@ -1,9 +1,7 @@
-"""Bytes at rest of one rank, and of all.
+"""Bytes at rest, of one rank and of all, by tier and state, before there is an engine.
 
 [Note: Ranks that differ] Where an optimizer looks at whole tensors, shards are as long as the
 tensors that their ranks own. Counts are then of one rank, and `Ranks` has those of all.
-
-Bytes at rest of one rank, by tier and state, before there is an engine.
 
 [Note: Counted as the engine counts] Every rule here is one of `Shards`, `Gradients`, `Storage` and
 `MemoryReport`, on the engine's own plan; a test compares them to the byte. What rests is what there

@@ -1,6 +1,4 @@
-"""Bytes of memory that is kept for its next use: what `buffer.Scratch` is to a replay.
-
-The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
+"""The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
 
 [Note: Replayed] `Replay` takes the decisions of `Schedule`, `Unit` and `Gradients` in a step that
 follows others like it: units are gathered before their use and ahead of it, buckets of gradients

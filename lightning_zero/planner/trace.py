@@ -6,8 +6,6 @@ has gone, whoever held it: a local variable, or autograd for backward. So the co
 allocator would be asked for, without its rounding, but for the inside of kernels. Attention counts
 as one fused kernel. Parameters are not counted; the engine holds them elsewhere.
 
-A trace of a deep model from one of a few of its blocks.
-
 [Note: Stretched] A language model repeats one block dozens of times, and a step of it on fake
 tensors takes as many times as long. Where all blocks of a container have one class and equal
 parameters, only the first four are run. The second and the third must have the same moments, with

@@ -1,11 +1,9 @@
-"""A span of time that is under way.
+"""Watches what an engine does: spans and waits, as one `Recording` for each window.
 
 [Note: Marks] A moment is `time.perf_counter()` on the host, or an event on a CUDA stream, in which
 the work queued before it is over. What a device does is marked on the stream that does it; a wait
 on the stream that stands still, which tells also when the host has come too late with more work.
 Reads and writes of files, and steps on the CPU, are marked on the host.
-
-Watches what an engine does: spans and waits, as one `Recording` for each window.
 
 [Note: Waits of other threads] Nobody stands still while a thread beside the training waits, such as
 the one that steps: whoever needs its result records that wait.

@@ -1,6 +1,4 @@
-"""How the full checkpoint gets to the disk, and how all ranks learn if it did not.
-
-`Model.load_from_checkpoint(path)` of every format that `open_checkpoint` knows.
+"""The full checkpoint on its way to the disk, and `load_from_checkpoint` of every format.
 
 Lightning's loader opens its argument as one file of `torch.save`, through one function of its
 module `lightning.pytorch.core.saving`. `accept_every_format` puts another in that function's place:

@@ -1,7 +1,5 @@
 """What Lightning saves of a run and loads into it, from and into an engine's shards.
 
-A strategy that answers for whole states, in checkpoints of any form, from an engine's shards.
-
 [Note: Whole or for a file] Lightning asks `lightning_module_state_dict` for what goes into a
 checkpoint, and users ask it for the weights. In the sharded form the first are entries that each
 rank writes for itself; of these nobody but a save can make anything. So the Trainer's checkpoints

@@ -1,6 +1,7 @@
-"""What was asked of SLURM against what it gave, before any rank waits for another.
+"""What cannot be trained, refused by name before any rank waits for another.
 
-A rank that SLURM did not start never comes, and the others would wait for it until the timeout.
+That is a layout which SLURM did not give, and modules and callbacks that need whole parameters. A
+rank that SLURM did not start never comes, and the others would wait for it until the timeout.
 """
 
 from __future__ import annotations

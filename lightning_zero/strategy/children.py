@@ -1,4 +1,4 @@
-"""A process before its first launch, so that it can be made so again for the next job."""
+"""The ranks that this process has started, from their start to the end of their job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that starts one more rank of this script, and of this Hydra job where there is one.
+"""Hydra jobs: where one ends and the next begins, and the command that starts a rank of one.
 
 A Hydra job is told by what was resolved for it on rank 0, not by the words of the command line: in
 a sweep those stand for many jobs, and its flags may stand anywhere.

@@ -1,4 +1,4 @@
-"""Starts the script once for each rank of this node, unless torchrun or srun have."""
+"""How ranks start: the script once for each of this node, unless torchrun or srun have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether every rank gets the whole module when the Trainer's run has ended."""
+"""What a strategy holds of its engines over a run, and what each rank gets when it has ended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""At most one thing on its way to the disk while training goes on.
-
-Which form a checkpoint has, and who writes it when; the strategy's saving half.
+"""Which form a checkpoint has, and who writes it when; the strategy's saving half.
 
 [Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
 thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a

@@ -1,4 +1,4 @@
-"""Between two batches of training: every rank has the same one, and none is asked to stop.
+"""What all ranks agree on between two batches: each has one, and none is asked to stop or requeue.
 
 Lightning broadcasts rank 0's "SIGTERM has come" there, on WORLD: a rank that has failed, or has no
 batch left, keeps the others waiting, and so does a GPU until it has nothing left to do. It
@@ -7,9 +7,8 @@ rank stops where it finds the flag. Here the handler sets a flag of ours, and th
 control plane on what any of them was told: all stop before the same batch, or before a validation.
 Inside an evaluation, Lightning's own flag ends it on the rank that was told, and so on all.
 
-A SLURM job that must give its place away saves once, is queued again, and goes on from there.
-
-SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds every rank
+Requeue: a SLURM job that must give its place away saves once, is queued again, and goes on from
+there. SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds every rank
 somewhere else, perhaps inside a collective, and may reach only one of them. So the handler sets a
 flag and nothing more; at the next boundary between batches, where no gradient is pending, the ranks
 agree, save together, and rank 0 asks SLURM to queue the job again.

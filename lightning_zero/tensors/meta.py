@@ -1,11 +1,10 @@
-"""Values that a checkpoint holds for parameters and buffers that have no memory yet.
+"""Parameters without memory: those that get some, those with awaited values, and dropped ones.
 
-They are kept on the tensors themselves until the engine takes these over, and each rank then reads
-its own part.
+Values that a checkpoint holds for them are kept on the tensors themselves until the engine takes
+these over, and each rank then reads its own part.
 
-Parameters that nobody holds after training: whole on every rank, they would not fit.
-
-They are on the meta device and guarded: whoever uses one is told how to get its values. Loading a
+Dropped parameters are those that nobody holds after training: whole on every rank, they would not
+fit. They are on the meta device and guarded: whoever uses one is told how to get its values. Loading a
 checkpoint into their module makes them ordinary parameters on the meta device again, of which each
 rank then reads its own part.
 """

@@ -1,4 +1,4 @@
-"""How much memory there is to rest in."""
+"""CPU memory that disk and device can both reach: page-aligned, pinned for CUDA; and how much."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""One read or write on its way, in blocks that several threads move.
-
-A file of fixed size that threads read and write in blocks.
+"""A file of fixed size that threads read and write in blocks, past the page cache.
 
 [Note: Order of transfers] A transfer begins when all earlier ones of the same file that touch a
 common byte are done, if one of the two is a write: so a read sees every write that was asked for
 before it, and none that was asked for after. What waits takes no thread. Bytes whose write failed
 or was given up are broken: a read of them raises that error until a write has covered them.
-
-A thread that alone changes what it keeps, so that a signal never finds it half changed.
 
 [Note: Signals] A signal, Ctrl-C say, raises an exception anywhere in Python code of the main
 thread: between two lines, inside the library's locks, between taking a buffer and writing down that

@@ -1,4 +1,4 @@
-"""A directory of one process under a shared path, that outlives no one.
+"""The files of one process that hold shards, in a directory under a shared path.
 
 [Note: Whose directory] Jobs that share a disk must not meet, and what a killed job leaves must go.
 So each process makes a directory with a name of its own and holds `flock` on a file in it, which

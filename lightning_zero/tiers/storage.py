@@ -1,6 +1,4 @@
-"""Stepped values on their way from the CPU to a CUDA device, cast on the way.
-
-The tiers of one rank: makes homes for its shards, and owns files and buffers.
+"""The tiers of one rank: makes homes for its shards, owns files and buffers, moves values between.
 
 [Note: Apart or together] On a CUDA device the CPU tier is other memory, and what is stepped there
 travels. Where the module computes on the CPU both tiers are the same memory, and nothing is copied.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.tiers import BufferPool, Job, NvmeFile, NvmeStore, Piece, Pipeline
-from lightning_zero.tiers.fio import fio_rates
+from tests.benchmarks.fio import fio_rates
 
 NUMEL = 4 * 2**20  # of a chunk
 CHUNK_BYTES = 4 * NUMEL

@@ -1,7 +1,6 @@
 """`lightning-zero io-bench`: what it prints, refuses and leaves behind."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.cli.io_bench import DiskReport, TierSettings, table
-from lightning_zero.tiers.fio import Rates, fio_rates
-from tests.tiers.conftest import PAGE
+from lightning_zero.cli.io_bench import DiskReport, Rates, TierSettings, table
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -34,7 +31,7 @@ def io_bench(*arguments):
 QUICK = ["--size", "256MiB", "--seconds", "0.03"]
 
 
-def test_it_prints_rates_beside_fio_and_settings_to_use(tmp_path, capsys):
+def test_it_prints_rates_and_settings_to_use(tmp_path, capsys):
     assert io_bench(tmp_path, *QUICK, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["file_bytes"] == 256 * 2**20
@@ -42,21 +39,13 @@ def test_it_prints_rates_beside_fio_and_settings_to_use(tmp_path, capsys):
     assert found["settings"]["buffer_size"] * 4 == found["settings"]["buffer_bytes"]
     assert found["settings"]["buffer_count"] >= 2
     assert len(found["sweep"]) >= 12
-    if shutil.which("fio"):
-        assert min(found["fio_gb_per_s"].values()) > 0
-    else:
-        assert found["fio_gb_per_s"] is None
     assert not list(tmp_path.iterdir())
 
 
-def test_it_prints_a_table_without_fio_too(tmp_path, store, monkeypatch):
-    monkeypatch.setenv("PATH", "")
+def test_it_prints_a_table(tmp_path):
     settings, rates = TierSettings(buffer_count=3), Rates(1.5e9, 2e9, 2.5e9)
-    file = store.create("state", PAGE)
-    fio = fio_rates(file, block_bytes=PAGE, num_threads=1, is_direct=True, seconds=1)
-    printed = table(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates, fio))
+    printed = table(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates))
     assert "tier        1.50    2.00    2.50" in printed
-    assert "fio is not installed" in printed
     assert "buffer_count=3, buffer_size=16777216 (3 x 64 MiB of CPU memory)" in printed
 
 

@@ -6,22 +6,13 @@ import json
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
 
+from lightning_zero.cli.io_bench import Rates
 from lightning_zero.tiers.nvme_file import NvmeFile
 
-__all__ = ["Rates", "fio_rates"]
+__all__ = ["fio_rates"]
 
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
-
-    read: float
-    write: float
-    mixed: float
 
 
 def fio_rates(
