@@ -2,8 +2,13 @@
 
 `translate` turns a file (or a dict) into a `ZeroConfig`, arguments for the Trainer, and the
 optimizer and scheduler sections as data. What would change the training and is not available here
-is a `ValueError`; what has no meaning here is named in `Translation.ignored`. Imports layout alone;
-begin with `translate`.
+is a `ValueError`; what has no meaning here is named in `Translation.ignored`. Imports layout alone.
+
+    translate   the file as settings of ours
+    optimizer   its optimizer and scheduler sections, built
+    file, keys  sections, and every key that DeepSpeed knows
+
+Begin with `translate`.
 
 [Note: where the file is silent] What decides the result follows DeepSpeed (stage 0, float32, a
 dynamic loss scale from 2**16 with a window of 1000, AdamW logic for "Adam"); what decides speed

@@ -4,9 +4,9 @@ Values that a checkpoint holds for them are kept on the tensors themselves until
 these over, and each rank then reads its own part.
 
 Dropped parameters are those that nobody holds after training: whole on every rank, they would not
-fit. They are on the meta device and guarded: whoever uses one is told how to get its values. Loading a
-checkpoint into their module makes them ordinary parameters on the meta device again, of which each
-rank then reads its own part.
+fit. They are on the meta device and guarded: whoever uses one is told how to get its values.
+Loading a checkpoint into their module makes them ordinary parameters on the meta device again, of
+which each rank then reads its own part.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_a_fault_changes_its_place_only():
 def test_the_package_has_faults_of_all_kinds_and_a_seed_chooses_them():
     sources = {
         file.relative_to(ROOT).as_posix(): file.read_text()
-        for file in (ROOT / "lightning_zero").glob("*.py")
+        for file in (ROOT / "lightning_zero").rglob("*.py")
     }
     faults = [fault for name, source in sources.items() for fault in faults_in(name, source)]
     chosen = choose(faults, 8, seed=1)
