@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.layout.plan import parameters_by_name
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.planner import Decoder, DecoderShape, make_optimizers
 from tests.whole_tensors import ADAFACTOR, Lamb, Rows
 

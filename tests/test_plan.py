@@ -38,6 +38,67 @@ def test_repeated_blocks_are_units_and_small_rest_is_the_roots():
     assert all(name.startswith("blocks.1.") for name in units["blocks.1"])
 
 
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size)
+
+
+class Holding(nn.Module):
+    """Blocks of one size, and something beside them."""
+
+    def __init__(self, size, num_blocks):
+        super().__init__()
+        self.beside = nn.Linear(size, 1)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(num_blocks)])
+
+
+def units_of(make, **settings):
+    with torch.device("meta"):
+        return [unit for unit in names(make(), **settings) if unit]
+
+
+@pytest.mark.parametrize(
+    "make_block", [lambda: Block(8), lambda: nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8))]
+)
+def test_a_stack_between_two_layers_is_gathered_block_by_block(make_block):
+    def make():
+        stack = nn.Sequential(*[make_block() for _ in range(3)])
+        return nn.Sequential(nn.Linear(8, 8), stack, nn.Linear(8, 8))
+
+    assert units_of(make) == ["0", "1.0", "1.1", "1.2", "2"]
+
+
+def test_stages_of_a_vision_model_are_gathered_block_by_block():
+    def make():
+        return nn.ModuleList([Holding(4, 1), Holding(8, 2), Holding(16, 2)])
+
+    assert units_of(make) == ["0", "1.blocks.0", "1.blocks.1", "2.blocks.0", "2.blocks.1"]
+
+
+def test_a_layer_among_equal_layers_is_one_unit_whatever_experts_it_holds():
+    assert units_of(lambda: nn.ModuleList([Holding(8, 4) for _ in range(3)])) == ["0", "1", "2"]
+
+
+def test_a_block_in_two_lists_is_no_unit_twice():
+    block = Block(4)
+    lists = nn.ModuleList([nn.ModuleList([block, Block(4)]), nn.ModuleList([block, Block(4)])])
+    assert units_of(lambda: lists) == ["0.1", "1.1"]  # what is shared is the root's
+
+
+def test_units_may_be_told_by_class_by_its_name_or_by_a_pattern():
+    def make():
+        return nn.ModuleList([Holding(4, 2) for _ in range(2)])
+
+    assert units_of(make, unit_classes=Holding) == ["0", "1"]
+    blocks = ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]
+    assert units_of(make, unit_classes="Block") == blocks
+    assert units_of(make, unit_classes=["0", "*.blocks.1"]) == ["0", "0.blocks.1", "1.blocks.1"]
+    with pytest.raises(ValueError, match=r"unit_classes has 'Blok', which matches no.*Block"):
+        units_of(make, unit_classes="Blok")
+
+
 def test_large_modules_of_their_own_are_units():
     module = nn.ModuleDict({"embedding": nn.Embedding(8192, 64), "head": nn.Linear(64, 10)})
     assert set(names(module)) == {"", "embedding"}

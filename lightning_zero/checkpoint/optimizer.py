@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.engine import Engine
-from lightning_zero.layout.plan import saved_name
+from lightning_zero.layout.names import saved_name
 from lightning_zero.optim.state import load_optimizer_state_dict
 from lightning_zero.tensors.guarded import placement_of
 

@@ -17,8 +17,9 @@ from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arg
 from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
 from lightning_zero.cli.sizes import NAMES, parse_bytes, read_rates
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.plan import Plan, make_plan, parameters_by_name
+from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import (
     Job,

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.layout.plan import BucketPlan, parameters_by_name
+from lightning_zero.layout.names import parameters_by_name
+from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer, widest
 from lightning_zero.tensors.meta import awaited_values, give_memory, is_marked, mark
 

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.kept import CAST_AS_A_WHOLE
-from lightning_zero.layout.plan import saved_name
+from lightning_zero.layout.names import saved_name
 
 __all__ = ["explain_dtype_error"]
 

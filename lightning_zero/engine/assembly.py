@@ -21,8 +21,9 @@ from lightning_zero.core.unit import Unit
 from lightning_zero.engine.facts import config_facts, module_facts, optimizer_facts
 from lightning_zero.engine.optimizers import as_optimizers, examine, parameters_of
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
-from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes, parameters_by_name
+from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
 from lightning_zero.optim.trial import Findings
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import has_placement

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.layout.plan import saved_name
 from lightning_zero.optim.trial import Findings
 from lightning_zero.tensors.meta import awaited_values
 

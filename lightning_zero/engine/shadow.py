@@ -22,8 +22,9 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.writes import Fingerprint, own_elements
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.plan import BucketPlan, parameters_by_name
+from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import Placement, guard, set_placement, unguard
 from lightning_zero.tensors.meta import leave_out

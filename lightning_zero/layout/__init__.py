@@ -6,6 +6,8 @@
     flat        the flat space of one bucket: slots, padding, who owns which elements
     mesh        ranks that share shards, and their replicas
     kept        which layers keep float32 parameters in 16-bit training
+    names       names of parameters and modules
+    units       which modules are gathered together
     plan        a module cut into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

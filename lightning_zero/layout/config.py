@@ -14,7 +14,7 @@ from lightning_zero.layout.kept import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES, Stage, State
 
-__all__ = ["KeepFloat32", "ZeroConfig"]
+__all__ = ["Modules", "ZeroConfig"]
 
 _FLOATING = {
     "float16": torch.float16,
@@ -33,7 +33,11 @@ _SIZES = (
     "param_persistence_threshold",
     "max_live_parameters",
 )
-KeepFloat32 = str | type[nn.Module] | Sequence[str | type[nn.Module]]
+Modules = str | type[nn.Module] | Sequence[str | type[nn.Module]]  # classes, names, patterns
+_MODULES = {
+    "keep_float32": "names or patterns of parameters or modules, classes of modules",
+    "unit_classes": "classes of modules, names of these, or names or patterns of modules",
+}
 _MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
 
 
@@ -53,6 +57,10 @@ class ZeroConfig:
         param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0,
             because a small parameter travels with its unit and costs no collective of its own.
         max_live_parameters: Stage 3: no prefetch that would bring more whole elements than this.
+        unit_classes: Stage 3: modules that are gathered and released one by one, such as
+            transformer blocks: a class, its name, a pattern, or a list of these. None: found by
+            themselves, see units.py. Large modules outside of them are units too, the rest stays
+            whole throughout a step.
         reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them
             again for its backward. None: True. False trades memory for a third of the
             communication.
@@ -95,11 +103,12 @@ class ZeroConfig:
     prefetch_bucket_size: int | None = None
     param_persistence_threshold: int | None = None
     max_live_parameters: int | None = None
+    unit_classes: Modules | None = None
     reshard_after_forward: bool | None = None
     overlap_comm: bool = True
     reduce_dtype: torch.dtype | str | None = None
     param_dtype: torch.dtype | str | None = None
-    keep_float32: KeepFloat32 | None = None
+    keep_float32: Modules | None = None
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
     offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
@@ -117,7 +126,8 @@ class ZeroConfig:
             _check_bool("reshard_after_forward", self.reshard_after_forward)
         for name in ("reduce_dtype", "param_dtype"):
             _set(self, name, _check_dtype(name, getattr(self, name)))
-        _set(self, "keep_float32", _check_kept(self.keep_float32))
+        for name in ("keep_float32", "unit_classes"):
+            _set(self, name, _check_modules(name, getattr(self, name)))
         for name in ("offload_optimizer", "offload_param"):
             _set(self, name, OffloadConfig.of(name, getattr(self, name)))
         _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))
@@ -146,6 +156,12 @@ class ZeroConfig:
         assert self.keep_float32 is None or isinstance(self.keep_float32, tuple)
         return self.keep_float32 or ()
 
+    @property
+    def unit_kinds(self) -> tuple[str | type[nn.Module], ...]:
+        """What is a unit; empty: to be found."""
+        assert self.unit_classes is None or isinstance(self.unit_classes, tuple)
+        return self.unit_classes or ()
+
     def under_autocast(self) -> ZeroConfig:
         """The same where the module computes under `torch.autocast`."""
         return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.kept))))
@@ -165,6 +181,7 @@ class ZeroConfig:
             "prefetch_bucket_size",
             "param_persistence_threshold",
             "max_live_parameters",
+            "unit_classes",
             "reshard_after_forward",
         ):
             if getattr(self, name) is not None and not states.gathers_before_use:
@@ -249,15 +266,12 @@ def _check_dtype(name: str, value: object) -> torch.dtype | None:
     return dtype
 
 
-def _check_kept(value: object) -> tuple[str | type[nn.Module], ...] | None:
+def _check_modules(name: str, value: object) -> tuple[str | type[nn.Module], ...] | None:
     if value is None:
         return None
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     for item in items:
         is_class = isinstance(item, type) and issubclass(item, nn.Module)
         if not (is_class or (isinstance(item, str) and item)):
-            raise TypeError(
-                "keep_float32 must be names or patterns of parameters or modules, classes of "
-                f'modules, or a list of these, such as ["*.router", nn.Bilinear], got {item!r}.'
-            )
+            raise TypeError(f"{name} must be {_MODULES[name]}, or a list of these, got {item!r}.")
     return items

@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_parameters"]
+__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "is_meant", "kept_parameters", "text_of_no_match"]
 
 AUTOCAST = "autocast"
 
@@ -68,7 +68,7 @@ def kept_parameters(
             continue
         matching = set(_matching(modules, item))
         if not matching:
-            raise ValueError(_text_of_no_match(modules, item))
+            raise ValueError(text_of_no_match("keep_float32", modules, item))
         kept |= matching
     return kept
 
@@ -90,12 +90,7 @@ def _matching(
     modules: Mapping[str, nn.Module], item: str | type[nn.Module]
 ) -> Iterator[nn.Parameter]:
     for path, module in modules.items():
-        if isinstance(item, type):
-            is_meant = isinstance(module, item)
-        else:
-            names = [path, *(kind.__name__ for kind in type(module).__mro__)]
-            is_meant = any(fnmatchcase(name, item) for name in names)
-        if is_meant:
+        if is_meant(path, module, item):
             yield from module.parameters()
         elif isinstance(item, str):
             for name, parameter in module.named_parameters(path, recurse=False):
@@ -103,14 +98,31 @@ def _matching(
                     yield parameter
 
 
-def _text_of_no_match(modules: Mapping[str, nn.Module], item: str | type[nn.Module]) -> str:
+def is_meant(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
+    """Whether `item` is the class of a module or a base of it, or the name or pattern of one.
+
+    Args:
+        path: Qualified name of the module.
+        module: The module.
+        item: A class, or what names it, a base of it, or the module; `*` stands for any text.
+    """
     if isinstance(item, type):
-        return f"keep_float32 has {item.__name__}, and no module with parameters is one."
+        return isinstance(module, item)
+    names = [path, *(kind.__name__ for kind in type(module).__mro__)]
+    return any(fnmatchcase(name, item) for name in names)
+
+
+def text_of_no_match(
+    option: str, modules: Mapping[str, nn.Module], item: str | type[nn.Module]
+) -> str:
+    """For the error that `item` of a setting names nothing in the model."""
+    if isinstance(item, type):
+        return f"{option} has {item.__name__}, and no module with parameters is one."
     known = [name for path, m in modules.items() for name, _ in m.named_parameters(path, False)]
     known += [*modules, *(type(m).__name__ for m in modules.values())]
     near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
     return (
-        f"keep_float32 has {item!r}, which matches no parameter, module or class of the model; "
+        f"{option} has {item!r}, which matches no parameter, module or class of the model; "
         f"names are whole, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
         f"{', '.join(near)}."
     )

@@ -8,17 +8,12 @@ optimizers that look at whole tensors are placed whole, each with an owner that 
 whole module.
 
 Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages
-that shard parameters find units by themselves:
-
-1. the members of a `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes: the
-blocks; 2. other modules with parameters of their own above a size: embeddings, output layers;
-3. the rest, and what two units share, is the root's.
+that shard parameters have those of units.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +23,10 @@ from torch import nn
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.flat import Layout, assign_owners
 from lightning_zero.layout.kept import kept_parameters
+from lightning_zero.layout.names import modules_by_name, saved_name
 from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.layout.stage import STAGES, Stage, State
+from lightning_zero.layout.units import ROOT, find_blocks, find_units
 
 __all__ = [
     "BucketPlan",
@@ -37,13 +34,8 @@ __all__ = [
     "UnitPlan",
     "make_plan",
     "nvme_bytes",
-    "parameters_by_name",
-    "saved_name",
 ]
 
-ROOT = ""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
 _BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
 
@@ -150,21 +142,6 @@ class _Cutting:
     limit: int  # elements of a bucket
 
 
-def saved_name(name: str) -> str:
-    """`name` without what `torch.compile(module)` puts around a module: the same without it."""
-    return name.replace("_orig_mod.", "")
-
-
-def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """As `module.named_parameters()`, by the names that a plan has."""
-    return {saved_name(name): parameter for name, parameter in module.named_parameters()}
-
-
-def _modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
-    """The module and all below it, those that are shared by every name."""
-    return {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
-
-
 def make_plan(
     module: nn.Module,
     config: ZeroConfig,
@@ -188,16 +165,16 @@ def make_plan(
 
     Raises:
         ValueError: The module has no parameters, or some that cannot be sharded; `keep_float32`
-            names what is not there.
+            or `unit_classes` names what is not there.
     """
     named = dict(module.named_parameters())
     _check_parameters(module, named)
-    unit_of = _find_units(module, named) if config.states.gathers_before_use else {}
+    blocks = find_blocks(module, config.unit_kinds)
+    unit_of = find_units(module, named, blocks) if config.states.gathers_before_use else {}
     members: dict[str, list[str]] = {ROOT: []}
     for name in named:
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
-    blocks = set(_repeated_blocks(module))
-    kept = kept_parameters(_modules_by_name(module), config.kept)
+    kept = kept_parameters(modules_by_name(module), config.kept)
     claims = _Claims(optimizer_of or {}, whole_tensors)
     owners = _find_owners(named, config, claims, world_size)
     cutting = _Cutting(named, config, world_size, owners, _bucket_limit(config, world_size))
@@ -355,44 +332,3 @@ def _cut(
         yield BucketPlan(
             label, layout, kind.dtype, kind.master_dtype, stage, is_trainable=kind.is_trainable
         )
-
-
-def _find_units(module: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Unit of each parameter that is not the root's."""
-    units = _repeated_blocks(module)
-    for name, child in module.named_modules():
-        own = sum(p.numel() for p in child.parameters(recurse=False))
-        if name != ROOT and own >= _UNIT_NUMEL and not any(_is_inside(name, u) for u in units):
-            units.append(name)
-    users: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = max((u for u in units if _is_inside(name, u)), key=len, default=ROOT)
-        users.setdefault(parameter, set()).add(owner)
-    return {
-        name: next(iter(users[parameter]))
-        for name, parameter in named.items()
-        if len(users[parameter]) == 1 and users[parameter] != {ROOT}
-    }
-
-
-def _repeated_blocks(module: nn.Module) -> list[str]:
-    """Members of the outermost containers with repeated classes."""
-    blocks: list[str] = []
-    for name, container in module.named_modules():
-        if not isinstance(container, _CONTAINERS) or any(_is_inside(name, b) for b in blocks):
-            continue
-        # A list has no forward of its own: its members are looked at by themselves.
-        members = [
-            (n, m)
-            for n, m in container.named_children()
-            if not isinstance(m, (nn.ModuleList, nn.ModuleDict))
-            and any(True for _ in m.parameters())
-        ]
-        classes = Counter(type(m) for _, m in members)
-        if classes and classes.most_common(1)[0][1] > 1:
-            blocks += [f"{name}.{n}" if name else n for n, _ in members]
-    return blocks
-
-
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")

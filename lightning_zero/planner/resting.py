@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes
-from lightning_zero.layout.plan import BucketPlan, Plan, parameters_by_name
+from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.optimizers import KeptStates, States
 

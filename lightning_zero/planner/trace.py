@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.layout.plan import Plan, UnitPlan, parameters_by_name
+from lightning_zero.layout.names import parameters_by_name
+from lightning_zero.layout.plan import Plan, UnitPlan
 
 __all__ = [
     "Event",

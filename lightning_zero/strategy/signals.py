@@ -9,9 +9,9 @@ Inside an evaluation, Lightning's own flag ends it on the rank that was told, an
 
 Requeue: a SLURM job that must give its place away saves once, is queued again, and goes on from
 there. SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds every
-rank somewhere else, perhaps inside a collective, and may reach only one of them. So the handler sets a
-flag and nothing more; at the next boundary between batches, where no gradient is pending, the ranks
-agree, save together, and rank 0 asks SLURM to queue the job again.
+rank somewhere else, perhaps inside a collective, and may reach only one of them. So the handler
+sets a flag and nothing more; at the next boundary between batches, where no gradient is pending,
+the ranks agree, save together, and rank 0 asks SLURM to queue the job again.
 """
 
 from __future__ import annotations

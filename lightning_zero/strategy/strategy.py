@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_zero.comm.alike import check_alike
 from lightning_zero.comm.world import DEFAULT_TIMEOUT, as_timeout, gather_objects
 from lightning_zero.deepspeed import Translation, translate
-from lightning_zero.layout.config import KeepFloat32
+from lightning_zero.layout.config import Modules
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.strategy.checkpointing import CheckpointStrategy
 from lightning_zero.strategy.launch import StartMethod
@@ -68,6 +68,8 @@ class ZeroStrategy(CheckpointStrategy):
         prefetch_bucket_size: Stage 3, in elements.
         param_persistence_threshold: Stage 3, in elements.
         max_live_parameters: Stage 3, in elements.
+        unit_classes: Stage 3: modules that are gathered one by one: classes, names of these, or a
+            list. None: blocks are found by themselves.
         reshard_after_forward: Stage 3.
         overlap_comm: Communicate while computing.
         reduce_dtype: Dtype in which gradients are summed and kept, such as "float32".
@@ -123,11 +125,12 @@ class ZeroStrategy(CheckpointStrategy):
         prefetch_bucket_size: int | float | None = None,
         param_persistence_threshold: int | float | None = None,
         max_live_parameters: int | float | None = None,
+        unit_classes: Modules | None = None,
         reshard_after_forward: bool | None = None,
         overlap_comm: bool = True,
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
-        keep_float32: KeepFloat32 | None = None,
+        keep_float32: Modules | None = None,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
         offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None,

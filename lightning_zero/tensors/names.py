@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from lightning_zero.layout.plan import saved_name
+from lightning_zero.layout.names import saved_name
 
 __all__ = ["with_compiled_names", "with_saved_names"]
 

@@ -72,9 +72,9 @@ def _train_ddp(rank, world_size, accumulation, clip, norm_type=2.0):
     return losses, norms, arrays(module.state_dict())
 
 
-def _train_engine(rank, world_size, stage, accumulation, clip, norm_type=2.0):
+def _train_engine(rank, world_size, stage, accumulation, clip, norm_type=2.0, **options):
     module, optimizer = build()
-    engine = engine_for(module, [optimizer], stage)
+    engine = engine_for(module, [optimizer], stage, **options)
     losses, norms = [], []
     for step in range(3 * accumulation):
         is_last = (step + 1) % accumulation == 0
@@ -119,6 +119,15 @@ def assert_same_state(state, expected):
 def test_the_loop_equals_ddp(world_size, accumulation, stage):
     ours = run_ranks(world_size, _train_engine, stage, accumulation, None)
     assert_same(ours, reference(world_size, accumulation))
+
+
+def _train_nested(rank, world_size):
+    nested = ["GPT", "Block", "*.qkv", "*.norm_2"]
+    return _train_engine(rank, world_size, 3, 2, None, unit_classes=nested)
+
+
+def test_units_may_be_inside_of_each_other():
+    assert_same(run_ranks(2, _train_nested), reference(2, 2))
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)

@@ -1,0 +1,125 @@
+"""Finds units: the modules whose parameters are gathered together where they rest as shards.
+
+1. Blocks: modules of the classes in `unit_classes`; without these, the members of each
+   `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes, the outermost first.
+2. Other modules with parameters of their own above a size: embeddings, output layers.
+3. The rest, and what two units share, is the root's.
+
+[Note: Blocks in blocks] A member may hold repeated blocks itself: a stage of a vision model, a
+stack between two layers. To gather it at once would take as much memory as the stack, so its blocks
+are the units, if they are like each other and run one after the other: they are in a `Sequential`,
+or the member is like no other one. A layer among equal layers is a unit as a whole, whatever it
+holds, such as the experts of a mixture.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from lightning_zero.layout.kept import is_meant, text_of_no_match
+from lightning_zero.layout.names import saved_name
+
+__all__ = ["ROOT", "find_blocks", "find_units"]
+
+ROOT = ""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_LISTS, nn.Sequential)
+_UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
+
+_Members = list[tuple[str, nn.Module]]  # by qualified name
+
+
+def find_units(
+    module: nn.Module, named: Mapping[str, nn.Parameter], blocks: Sequence[str]
+) -> dict[str, str]:
+    """Unit of each parameter that is not the root's.
+
+    Args:
+        module: The root.
+        named: Its parameters, each once.
+        blocks: What `find_blocks` found; of one inside another, the inner has its parameters.
+    """
+    units = list(blocks)
+    for name, child in module.named_modules():
+        own = sum(p.numel() for p in child.parameters(recurse=False))
+        if name != ROOT and own >= _UNIT_NUMEL and not any(_is_inside(name, u) for u in units):
+            units.append(name)
+    users: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = max((u for u in units if _is_inside(name, u)), key=len, default=ROOT)
+        users.setdefault(parameter, set()).add(owner)
+    return {
+        name: next(iter(users[parameter]))
+        for name, parameter in named.items()
+        if len(users[parameter]) == 1 and users[parameter] != {ROOT}
+    }
+
+
+def find_blocks(module: nn.Module, classes: Sequence[str | type[nn.Module]] = ()) -> list[str]:
+    """Qualified names of the blocks; see the top of this file.
+
+    Args:
+        module: The root.
+        classes: `ZeroConfig.unit_classes`; empty: repeated ones.
+
+    Raises:
+        ValueError: One of `classes` matches no module with parameters.
+    """
+    if not classes:
+        return [name for name, _ in _repeated_blocks(ROOT, module, {module})]
+    candidates = {
+        name: m for name, m in module.named_modules() if name != ROOT and _has_parameters(m)
+    }
+    found: dict[str, None] = {}
+    for item in classes:
+        matching = [n for n, m in candidates.items() if is_meant(saved_name(n), m, item)]
+        if not matching:
+            known = {saved_name(name): m for name, m in candidates.items()}
+            raise ValueError(text_of_no_match("unit_classes", known, item))
+        found |= dict.fromkeys(matching)
+    return list(found)
+
+
+def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Members:
+    """Blocks at and below `module`, whose name is `path`; a shared module counts once."""
+    children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+    # A list has no forward of its own: its members are looked at by themselves.
+    members = [child for _, child in children if not isinstance(child, _LISTS)]
+    is_repeated = isinstance(module, _CONTAINERS) and _any_twice(map(type, members))
+    kinds = Counter(map(_kind, members))
+    blocks: _Members = []
+    for name, child in children:
+        if child in seen:
+            continue
+        seen.add(child)
+        full_name = f"{path}.{name}" if path else name
+        inner = _repeated_blocks(full_name, child, seen)
+        is_member = is_repeated and not isinstance(child, _LISTS)
+        is_stack = _is_stack(child, inner, is_alone=kinds[_kind(child)] == 1)
+        blocks += [(full_name, child)] if is_member and not is_stack else inner
+    return blocks
+
+
+def _is_stack(member: nn.Module, inner: _Members, *, is_alone: bool) -> bool:
+    """The blocks `inner` are the units, not the member. See [Note: Blocks in blocks]."""
+    like = (_kind(block) for _, block in inner if any(True for _ in block.children()))
+    return (is_alone or isinstance(member, nn.Sequential)) and _any_twice(like)
+
+
+def _kind(module: nn.Module) -> tuple[type[nn.Module], int]:
+    return type(module), sum(p.numel() for p in module.parameters())
+
+
+def _any_twice(kinds: Iterable[object]) -> bool:
+    return max(Counter(kinds).values(), default=0) > 1
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
