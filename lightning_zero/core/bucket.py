@@ -394,6 +394,11 @@ class Bucket:
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
 
+    def free_zeroed(self) -> None:
+        """Frees the mean gradient where a user has zeroed all of it, unless a worker needs it."""
+        if self._stepping is None:
+            self.grads.free_zeroed()
+
     def wait_for_all_steps(self) -> None:
         """Waits until a worker has stepped every bucket: its gathers come before any other."""
         self._worker.drain()

@@ -110,8 +110,10 @@ class Gradients:
     Attributes:
         whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is
             sharded it exists from the first gradient of a backward to the end of the reduction.
-        shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype;
-            None until the first reduction. A view of `whole` where GRAD is whole and dtypes agree.
+        shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype.
+            There is one from the first reduction until `.grad` of every parameter is None, as
+            `zero_grad` leaves it (see `free_zeroed`). A view of `whole` where GRAD is whole and
+            dtypes agree.
         replicas: Whether that is the mean over all ranks, or over this group so far.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
         is_local: By slot: `whole` holds a gradient of this parameter.
@@ -189,6 +191,17 @@ class Gradients:
         self._expected = {index for index, is_expected in enumerate(expected) if is_expected}
         if outlives_backward:
             self._widen()
+
+    def free_zeroed(self) -> None:
+        """Frees the mean if `.grad` of every parameter is None. Local; not beside a step."""
+        rests_alone = self._home is None and not self._is_whole_mean and not self._is_in_place
+        if self.shard is None or not rests_alone or self.replicas.is_under_way:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+            if any(parameter.grad is not None for parameter in self._parameters):
+                return
+        self.is_reduced = [False] * len(self._parameters)
+        self._forget_zeroed()
 
     @property
     def is_complete(self) -> bool:
@@ -381,8 +394,7 @@ class Gradients:
             if self._home is None:
                 change(self.slices[index])
             else:
-                slot = self._plan.layout.slots[index]
-                part = self._plan.layout.within_shard(slot, self._comm.mesh.shard_rank)
+                part = self._plan.layout.parts(self._comm.mesh.shard_rank)[index]
                 self._home.apply_(change, part.start, part.stop)
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
@@ -408,6 +420,10 @@ class Gradients:
             parameter.grad = None
             self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
         self._close()
+
+    def is_mean(self, index: int, values: Tensor) -> bool:
+        """Whether `values` are what there is of the mean of slot `index` at this moment."""
+        return bool(self.slices) and self.slices[index] is values
 
     @property
     def home(self) -> Home | None:
@@ -476,6 +492,8 @@ class Gradients:
         if not any(self.is_reduced):
             self._holds_mean = self.replicas.is_partial = False
             self._carry = None
+            if self._home is None and not self._is_whole_mean:
+                self.shard, self.slices, self._views = None, [], []
         elif not all(self.is_reduced):
             zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
             if self._carry is None:
@@ -519,13 +537,14 @@ class Gradients:
 
     def _wrap(self, index: int) -> ShardedTensor:
         mean = self.slices[index]
-        return ShardedTensor.of(_MeanPart(self, index), self._cuts[index], "p.grad", mean)
+        part = _MeanPart(self, index, mean)
+        return ShardedTensor.of(part, self._cuts[index], "p.grad", mean)
 
     def _look(self) -> list[Tensor]:
         """By slot, what the home shows of the mean."""
         assert self._home is not None
         layout, rank = self._plan.layout, self._comm.mesh.shard_rank
-        parts = [layout.within_shard(slot, rank) for slot in layout.slots]
+        parts = layout.parts(rank)
         return [self._home.look(part.start, part.stop) for part in parts]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
@@ -560,20 +579,23 @@ class Gradients:
 
 @dataclass(frozen=True)
 class _MeanPart:
-    """This rank's elements of one mean gradient."""
+    """This rank's elements of one mean gradient, also when they have been zeroed as `.grad`."""
 
     grads: Gradients
     index: int
+    values: Tensor
 
     def read(self) -> Tensor:
         """See `Part`."""
-        part = self.grads.slices[self.index]
-        return part.read() if isinstance(part, StoredTensor) else part
+        return self.values.read() if isinstance(self.values, StoredTensor) else self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """See `Part`."""
         self.grads.settle()
-        self.grads.apply_(write, [self.index])
+        if self.grads.is_mean(self.index, self.values):
+            self.grads.apply_(write, [self.index])
+        else:
+            write(self.values)
 
 
 def _point(parameter: nn.Parameter, grad: Tensor) -> None:

@@ -137,6 +137,7 @@ class Schedule:
             self._finish_gathers()
         for bucket in self._buckets:
             bucket.take_rewritten()
+            bucket.free_zeroed()
         self.shared.refresh()
 
     def _wait_for_gathers_of_steps(self) -> None:

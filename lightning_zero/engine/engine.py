@@ -199,13 +199,14 @@ class Engine:
         self.optimizers.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of all parameters."""
+        """Zeroes the gradients of all parameters; by None, the memory of their shards is freed."""
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 if set_to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
+            bucket.free_zeroed()
 
     def clip_grad_norm_(
         self,
@@ -256,6 +257,8 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
         self._worker.drain()
+        for bucket in self.buckets:
+            bucket.free_zeroed()
         shadows = [(s.allocated_bytes(), s.data_parallel_bytes()) for s in self.shadows]
         return count_memory(self.buckets, self.optimizers, self.storage, self.comm, shadows)
 

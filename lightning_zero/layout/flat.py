@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 __all__ = ["ALIGN_NUMEL", "Layout", "Slot", "assign_owners"]
@@ -50,12 +51,12 @@ class Slot:
     start: int
     owner: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element, in the flat space."""
         return self.start + self.numel
@@ -115,33 +116,33 @@ class Layout:
             bounds.append(_aligned(max(stop, bounds[-1] + 1)))
         return cls(tuple(placed[index] for index in range(len(named))), tuple(bounds))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of shards."""
         return len(self.bounds) - 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat space, padding included."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of the largest shard, padding included; of every one where tensors are cut."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[int, ...] | None:
         """Elements of every shard for a collective; None where they are equal."""
         numels = tuple(stop - start for start, stop in pairwise(self.bounds))
         return numels if len(set(numels)) > 1 else None
 
-    @property
+    @cached_property
     def holds_whole_tensors(self) -> bool:
         """Every parameter has an owner."""
         return all(slot.owner is not None for slot in self.slots)
 
-    @property
+    @cached_property
     def parameter_numel(self) -> int:
         """Elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
@@ -163,6 +164,18 @@ class Layout:
     def step_shape(self, slot: Slot, rank: int) -> tuple[int, ...]:
         """The shape in which `rank` steps its elements of `slot`: its own, or one dimension."""
         return slot.shape if slot.owner == rank else (len(self.owned(slot, rank)),)
+
+    def parts(self, rank: int) -> tuple[range, ...]:
+        """`within_shard` of every slot, by index; made once."""
+        found = self._parts.get(rank)
+        if found is None:
+            found = tuple(self.within_shard(slot, rank) for slot in self.slots)
+            self._parts[rank] = found
+        return found
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[range, ...]]:
+        return {}
 
     @staticmethod
     def within(slot: Slot, part: range) -> range:

@@ -128,8 +128,7 @@ class Scratch:
 
 def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
     """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
-    parts = [layout.within_shard(slot, rank) for slot in layout.slots]
-    return [shard[part.start : part.stop] for part in parts]
+    return [shard[part.start : part.stop] for part in layout.parts(rank)]
 
 
 def widest(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:
