@@ -41,7 +41,7 @@ def test_slots_are_aligned_and_do_not_overlap(shapes, world_size):
 @given(SHAPES, WORLDS)
 def test_gaps_and_slots_together_are_the_flat_space(shapes, world_size):
     layout = lay_out(shapes, world_size)
-    gaps = sum(len(gap) for gap in layout.gaps())
+    gaps = sum(len(gap) for gap in layout.gaps)
     assert gaps + layout.parameter_numel == layout.numel
 
 
@@ -101,7 +101,7 @@ def test_shards_of_whole_tensors_are_as_long_as_what_they_hold(shapes, world_siz
 @given(SHAPES, WORLDS)
 def test_gaps_and_whole_tensors_fill_the_flat_space_once(shapes, world_size):
     layout, _ = place(shapes, world_size)
-    covered = [i for gap in layout.gaps() for i in gap]
+    covered = [i for gap in layout.gaps for i in gap]
     covered += [i for slot in layout.slots for i in range(slot.start, slot.stop)]
     assert sorted(covered) == list(range(layout.numel))
 

@@ -132,7 +132,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
             entry = take_apart(dict(optimizer.state.get(parameter, {})))
             if parameter in outlines:
-                own = entry if bucket.shards.is_stepped(index) else None
+                own = entry if bucket.shards.is_stepped[index] else None
                 source = f"of {name} in optimizer {number}"
                 state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
             elif parameter in optimizer.state:

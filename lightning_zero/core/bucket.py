@@ -43,7 +43,7 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, widest
-from lightning_zero.tensors.guarded import Placement, guard, set_placement, unguard
+from lightning_zero.tensors.guarded import Placement, guard, point, set_placement, unguard
 from lightning_zero.tensors.lazy import StoredTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import Cut, ShardedTensor
@@ -70,7 +70,8 @@ class Bucket:
         parameters: The module's own parameter objects, by slot.
         grads: Their gradients.
         cuts: By slot, which elements each rank steps.
-        phase: Where the parameters are.
+        is_gathered_before_use: PARAM rests as a shard.
+        is_whole: The values of all elements are at hand or on their way.
         shards: What of it rests on this rank.
         masters: The same in full precision, and whole.
         whole: The whole buffer; holds memory while the parameters are whole.
@@ -86,6 +87,9 @@ class Bucket:
 
     lockstep: Any
     prints: list[Fingerprint] | None = None
+    phase: Phase
+    is_whole: bool
+    _watcher: Callable[[bool], None] | None = None
 
     def __init__(
         self,
@@ -103,7 +107,8 @@ class Bucket:
         self.plan = plan
         self.parameters = list(parameters)
         self.comm = comm
-        self.phase = Phase.WHOLE
+        self.is_gathered_before_use = plan.stage.gathers_before_use
+        self._enter(Phase.WHOLE)
         self.pins = 0
         self.own_dtypes = [p.dtype for p in parameters]
         self._worker = worker
@@ -209,15 +214,16 @@ class Bucket:
 
     # ---------------------------------------------------------------- whole and released
 
-    @property
-    def is_gathered_before_use(self) -> bool:
-        """PARAM rests as a shard."""
-        return self.plan.stage.gathers_before_use
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        is_whole = phase in (Phase.GATHERING, Phase.WHOLE)
+        if self._watcher is not None and is_whole != self.is_whole:
+            self._watcher(is_whole)
+        self.is_whole = is_whole
 
-    @property
-    def is_whole(self) -> bool:
-        """The values of all elements are at hand or on their way."""
-        return self.phase in (Phase.GATHERING, Phase.WHOLE)
+    def tell(self, watcher: Callable[[bool], None]) -> None:
+        """`watcher` is told when the parameters become whole, and when they cease to be."""
+        self._watcher = watcher
 
     def gather(self) -> None:
         """Issues the gather of whole parameters. Collective: also where they are whole already.
@@ -261,10 +267,8 @@ class Bucket:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        for parameter, view in zip(self.parameters, self.whole.views, strict=True):
-            unguard(parameter)
-            parameter.data = view
-        self.phase = Phase.WHOLE
+        point(self.parameters, self.whole.views)
+        self._enter(Phase.WHOLE)
         if self.is_gathered_before_use:
             self._rewritten.watch()
 
@@ -304,21 +308,21 @@ class Bucket:
 
     def mark_in_flight(self) -> None:
         """The parameters wait for a gather that is issued, or will be."""
-        for parameter in self.parameters:
-            guard(parameter)
-        self.phase = Phase.GATHERING
+        if self.phase is not Phase.SHARD:  # else they are guarded
+            guard(self.parameters)
+        self._enter(Phase.GATHERING)
 
     def point_at_masters(self, parts: Sequence[Tensor]) -> None:
         """Points the parameters at what this rank steps: by slot, 1-D. `point_at_rest` ends it."""
         for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
-            parameter.grad = None
             unguard(parameter)
-            parameter.data = part.view(self.shards.step_shape(index))
-        self.phase = Phase.STEP
+            parameter.grad = None
+            parameter.data = part.view(self.shards.step_shapes[index])
+        self._enter(Phase.STEP)
 
     def point_at_rest(self) -> None:
         """Points the parameters at their slices, or at the whole buffer, where they rest."""
-        self.phase = Phase.SHARD if self.is_gathered_before_use else Phase.WHOLE
+        self._enter(Phase.SHARD if self.is_gathered_before_use else Phase.WHOLE)
         self.point_back()
         if self.is_gathered_before_use:
             self.whole.free()  # a forward after the backward may have left it whole
@@ -326,12 +330,9 @@ class Bucket:
     def point_back(self) -> None:
         """Points the parameters where `phase` says, after they have pointed elsewhere."""
         is_shard = self.phase is Phase.SHARD
-        targets = self.shards.resting_parts() if is_shard else self.whole.views
-        for parameter, target in zip(self.parameters, targets, strict=True):
-            unguard(parameter)  # what a user puts into a guarded one is taken for new values
-            parameter.data = target
-            if is_shard:
-                guard(parameter)
+        point(self.parameters, self.shards.resting_parts() if is_shard else self.whole.views)
+        if is_shard:
+            guard(self.parameters)
 
     def owns(self, tensor: Tensor) -> bool:
         """`tensor` is a view of the whole buffer."""
@@ -525,7 +526,7 @@ class Bucket:
             self.pins = 0
             self.point_at_rest()
         elif not is_lost:
-            self.phase = Phase.WHOLE
+            self._enter(Phase.WHOLE)
 
     def gather_again(self) -> None:
         """Gathers stepped parameters anew after `cancel_gather`. Collective."""
@@ -602,7 +603,7 @@ class Masters:
         under way, which is waited for.
         """
         home = self._home()
-        parts = [self._shards.own_range(index) for index in range(len(self._bucket.parameters))]
+        parts = [self._shards.own_ranges[index] for index in range(len(self._bucket.parameters))]
         return [home.look(part.start, part.stop) for part in parts]
 
     def _home(self) -> Home:
@@ -744,7 +745,7 @@ class Masters:
         self._stepped = master.fetch(0, master.numel)
         bucket.point_at_masters(self._shards.cut(self._stepped))
         for index, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
-            if grad is not None and self._shards.is_stepped(index):
+            if grad is not None and self._shards.is_stepped[index]:
                 grad = grad.read() if isinstance(grad, StoredTensor) else grad
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 

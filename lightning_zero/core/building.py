@@ -340,7 +340,7 @@ class Building:
         )
         set_placement(parameter, placement)
         parameter.data = piece.part
-        guard(parameter)
+        guard([parameter])
         self._whole.pop(piece, None)
 
     def _part_of(self, flat: Tensor) -> Tensor:

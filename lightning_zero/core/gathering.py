@@ -23,7 +23,7 @@ import torch
 from lightning_zero.comm.control import Control, Round, topic_of
 from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.unit import Trace, Unit
+from lightning_zero.core.unit import Unit, UseOrder
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.record.recorder import Recorder
 
@@ -146,22 +146,26 @@ class Gathering:
         self._trained = trained
         self._recorder = recorder
         self._config = config
-        self._forward, self._backward = Trace(), Trace()
-        self._trace = self._forward
+        self._forward, self._backward = UseOrder(), UseOrder()
+        self._order = self._forward
         self._passing: Callable[[], Round] | None = None
         self._unclaimed: set[Unit] = set()  # gathered because another rank asked, or ahead of use
+        self._whole: set[Unit] = set()
+        for unit in units:
+            unit.join(self._whole)
+        self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
 
     # ---------------------------------------------------------------- passes
 
     def begin_forward(self) -> None:
         """A forward begins, after which the next one is expected to be alike."""
-        self._trace = self._forward
-        self._trace.begin()
+        self._order = self._forward
+        self._order.begin()
 
     def begin_backward(self) -> None:
         """Likewise a backward."""
-        self._trace = self._backward
-        self._trace.begin()
+        self._order = self._backward
+        self._order.begin()
         self.num_issued = self._num_issued_by_all = 0
         self._has_met = False
 
@@ -172,7 +176,7 @@ class Gathering:
 
     def forget(self) -> None:
         """What was under way has ended, or never will. Local."""
-        self._trace = self._forward
+        self._order = self._forward
         self._passing = None
         self._unclaimed.clear()
         self.num_issued = 0
@@ -198,7 +202,7 @@ class Gathering:
         """Makes `unit` whole, then asks ahead for what followed it last time."""
         if not unit.buckets:
             return
-        self._trace.record(unit, may_repeat=not torch.is_grad_enabled())
+        self._order.record(unit, may_repeat=not torch.is_grad_enabled())
         self._drop_unclaimed(unit)
         if unit in self._unclaimed or not unit.is_whole:
             self._recorder.count(is_hit=unit.is_whole)
@@ -214,42 +218,48 @@ class Gathering:
         self._read_ahead()
 
     def _gather_ahead(self) -> None:
+        if not self._config.overlap_comm:
+            return
         budget = self._config.prefetch_bucket_size
-        if not self._config.overlap_comm or (budget is None and self._num_whole() > 1):
+        if budget is None:
+            unit = self._order.following
+            if unit is not None and self._num_whole() < 2:
+                self._gather_if_room(unit)
             return
         ahead = 0
-        for unit in self._trace.upcoming():
-            if budget is not None and ahead + unit.numel > budget:
-                return
+        for unit in self._order.upcoming():
             ahead += unit.numel
-            if not unit.is_whole:
-                limit = self._config.max_live_parameters
-                if limit is not None and self._live_numel() + unit.numel > limit:
-                    return
-                self._gather_next(unit)
-            if budget is None:
+            if ahead > budget or not self._gather_if_room(unit):
                 return
+
+    def _gather_if_room(self, unit: Unit) -> bool:
+        """Makes `unit` whole, or returns False: there would be too many elements."""
+        if unit.is_whole:
+            return True
+        limit = self._config.max_live_parameters
+        if limit is not None and sum(u.numel for u in self._whole) + unit.numel > limit:
+            return False
+        self._gather_next(unit)
+        return True
 
     def _read_ahead(self) -> None:
         """Begins to read shards that rest in files, as far ahead as there are buffers."""
-        for unit in self._trace.upcoming():
+        if not self._reads_files:
+            return
+        for unit in self._order.upcoming():
             if not all(bucket.read_ahead() for bucket in unit.buckets):
                 return
 
     def _num_whole(self) -> int:
         """Units that are whole for their own use, not for the whole step."""
-        return sum(unit.is_whole and not unit.is_held and bool(unit.buckets) for unit in self.units)
-
-    def _live_numel(self) -> int:
-        return sum(unit.numel for unit in self.units if unit.is_whole)
+        return sum(not unit.is_held for unit in self._whole)
 
     def _drop_unclaimed(self, wanted: Unit | None) -> None:
         """Frees what was gathered for other ranks, or ahead in vain."""
-        upcoming = self._trace.upcoming()
-        for unit in [u for u in self._unclaimed if u is not wanted]:
-            if unit not in upcoming[:1]:
-                self._unclaimed.discard(unit)
-                unit.release()
+        following = self._order.following
+        for unit in [u for u in self._unclaimed if u is not wanted and u is not following]:
+            self._unclaimed.discard(unit)
+            unit.release()
 
     def release_all(self) -> None:
         """Frees whole parameters, also those that were gathered for other ranks. Local."""
@@ -283,7 +293,7 @@ class Gathering:
         """One round in which this rank asks for `wanted`."""
         # Backward comes after forward, and walks the layout from its end.
         last = 2 * len(self.units) - 1
-        is_backward = self._trace is self._backward
+        is_backward = self._order is self._backward
         request = last - wanted.index if is_backward else wanted.index
         self._round(request, f"the gather of {wanted.name}")
 

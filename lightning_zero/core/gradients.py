@@ -159,6 +159,7 @@ class Gradients:
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
         self._views: list[Tensor] = []  # by slot: what users see as `.grad`
+        self._shells: dict[int, Tensor] = {}  # see `_shell`
         self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
         self._holds_mean = False  # `shard` has a value to which a further mean is added
         self._carry: Tensor | None = None  # that value, while `whole` is written over it
@@ -174,8 +175,7 @@ class Gradients:
             outlives_backward: This backward will not be reduced by itself.
             expected: By slot: its gradient is likely to come; None: where it is wanted.
         """
-        for index, parameter in enumerate(self._parameters):
-            grad = parameter.grad
+        for index, grad in enumerate(self._grads()):
             if grad is None:
                 self.is_local[index] = self.is_reduced[index] = False
             elif self.is_local[index]:
@@ -183,7 +183,7 @@ class Gradients:
             else:
                 if not self._is_own(index, grad):
                     self._take_over(index, grad)
-                parameter.grad = None
+                self._parameters[index].grad = None
         self._forget_zeroed()
         self.is_touched = list(self.is_local)
         if expected is None:
@@ -192,21 +192,29 @@ class Gradients:
         if outlives_backward:
             self._widen()
 
+    def zero(self, *, set_to_none: bool) -> None:
+        """As `Optimizer.zero_grad`."""
+        for parameter, grad in zip(self._parameters, self._grads(), strict=True):
+            if grad is not None and set_to_none:
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
+            elif grad is not None:
+                grad.zero_()
+
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not beside a step."""
         rests_alone = self._home is None and not self._is_whole_mean and not self._is_in_place
         if self.shard is None or not rests_alone or self.replicas.is_under_way:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
-            if any(parameter.grad is not None for parameter in self._parameters):
-                return
+        if any(grad is not None for grad in self._grads()):
+            return
         self.is_reduced = [False] * len(self._parameters)
         self._forget_zeroed()
 
-    @property
-    def is_complete(self) -> bool:
-        """Every gradient that can come in this backward has come."""
-        return not self._expected
+    def _grads(self) -> list[Tensor | None]:
+        """`.grad` of every parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+            return [parameter.grad for parameter in self._parameters]
 
     def receive(self, index: int) -> bool:
         """Takes over the gradient that autograd has just accumulated into slot `index`.
@@ -217,7 +225,9 @@ class Gradients:
         parameter = self._parameters[index]
         grad = parameter.grad
         assert grad is not None
-        whole = self._open()
+        is_open = self.whole is not None and self._is_sharded and self._pending is None
+        whole = self.whole if is_open else self._open()
+        assert whole is not None
         view = whole.views[index]
         if grad is not view:
             dense = grad.to_dense() if grad.is_sparse else grad
@@ -231,9 +241,10 @@ class Gradients:
             fits = data.shape == view.shape and data.device == view.device
             parameter.grad = view if fits else None
         self.is_local[index] = self.is_touched[index] = True
-        was_complete = self.is_complete
+        if index not in self._expected:
+            return False
         self._expected.discard(index)
-        return self.is_complete and not was_complete
+        return not self._expected
 
     # ---------------------------------------------------------------- reduction
 
@@ -322,9 +333,10 @@ class Gradients:
         torch compares sizes when `.grad` is set, so the parameter is its slice for that moment.
         Past the guards: values that are still being gathered or stepped are not waited for.
         """
-        for index in range(len(self._parameters)):
-            if self.is_reduced[index] and not self.is_local[index]:
-                self._show(index)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, is_reduced in enumerate(self.is_reduced):
+                if is_reduced and not self.is_local[index]:
+                    self._show(index)
 
     def _show(self, index: int) -> None:
         # What autograd knows of earlier means is forgotten.
@@ -333,7 +345,26 @@ class Gradients:
             view.is_tracked = False
         elif view.requires_grad or not self._is_own(index, view):  # or its data were replaced
             view = self._views[index] = self.slices[index].detach()
-        _point(self._parameters[index], view)
+        self._point(index, view)
+
+    def _point(self, index: int, grad: Tensor) -> None:
+        """Sets `.grad`, whatever `.data` is: torch compares their sizes and devices."""
+        parameter = self._parameters[index]
+        data = parameter.data
+        if data.shape == grad.shape and data.device == grad.device:
+            parameter.grad = grad
+            return
+        parameter.data = self._shell(index, data.dtype, grad.device)
+        parameter.grad = grad
+        parameter.data = data
+
+    def _shell(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the size of a parameter, without memory."""
+        shell = self._shells.get(index)
+        if shell is None or shell.dtype != dtype or shell.device != device:
+            one = torch.empty((), dtype=dtype, device=device)
+            shell = self._shells[index] = one.expand(self._plan.layout.slots[index].shape)
+        return shell
 
     def put(self, index: int, grad: Tensor) -> None:
         """`parameter.grad = grad` of slot `index`, which is guarded. Local.
@@ -352,7 +383,8 @@ class Gradients:
                 f"the gradient set on parameter {slot.name} has shape {tuple(grad.shape)}; expected"
                 f" the whole shape {slot.shape}, plain or as parameter.grad has it."
             )
-        _point(self._parameters[index], grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._point(index, grad)
 
     def fetch(self, index: int) -> Tensor | None:
         """The mean gradient with which this rank steps slot `index`, or None.
@@ -360,7 +392,8 @@ class Gradients:
         A tensor that a user put in place of `.grad` is taken over. Collective where that is cut at
         other places.
         """
-        grad = self._parameters[index].grad
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self._parameters[index].grad
         if grad is None:
             self.is_reduced[index] = False
             return None
@@ -372,7 +405,8 @@ class Gradients:
             )
         if not self._is_own(index, grad):
             self._take_over(index, grad)
-            self._show(index)  # clipping changes what is stepped
+            with torch._C.DisableTorchFunctionSubclass():
+                self._show(index)  # clipping changes what is stepped
         return self.slices[index]
 
     def apply_(
@@ -596,16 +630,3 @@ class _MeanPart:
             self.grads.apply_(write, [self.index])
         else:
             write(self.values)
-
-
-def _point(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Sets `.grad` past guards, whatever `.data` is: torch compares their sizes and devices."""
-    with torch._C.DisableTorchFunctionSubclass():
-        data = parameter.data
-        if data.shape == grad.shape and data.device == grad.device:
-            parameter.grad = grad
-            return
-        like = torch.empty((), dtype=data.dtype, device=grad.device)
-        parameter.data = like.expand(grad.shape)  # of that size, without memory
-        parameter.grad = grad
-        parameter.data = data

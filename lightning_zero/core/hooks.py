@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -73,8 +74,8 @@ class Events(Protocol):
     def after_backward_of(self, unit: Unit, call: Call) -> None:
         """The gradients of all inputs of `call` are there."""
 
-    def on_gradient(self, bucket: Bucket, index: int) -> None:
-        """Slot `index` of `bucket` has got a gradient."""
+    def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """`parameter`, slot `index` of `bucket`, has got a gradient."""
 
 
 class Hooks:
@@ -115,7 +116,7 @@ class Hooks:
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
-                    hook = self._on_gradient(bucket, index)
+                    hook = partial(events.on_gradient, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch registers on these only
                     add(parameter.register_post_accumulate_grad_hook(hook))
@@ -178,12 +179,6 @@ class Hooks:
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
             self._events.hold(unit, reason)
-
-    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            self._events.on_gradient(bucket, index)
-
-        return hook
 
 
 def check_all_hooked(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ class Reducing:
         config: Of the engine.
 
     Attributes:
+        under_way: The bucket whose reduction is under way.
         is_mid_step: The last backward ends no step, and nobody has asked for its means since.
     """
 
@@ -53,7 +54,7 @@ class Reducing:
         self._num_eager = 0  # of them already reduced
         # What the last agreed backward touched, by what was trainable in it (GANs take turns).
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
-        self._under_way: Bucket | None = None
+        self.under_way: Bucket | None = None
         self._is_tail = False  # every rank has ended its backward: all issue the same from here on
         self._has_local = False  # the last backward left gradients local
         self._has_partial = False  # or reduced within the group only
@@ -86,12 +87,6 @@ class Reducing:
             bucket.wait_for_step()
             expected = touched.get(bucket) if touched is not None else None
             bucket.grads.prepare(outlives_backward=not self._reduces, expected=expected)
-
-    def receive(self, bucket: Bucket, index: int) -> bool:
-        """Takes the gradient of slot `index`; whether it was the last one of `bucket`."""
-        if self._under_way is bucket:
-            self._finish()  # a second gradient, after the first was sent off
-        return bucket.grads.receive(index)
 
     def complete(self, bucket: Bucket) -> None:
         """`bucket` has all its gradients: it is reduced, when those before it in the order are."""
@@ -129,7 +124,7 @@ class Reducing:
         """After an exception, when gradients have been dropped. Local."""
         self._comm.free_scratch()
         self._trained.stop()
-        self._under_way = None
+        self.under_way = None
         self.is_mid_step = self._has_local = self._has_partial = False
 
     # ---------------------------------------------------------------- one bucket
@@ -137,23 +132,23 @@ class Reducing:
     def _reduce(self, bucket: Bucket) -> None:
         self._trained.finish()
         self._gathering.meet_once()
-        self._finish()
+        self.finish()
         bucket.grads.reduce()
         self._gathering.num_issued += 1
-        self._under_way = bucket
+        self.under_way = bucket
         if not self._config.overlap_comm:
-            self._finish()
+            self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Waits for the reduction under way."""
-        if self._under_way is None:
+        if self.under_way is None:
             return
         if self._gathering.is_needed and not self._is_tail:
             self._gathering.wait_until_issued()
-        self._under_way.grads.finish()
+        self.under_way.grads.finish()
         if self._ends_step and self._config.overlap_comm:
-            self._under_way.grads.begin_average()
-        self._under_way = None
+            self.under_way.grads.begin_average()
+        self.under_way = None
 
     # ---------------------------------------------------------------- the rest
 
@@ -185,7 +180,7 @@ class Reducing:
         for bucket in self._order:
             if is_late[bucket]:
                 self._reduce(bucket)
-        self._finish()
+        self.finish()
         for bucket in self._order:
             if completes and (bucket in reduced or is_partial[bucket] or any(touched[bucket])):
                 bucket.grads.average()

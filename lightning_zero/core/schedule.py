@@ -308,8 +308,8 @@ class Schedule:
             unit.release()
             self.gathering.prefetch()
 
-    def on_gradient(self, bucket: Bucket, index: int) -> None:
-        """Slot `index` of `bucket` has got a gradient.
+    def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """`parameter`, slot `index` of `bucket`, has got a gradient.
 
         Raises:
             RuntimeError: By a backward that the engine does not know of.
@@ -321,7 +321,9 @@ class Schedule:
                 "engine.backward(loss), in Lightning self.manual_backward(loss), instead of "
                 "loss.backward()."
             )
-        if self.reducing.receive(bucket, index):
+        if self.reducing.under_way is bucket:
+            self.reducing.finish()  # a second gradient, after the first was sent off
+        if bucket.grads.receive(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and _has_done_backward(unit):
                 self._recorder.leave(Kind.BACKWARD, unit.name)

@@ -43,6 +43,9 @@ class Shards:
         plan: Layout, dtypes, stage and tiers.
         storage: Makes the homes.
         steps_whole: OPTIM rests whole: every rank steps all elements.
+        own_ranges: By slot, the elements that this rank steps, within the part that it steps.
+        step_shapes: By slot, the shape in which it steps them.
+        is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
         param: What a gather sends: 1-D, own part, param dtype; None where nothing is gathered
             before use.
         master: What is stepped: 1-D, own part, master dtype; None until it is needed.
@@ -57,6 +60,14 @@ class Shards:
         self.steps_whole = not plan.stage.has_shard(State.OPTIM)
         self._whole = whole
         self._rank = rank
+        self.own_ranges = plan.layout.parts(rank)
+        layout, slots = plan.layout, plan.layout.slots
+        self.step_shapes = tuple(layout.step_shape(slot, rank) for slot in slots)
+        self.is_stepped = tuple(slot.is_stepped_by(rank) for slot in slots)
+        if self.steps_whole:
+            self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
+            self.step_shapes = tuple(slot.shape for slot in slots)
+            self.is_stepped = (True,) * len(slots)
         self.param: Home | None = None
         self.master: Home | None = None
         self.reader: ParamReader | None = None
@@ -68,36 +79,18 @@ class Shards:
 
     def owned(self, index: int) -> range:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
-        slot = self.plan.layout.slots[index]
         if self.steps_whole:
-            return range(slot.numel)
-        return self.plan.layout.owned(slot, self._rank)
-
-    def own_range(self, index: int) -> range:
-        """The same elements, counted within the part that this rank steps."""
-        slot = self.plan.layout.slots[index]
-        if self.steps_whole:
-            return range(slot.start, slot.stop)
-        return self.plan.layout.within_shard(slot, self._rank)
+            return range(self.plan.layout.slots[index].numel)
+        return self.plan.layout.owned(self.plan.layout.slots[index], self._rank)
 
     @property
     def holds_whole_tensors(self) -> bool:
         """Every parameter is stepped by one rank, whole."""
         return not self.steps_whole and self.plan.layout.holds_whole_tensors
 
-    def is_stepped(self, index: int) -> bool:
-        """Whether this rank steps slot `index`: all of it, or its slice, which may be empty."""
-        return self.steps_whole or self.plan.layout.slots[index].is_stepped_by(self._rank)
-
-    def step_shape(self, index: int) -> tuple[int, ...]:
-        """The shape in which this rank steps its elements of slot `index`."""
-        slot = self.plan.layout.slots[index]
-        return slot.shape if self.steps_whole else self.plan.layout.step_shape(slot, self._rank)
-
     def cut(self, part: Tensor) -> list[Tensor]:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
-        ranges = [self.own_range(index) for index in range(len(self.plan.layout.slots))]
-        return [part[own.start : own.stop] for own in ranges]
+        return [part[own.start : own.stop] for own in self.own_ranges]
 
     @property
     def own_whole(self) -> Tensor:
@@ -155,12 +148,12 @@ class Shards:
 
     def look(self, index: int) -> Tensor:
         """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
-        own = self.own_range(index)
+        own = self.own_ranges[index]
         return self.exact.look(own.start, own.stop)
 
     def change(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change what `look` shows, in place: 1-D; parameters follow the master."""
-        own = self.own_range(index)
+        own = self.own_ranges[index]
         self.stop_reading()
         exact = self.exact.fetch(own.start, own.stop)
         write(exact)
@@ -233,7 +226,7 @@ class Shards:
 
         Elements that are the rounded master stay what the master is.
         """
-        own = self.own_range(index)
+        own = self.own_ranges[index]
         if not own:
             return
         self.stop_reading()
@@ -263,7 +256,7 @@ class Shards:
         """
         device = self.storage.step_device(self.plan.tiers.optim)
         owned = self.owned(index)
-        part = read_flat(whole, owned.start, owned.stop).view(self.step_shape(index))
+        part = read_flat(whole, owned.start, owned.stop).view(self.step_shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
 
@@ -276,12 +269,12 @@ class Shards:
 
     def look_at_state(self, index: int, key: str) -> Tensor:
         """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
-        own = self.own_range(index)
+        own = self.own_ranges[index]
         return self.state_homes[key].look(own.start, own.stop)
 
     def adopt_state(self, index: int, state: dict[str, Any]) -> None:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
-        own = self.own_range(index)
+        own = self.own_ranges[index]
         for key, value in state.items():
             if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
                 self.state_home(key, value.dtype).store(own.start, value)

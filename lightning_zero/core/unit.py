@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.plan import UnitPlan
 
-__all__ = ["Call", "Trace", "Unit"]
+__all__ = ["Call", "Unit", "UseOrder"]
 
 
 class Call:
@@ -36,6 +37,8 @@ class Unit:
         entered: The forwards that backward has entered and, as far as can be told, not left.
     """
 
+    is_whole: bool  # all elements are at hand or on their way
+
     def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
         self.name = plan.name
         self.index = index
@@ -46,11 +49,25 @@ class Unit:
         self.calls: list[Call] = []
         self.entered: set[Call] = set()
         self.module: nn.Module | None = None
+        self._num_whole = sum(bucket.is_whole for bucket in self.buckets)
+        self.is_whole = self._num_whole == len(self.buckets)
+        self._whole_units: set[Unit] = set()
+        for bucket in self.buckets:
+            bucket.tell(self._count)
 
-    @property
-    def is_whole(self) -> bool:
-        """All elements are at hand or on their way."""
-        return all(bucket.is_whole for bucket in self.buckets)
+    def join(self, whole_units: set[Unit]) -> None:
+        """Keeps `whole_units` right as to this one, if it has buckets."""
+        self._whole_units = whole_units
+        if self.is_whole and self.buckets:
+            whole_units.add(self)
+
+    def _count(self, is_whole: bool) -> None:
+        self._num_whole += 1 if is_whole else -1
+        self.is_whole = self._num_whole == len(self.buckets)
+        if self.is_whole:
+            self._whole_units.add(self)
+        else:
+            self._whole_units.discard(self)
 
     @property
     def has_all_grads(self) -> bool:
@@ -80,18 +97,20 @@ class Unit:
             bucket.release()
 
 
-class Trace:
+class UseOrder:
     """The order in which units were asked for, and so what comes next."""
 
     def __init__(self) -> None:
         self._last: list[Unit] = []
         self._now: list[Unit] = []
+        self._seen: set[Unit] = set()  # those of `_now`
         self._cursor = 0
 
     def begin(self) -> None:
         """A new pass begins; the one that ends becomes the one to follow."""
         if self._now:
             self._last, self._now = self._now, []
+            self._seen.clear()
         self._cursor = 0
 
     def record(self, unit: Unit, *, may_repeat: bool = False) -> None:
@@ -102,10 +121,11 @@ class Trace:
             may_repeat: If it has none, and was asked for in this pass already, a new one begins, as
                 with each token that is generated.
         """
-        if not self._find(unit) and may_repeat and unit in self._now:
+        if not self._find(unit) and may_repeat and unit in self._seen:
             self.begin()
             self._find(unit)
         self._now.append(unit)
+        self._seen.add(unit)
 
     def _find(self, unit: Unit) -> bool:
         for position in range(self._cursor, len(self._last)):
@@ -119,6 +139,11 @@ class Trace:
         """The last pass ended with the unit that was recorded last."""
         return bool(self._last) and self._cursor == len(self._last)
 
-    def upcoming(self) -> Sequence[Unit]:
+    @property
+    def following(self) -> Unit | None:
         """What came after the last recorded unit, the last time."""
-        return self._last[self._cursor :]
+        return None if self._cursor >= len(self._last) else self._last[self._cursor]
+
+    def upcoming(self) -> Iterator[Unit]:
+        """Likewise all that came after it, in order."""
+        return islice(self._last, self._cursor, None)

@@ -201,11 +201,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of all parameters; by None, the memory of their shards is freed."""
         for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+            bucket.grads.zero(set_to_none=set_to_none)
             bucket.free_zeroed()
 
     def clip_grad_norm_(

@@ -151,7 +151,7 @@ class ShadowBucket:
         for parameter, part in zip(self.parameters, self.exact_parts(), strict=True):
             unguard(parameter)
             parameter.data = part
-            guard(parameter)
+            guard([parameter])
 
     def bare(self) -> None:
         """Lets the parameters be used as what they are: slices. `collect` ends it."""

@@ -184,6 +184,7 @@ class Layout:
         stop = min(max(part.stop - slot.start, start), slot.numel)
         return range(start, stop)
 
+    @cached_property
     def gaps(self) -> list[range]:
         """The padding: ranges of the flat space that belong to no parameter."""
         edges = [0]

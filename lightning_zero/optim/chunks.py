@@ -81,10 +81,11 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
                 f"a buffer of {nbytes} bytes cannot hold {PAGE_BYTES} elements of all {len(files)} "
                 f"tensors of {bucket.plan.name} that rest in files; use a larger buffer_size."
             )
+    own_ranges = bucket.shards.own_ranges
     chunks = []
     for start in range(0, numel, step):
         stop = min(start + step, numel)
-        if start and not any(part_of(bucket, index, start, stop) for index in slots):
+        if start and not any(part_of(own_ranges[index], start, stop) for index in slots):
             continue
         pieces = [
             home.piece(start, stop, is_read=name != PARAM, is_written=name != GRAD)
@@ -95,9 +96,8 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     return chunks
 
 
-def part_of(bucket: Bucket, index: int, start: int, stop: int) -> range:
-    """Elements of the shard within [start, stop) that belong to slot `index`."""
-    own = bucket.shards.own_range(index)
+def part_of(own: range, start: int, stop: int) -> range:
+    """Elements of a slot, which are `own` in the shard, that lie within [start, stop)."""
     first = max(own.start, start)
     return range(first, max(first, min(own.stop, stop)))
 
@@ -137,23 +137,24 @@ class BucketStep:
         self._grads: dict[int, Tensor] = {}  # by slot that is stepped
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
-            if grad is None or not bucket.shards.is_stepped(index):
+            if grad is None or not bucket.shards.is_stepped[index]:
                 continue
             if parameter in template.group_of:
                 self._grads[index] = grad
-                self._bring_states(self._state.get(parameter, {}))
-                if bucket.shards.keeps_states_in_files:
-                    bucket.shards.adopt_state(index, self._state.get(parameter, {}))
+                state = self._state.get(parameter)
+                if state is not None:
+                    self._bring_states(index, state)
         self._known: dict[int, dict[str, Any]] = {}  # by slot: states after the chunks so far
         self.is_in_chunks = False
 
-    def _bring_states(self, state: dict[str, Any]) -> None:
-        """Moves states to the CPU where they are stepped there: loaded ones may be elsewhere."""
-        if self._device.type != "cpu":
-            return
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.device.type != "cpu":
-                state[key] = value.cpu()
+    def _bring_states(self, index: int, state: dict[str, Any]) -> None:
+        """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
+        if self._device.type == "cpu" and self._storage.is_apart:
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    state[key] = value.cpu()
+        if self.bucket.shards.keeps_states_in_files:
+            self.bucket.shards.adopt_state(index, state)
 
     def jobs(self) -> list[Job]:
         """The chunks in order."""
@@ -181,16 +182,17 @@ class BucketStep:
             way = (resting.device, self._device)
             with self._storage.recorder.moving(self._name, resting.nbytes, *way):
                 master = resting.to(self._device)
-        slices = {
-            index: self._slice(index, part, chunk, master, memory)
+        own_ranges = self.bucket.shards.own_ranges
+        parts = {
+            index: part
             for index in self._grads
-            if (part := part_of(self.bucket, index, chunk.start, chunk.stop))
-            or (chunk.is_first and not self.bucket.shards.own_range(index))
+            if (part := part_of(own_ranges[index], chunk.start, chunk.stop))
+            or (chunk.is_first and not own_ranges[index])
         }
+        slices = [self._slice(i, part, chunk, master, memory) for i, part in parts.items()]
         if slices:
-            self._template.step(list(slices.values()))
-        for index, stepped in slices.items():
-            part = part_of(self.bucket, index, chunk.start, chunk.stop)
+            self._template.step(slices)
+        for (index, part), stepped in zip(parts.items(), slices, strict=True):
             self._keep_state(index, part, chunk, stepped, memory)
         if "master" not in memory:
             self._storage.upload(master, self.bucket.shards.stepped(), chunk.start, self._name)
@@ -210,7 +212,7 @@ class BucketStep:
         memory: dict[str, Tensor],
     ) -> Slice:
         parameter = self.bucket.parameters[index]
-        own = self.bucket.shards.own_range(index)
+        own = self.bucket.shards.own_ranges[index]
         here = slice(part.start - chunk.start, part.stop - chunk.start)
         if "grad" in memory:
             grad = memory["grad"][here]
@@ -225,7 +227,7 @@ class BucketStep:
                 for key, value in state.items()
             }
         if len(part) == len(own):
-            shape = self.bucket.shards.step_shape(index)
+            shape = self.bucket.shards.step_shapes[index]
             data, grad = data.view(shape), grad.view(shape)
         return Slice(parameter, data, grad, state)
 
@@ -246,11 +248,11 @@ class BucketStep:
         """Puts what the optimizer knows after the step where it belongs."""
         parameter = stepped.parameter
         if not self.is_in_chunks:
-            if stepped.state:
+            if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
                 check_slice(self._template.optimizer, parameter)
             return
-        own = self.bucket.shards.own_range(index)
+        own = self.bucket.shards.own_ranges[index]
         known = self._known.setdefault(index, {})  # in memory; other keys are in files
         for key, value in stepped.state.items():
             if not is_elementwise_state(key, value, len(part)):

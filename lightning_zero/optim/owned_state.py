@@ -76,7 +76,7 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
         (number, index): tree_map(Outline.of, take_apart(optimizer.state[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
-        if bucket.shards.is_stepped(index) and parameter in optimizer.state
+        if bucket.shards.is_stepped[index] and parameter in optimizer.state
     }
     known: dict[tuple[int, int], Any] = {}
     for of_rank in own_buckets[0].comm.control.gather_objects(own):
@@ -123,7 +123,7 @@ def missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
     for bucket in _buckets_of(optimizer, buckets):
         for index, parameter in enumerate(bucket.parameters):
             slot = bucket.plan.layout.slots[index]
-            if not bucket.shards.is_stepped(index) and parameter.requires_grad:
+            if not bucket.shards.is_stepped[index] and parameter.requires_grad:
                 nbytes += _state_bytes_like(slot.shape, parameter, optimizer)
     return nbytes
 

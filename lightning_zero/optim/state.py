@@ -40,7 +40,7 @@ def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
     for parameter, state in list(optimizer.state.items()):
         placement = placement_of(parameter)
-        if not placement.bucket.shards.is_stepped(placement.index):
+        if not placement.bucket.shards.is_stepped[placement.index]:
             del optimizer.state[parameter]
             continue
         for key, value in state.items():
@@ -162,7 +162,7 @@ def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
 
 def _is_stepped(parameter: nn.Parameter) -> bool:
     placement = placement_of(parameter)
-    return bool(placement.bucket.shards.is_stepped(placement.index))
+    return bool(placement.bucket.shards.is_stepped[placement.index])
 
 
 def _on_cpu(value: Tensor) -> Tensor:

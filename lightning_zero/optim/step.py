@@ -65,6 +65,7 @@ class OptimizerStep:
         self._found = found
         self._examine = examine
         self._num_members = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._known_members: set[nn.Parameter] = set()  # that have been looked at
         self._before = before  # waits for what the step must not overtake
         self._order = order  # all buckets, in the order in which the next forward needs them
         self._stepping: list[Bucket] = []
@@ -104,11 +105,12 @@ class OptimizerStep:
             kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
         self._before()
         members = self._members()
-        self._stepping = [
-            bucket
-            for bucket in self._order()
-            if any(p in members and p.grad is not None for p in bucket.parameters)
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+            self._stepping = [
+                bucket
+                for bucket in self._order()
+                if any(p.grad is not None and p in members for p in bucket.parameters)
+            ]
         self._is_inside = True
         if self.kind is StepKind.BY_BUCKET:
             self._is_inside_bucket = True
@@ -229,6 +231,8 @@ class OptimizerStep:
                 an optimizer of whole tensors.
         """
         members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        if members == self._known_members:
+            return self._known_members
         for parameter in members:
             if not has_placement(parameter):
                 raise ValueError(
@@ -241,6 +245,7 @@ class OptimizerStep:
             is_elementwise = self._examine(self.optimizer).is_elementwise
             self._found = dataclasses.replace(self._found, is_elementwise=is_elementwise)
         check_whole(self.optimizer, self._found)
+        self._known_members = members
         return members
 
 
@@ -282,5 +287,6 @@ def _ignore(views: list[Tensor]) -> None:
 
 
 def _hide_grads(bucket: Bucket) -> None:
-    for parameter in bucket.parameters:
-        parameter.grad = None
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in bucket.parameters:
+            parameter.grad = None

@@ -45,7 +45,7 @@ class FlatBuffer:
         self.views: list[Tensor] = [
             self.tensor[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
-        self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps()]
+        self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps]
         self._zero_gaps()
         self._nbytes = self.tensor.untyped_storage().nbytes()
         setattr(self.tensor.untyped_storage(), _MARK, True)

@@ -31,6 +31,7 @@ __all__ = [
     "attributes_of",
     "guard",
     "placement_of",
+    "point",
     "unguard",
 ]
 
@@ -126,9 +127,18 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     return {key: value for key, value in parameter.__dict__.items() if key != _ATTRIBUTE}
 
 
-def guard(parameter: nn.Parameter) -> None:
-    """From now on, uses of `parameter` go through its guard."""
-    parameter.__class__ = GuardedParameter
+def guard(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on, uses of `parameters` go through their guards."""
+    for parameter in parameters:
+        parameter.__class__ = GuardedParameter
+
+
+def point(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]) -> None:
+    """Makes the parameters of a bucket ordinary ones, whose `.data` are `targets`."""
+    for parameter, target in zip(parameters, targets, strict=True):
+        # First: what is put into a guarded one is taken for new values.
+        parameter.__class__ = parameter.__dict__[_ATTRIBUTE].own_class
+        parameter.data = target
 
 
 def unguard(parameter: nn.Parameter) -> None:
@@ -162,8 +172,7 @@ def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter in guarded:
-            guard(parameter)
+        guard(guarded)
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:

@@ -194,7 +194,7 @@ def _guard(parameter: nn.Parameter) -> None:
         make_whole=owner.refuse,
     )
     set_placement(parameter, placement)
-    guard(parameter)
+    guard([parameter])
 
 
 @contextmanager
