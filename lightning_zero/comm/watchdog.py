@@ -251,7 +251,8 @@ class Watchdog:
             PeerAbortedError: One of them, or this one, has failed.
             RanksApartError: One does not come.
         """
-        self.raise_if_failed()
+        if self._death is not None or self._aborts:
+            self.raise_if_failed()
         thread = threading.get_ident()
         outer = self._waits.get(thread)
         self._waits[thread] = _Wait(

@@ -261,7 +261,8 @@ class Bucket:
 
     def finish_gather(self) -> None:
         """Waits for a gather under way; the parameters are whole and plain."""
-        self.wait_for_step()
+        if self._stepping is not None:
+            self.wait_for_step()
         if self.phase is not Phase.GATHERING:
             return
         assert self._pending is not None

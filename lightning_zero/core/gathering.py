@@ -49,8 +49,8 @@ class Trained:
     def look(self) -> None:
         """A backward begins."""
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
-            flags = (p.requires_grad for bucket in self._buckets for p in bucket.parameters)
-            self.flags = tuple(flags)
+            flags = [p.requires_grad for bucket in self._buckets for p in bucket.parameters]
+        self.flags = tuple(flags)
 
     def compare(self, request: int | None) -> None:
         """From now on, until `stop`, agreements compare.
@@ -252,7 +252,7 @@ class Gathering:
 
     def _num_whole(self) -> int:
         """Units that are whole for their own use, not for the whole step."""
-        return sum(not unit.is_held for unit in self._whole)
+        return len([unit for unit in self._whole if not unit.is_held])
 
     def _drop_unclaimed(self, wanted: Unit | None) -> None:
         """Frees what was gathered for other ranks, or ahead in vain."""

@@ -159,7 +159,7 @@ class Gradients:
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
         self._views: list[Tensor] = []  # by slot: what users see as `.grad`
-        self._shells: dict[int, Tensor] = {}  # see `_shell`
+        self._shells: dict[int, Tensor] = {}  # by slot: of its size, without memory
         self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
         self._holds_mean = False  # `shard` has a value to which a further mean is added
         self._carry: Tensor | None = None  # that value, while `whole` is written over it
@@ -206,7 +206,7 @@ class Gradients:
         rests_alone = self._home is None and not self._is_whole_mean and not self._is_in_place
         if self.shard is None or not rests_alone or self.replicas.is_under_way:
             return
-        if any(grad is not None for grad in self._grads()):
+        if [grad for grad in self._grads() if grad is not None]:
             return
         self.is_reduced = [False] * len(self._parameters)
         self._forget_zeroed()
@@ -354,17 +354,13 @@ class Gradients:
         if data.shape == grad.shape and data.device == grad.device:
             parameter.grad = grad
             return
-        parameter.data = self._shell(index, data.dtype, grad.device)
+        shell = self._shells.get(index)
+        if shell is None or shell.dtype != data.dtype or shell.device != grad.device:
+            one = torch.empty((), dtype=data.dtype, device=grad.device)
+            shell = self._shells[index] = one.expand(self._plan.layout.slots[index].shape)
+        parameter.data = shell
         parameter.grad = grad
         parameter.data = data
-
-    def _shell(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of the size of a parameter, without memory."""
-        shell = self._shells.get(index)
-        if shell is None or shell.dtype != dtype or shell.device != device:
-            one = torch.empty((), dtype=dtype, device=device)
-            shell = self._shells[index] = one.expand(self._plan.layout.slots[index].shape)
-        return shell
 
     def put(self, index: int, grad: Tensor) -> None:
         """`parameter.grad = grad` of slot `index`, which is guarded. Local.

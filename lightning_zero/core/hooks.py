@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.unit import Call, Unit
-from lightning_zero.tensors.guarded import has_placement
+from lightning_zero.tensors.guarded import has_foreign, has_placement
 
 __all__ = ["Events", "Hooks", "check_all_hooked", "compiled_modules", "is_compiled"]
 
@@ -188,6 +188,8 @@ def check_all_hooked(module: nn.Module) -> None:
         RuntimeError: There is one.
     """
     with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        if not has_foreign(module):
+            return
         for name, parameter in module.named_parameters():
             if not has_placement(parameter) and parameter.requires_grad:
                 raise RuntimeError(

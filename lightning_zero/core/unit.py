@@ -64,10 +64,8 @@ class Unit:
     def _count(self, is_whole: bool) -> None:
         self._num_whole += 1 if is_whole else -1
         self.is_whole = self._num_whole == len(self.buckets)
-        if self.is_whole:
-            self._whole_units.add(self)
-        else:
-            self._whole_units.discard(self)
+        change = self._whole_units.add if self.is_whole else self._whole_units.discard
+        change(self)
 
     @property
     def has_all_grads(self) -> bool:

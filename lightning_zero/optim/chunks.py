@@ -134,6 +134,8 @@ class BucketStep:
         self._storage = bucket.shards.storage
         self._name = bucket.plan.name
         self._device = self._storage.step_device(bucket.plan.tiers.optim)
+        is_elsewhere = self._device.type == "cpu" and self._storage.is_apart
+        moves_states = is_elsewhere or bucket.shards.keeps_states_in_files
         self._grads: dict[int, Tensor] = {}  # by slot that is stepped
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
@@ -141,8 +143,7 @@ class BucketStep:
                 continue
             if parameter in template.group_of:
                 self._grads[index] = grad
-                state = self._state.get(parameter)
-                if state is not None:
+                if moves_states and (state := self._state.get(parameter)) is not None:
                     self._bring_states(index, state)
         self._known: dict[int, dict[str, Any]] = {}  # by slot: states after the chunks so far
         self.is_in_chunks = False

@@ -84,7 +84,8 @@ class Template:
 
 def _stand_in(part: Slice) -> nn.Parameter:
     stand_in = nn.Parameter(part.data)
-    stand_in.__dict__.update(attributes_of(part.parameter))
+    if len(part.parameter.__dict__) > 1:  # what a user has written on it
+        stand_in.__dict__.update(attributes_of(part.parameter))
     stand_in.grad_dtype = None  # gradients may have another dtype
     stand_in.grad = part.grad
     return stand_in
