@@ -1,0 +1,80 @@
+"""Shards of gradients: there from the first reduction until the gradients are zeroed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.layout.stage import State
+from tests.distributed.ranks import run_ranks
+
+
+def _engine(**settings):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return module, optimizer, Engine(module, optimizers=[optimizer], config=ZeroConfig(**settings))
+
+
+def _look(rank, world_size, settings, zero):
+    """Bytes of gradients after a backward, after a step, zeroed, and after the next forward."""
+    module, optimizer, engine = _engine(**settings)
+    dtype = settings.get("param_dtype", torch.float32)
+
+    def grad_bytes():
+        return engine.memory_report().state_bytes(State.GRAD)
+
+    def loss():
+        return module(torch.ones(2, 32, dtype=dtype)).square().mean()
+
+    found = []
+    for _ in range(2):
+        engine.backward(loss())
+        found.append(grad_bytes())
+        engine.step()
+        found.append(grad_bytes())
+        kept, values = module[0].weight.grad, module[0].weight.grad.full_tensor()
+        engine.zero_grad() if zero == "engine" else optimizer.zero_grad()
+        found.append(grad_bytes())
+        assert torch.equal(kept.full_tensor(), values)  # what a user holds stays
+    engine.backward(loss())
+    before = engine.grad_norm()
+    engine.zero_grad(set_to_none=False)
+    found.append(grad_bytes())
+    engine.backward(loss())
+    torch.testing.assert_close(engine.grad_norm(), before)  # added to zeros
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", ["engine", "optimizer"])
+@pytest.mark.parametrize(
+    ("settings", "shard_bytes"),
+    [({"stage": 2}, 4), ({"stage": 3}, 4), ({"stage": 3, "param_dtype": torch.bfloat16}, 4)],
+)
+def test_shards_of_gradients_are_freed_when_gradients_are_zeroed(settings, shard_bytes, zero):
+    num_bytes = shard_bytes * 3 * (32 * 32 + 32) // 2
+    for found in run_ranks(2, _look, settings, zero):
+        reduced, stepped, zeroed, *again, filled_with_zeros = found
+        assert reduced == stepped == filled_with_zeros == pytest.approx(num_bytes, rel=0.05)
+        assert zeroed == 0
+        assert again == [reduced, stepped, zeroed]
+
+
+def _accumulate(rank, world_size):
+    module, optimizer, engine = _engine(stage=3)
+    x = torch.ones(2, 32)
+    engine.backward(module(x).sum())
+    once = module[1].weight.grad.full_tensor()
+    engine.backward(module(x).sum())  # a forward in between frees nothing that is not zeroed
+    assert torch.allclose(module[1].weight.grad.full_tensor(), 2 * once)
+    module[0].weight.grad = None  # one of them alone
+    module(x)
+    assert torch.allclose(module[1].weight.grad.full_tensor(), 2 * once)
+    engine.reset()
+    engine.close()
+
+
+def test_gradients_that_are_not_all_zeroed_stay():
+    run_ranks(2, _accumulate)
