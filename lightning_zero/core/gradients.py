@@ -358,6 +358,7 @@ class Gradients:
         if shell is None or shell.dtype != data.dtype or shell.device != grad.device:
             one = torch.empty((), dtype=data.dtype, device=grad.device)
             shell = self._shells[index] = one.expand(self._plan.layout.slots[index].shape)
+            shell.untyped_storage().resize_(0)
         parameter.data = shell
         parameter.grad = grad
         parameter.data = data
