@@ -12,14 +12,14 @@ where the layout holds whole tensors, the n-D tensor on its owner; on other rank
 gradient.
 
 [Note: Stepped by stand-ins] A bucket that is stepped by itself never enters STEP: stand-ins of its
-parameters do that (bucket_step.py). `begin_step` marks the parameters as in flight, `end_step`
+parameters do that (optim/chunks.py). `begin_step` marks the parameters as in flight, `end_step`
 issues the gather of their new values. A worker may do the work between the two; every use of the
 bucket waits for it.
 
 The masters of one bucket, as others than its own step see them: read, loaded, shown, stepped.
 
-A shadow (shadow.py) answers the same questions, so that `gathered`, `torch.equal` and checkpoints
-need not know which of the two they look at.
+A shadow (engine/shadow.py) answers the same questions, so that `gathered`, `torch.equal` and
+checkpoints need not know which of the two they look at.
 """
 
 from __future__ import annotations

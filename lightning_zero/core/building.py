@@ -3,9 +3,9 @@
 [Note: Sharded as built] Constructors run unchanged, on every rank, on the device. Whenever a
 parameter is registered, others that have not been used for a while are reduced to this rank's part,
 in CPU memory: each rank cuts its own values, so nothing travels. A parameter in parts is guarded
-(guard.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole again, which
-is a gather in a round of `Control.agree`; ranks that do not ask take part when they leave
-the context. Values are those that the constructors set.
+(tensors/guarded.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole
+again, which is a gather in a round of `Control.agree`; ranks that do not ask take part when they
+leave the context. Values are those that the constructors set.
 
 [Note: What may be cut] A parameter that nobody else looks at: its storage has no other user, and
 it is no argument of the call under way. So views, `.data` and arrays that a constructor keeps stay

@@ -23,7 +23,7 @@ waits for it. `shard` is then what the home shows: a CPU tensor, or one that is 
 used.
 
 Where groups of ranks hold shards of their own, the mean over a group is completed over its replicas
-in the last micro-batch: see replica_mean.py.
+in the last micro-batch: see `ReplicaMean`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@
   rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
   latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
   touched, and reduce what is left in the same order. Which are eager depends on what is trainable,
-  which is compared (trained.py).
+  which is compared (gathering.py).
 * A rank waits for a reduction in the middle of a backward only when a round has told that all ranks
   have issued it; until then it goes on taking part in gathers. So no rank can wait for one that
   waits for it. Where nothing is gathered before use, a rank needs no other to reach the end of its

@@ -247,7 +247,7 @@ class ShadowBucket:
     def give_back(self, device: torch.device | None) -> None:
         """Makes every parameter a whole tensor of its own on `device`. Collective.
 
-        None: without values, see left_out.py.
+        None: without values, see tensors/meta.py.
         """
         views = self.exact_views() if device is not None else []
         for index, (slot, parameter) in enumerate(

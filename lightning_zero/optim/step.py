@@ -3,10 +3,10 @@
 [Note: One step of the user's optimizer] The optimizer object is kept as it is; a pre-hook and a
 post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a
 GradScaler, a hand-written loop. The pre-hook runs a closure first (parameters must be whole in it),
-then steps bucket after bucket with stand-ins (stand_in.py): the gather of a stepped bucket travels
+then steps bucket after bucket with stand-ins (clone.py): the gather of a stepped bucket travels
 while the next one is stepped, and what rests in files is read ahead of its step. The body that
 follows finds no gradients and does nothing. An optimizer that counts calls in its groups cannot be
-called once for each bucket; it runs its body once over all of them instead. `probe` finds out which
+called once for each bucket; it runs its body once over all of them instead. `trial` finds out which
 kind an optimizer is.
 
 [Note: Steps beside the next forward] With `overlap_step` a worker steps the buckets, in the order

@@ -1,8 +1,8 @@
 """`Trainer(strategy="zero3")`: the names and settings that a user gives.
 
-    ProcessStrategy     who the ranks are, how they start, how they talk      process_strategy.py
+    ProcessStrategy     who the ranks are, how they start, how they talk      processes.py
     EngineStrategy      an engine for each run, its steps and its end         engine_strategy.py
-    CheckpointStrategy  states of that engine, saved and loaded               checkpoint_strategy.py
+    CheckpointStrategy  states of that engine, saved and loaded               checkpointing.py
     ZeroStrategy        all settings, DeepSpeed's too, and registered names   here
 
 Lightning asks one object for all of it, so each is a subclass of the one above.
