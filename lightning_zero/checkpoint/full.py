@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_zero.core.bucket import bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.tensors.guarded import has_placement, placement_of
 
@@ -38,7 +39,7 @@ def full_state_dict(engine: Engine, module: nn.Module | None = None) -> dict[str
             wanted.setdefault(value, []).append(key)
         elif isinstance(value, Tensor):
             state[key] = value.detach()
-    buckets = dict.fromkeys(placement_of(p).bucket for p in wanted)
+    buckets = dict.fromkeys(bucket_of(placement_of(p)) for p in wanted)
     for bucket in buckets:
         views = bucket.masters.exact_views()
         for index, parameter in enumerate(bucket.parameters):

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.source import (
     raise_damage_of_any,
 )
 from lightning_zero.core.access import gathered
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import piece_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -85,7 +85,7 @@ def _verify(module: nn.Module, path: Path) -> None:
     held = [p for p in module.parameters() if has_placement(p) and piece_of(p) is None]
     held = [p for p in held if not is_left_out(p)]
     if held:
-        comm = placement_of(held[0]).bucket.comm
+        comm = bucket_of(placement_of(held[0])).comm
         raise_damage_of_any(path, comm.rank, comm.size, comm.control.gather_objects)
     else:
         raise_damage(path, find_damage(path))
@@ -230,7 +230,7 @@ def _take(sources: Mapping[Tensor, Tensor]) -> None:
     for target, source in sources.items():
         if has_placement(target):
             placement = placement_of(target)
-            buckets.setdefault(placement.bucket, {})[placement.index] = source
+            buckets.setdefault(bucket_of(placement), {})[placement.index] = source
         else:
             with torch.no_grad():
                 target.copy_(source)

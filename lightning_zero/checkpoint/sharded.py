@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.optim.owned_state import Outline, outline_owned_states
@@ -60,7 +60,7 @@ def sharded_state_dict(
     for key, value in state.items():
         if isinstance(value, nn.Parameter) and has_placement(value):
             placement = placement_of(value)
-            bucket, index = placement.bucket, placement.index
+            bucket, index = bucket_of(placement), placement.index
             state[key] = _shard(
                 f"{kind} {placement.name}",
                 bucket,

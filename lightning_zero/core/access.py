@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import piece_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
 from lightning_zero.layout.stage import State
@@ -65,7 +65,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     if not has_placement(parameter):
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
-    bucket: Bucket = placement.bucket
+    bucket = bucket_of(placement)
     name = bucket.plan.layout.slots[placement.index].name
     bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {name}")
     if bucket.grads.fetch(placement.index) is None:
@@ -98,7 +98,7 @@ def _buckets_of(
         if (piece := piece_of(parameter)) is not None:
             piece.look_at_rest(0)  # whole until it is cut again
         elif has_placement(parameter):
-            found[placement_of(parameter).bucket] = None
+            found[bucket_of(placement_of(parameter))] = None
     return list(found)
 
 

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,20 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, widest
-from lightning_zero.tensors.guarded import Placement, guard, point, set_placement, unguard
+from lightning_zero.tensors.guarded import (
+    Placement,
+    guard,
+    point,
+    set_placement,
+    unguard,
+)
 from lightning_zero.tensors.lazy import StoredTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import Cut, ShardedTensor
 from lightning_zero.tiers import Home
 from lightning_zero.tiers.grad_offload import GradHome, Landing
 
-__all__ = ["Bucket", "Masters", "Phase", "check_can_be_held"]
+__all__ = ["Bucket", "Masters", "Phase", "bucket_of", "check_can_be_held"]
 
 
 class Phase(Enum):
@@ -763,6 +769,11 @@ class Masters:
         if is_changed and self.plan.stage.gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()
+
+
+def bucket_of(placement: Placement) -> Bucket:
+    """Where an engine holds a parameter; of an average, what answers the same questions."""
+    return cast("Bucket", placement.bucket)
 
 
 def check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Moment, Schedule
 from lightning_zero.tensors.guarded import has_placement, placement_of
 
@@ -45,7 +45,7 @@ def lockstep(module: nn.Module) -> Iterator[None]:
     found: dict[Lockstep, None] = {}
     for parameter in module.parameters():
         if has_placement(parameter):
-            found[placement_of(parameter).bucket.lockstep] = None
+            found[bucket_of(placement_of(parameter)).lockstep] = None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for one in found:

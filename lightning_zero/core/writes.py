@@ -198,5 +198,6 @@ def _whole(tensor: Tensor) -> Tensor:
     if not has_placement(tensor):
         return tensor.detach()
     placement = placement_of(tensor)
-    views: list[Tensor] = placement.bucket.masters.exact_views()
+    bucket: Any = placement.bucket
+    views: list[Tensor] = bucket.masters.exact_views()
     return views[placement.index].clone()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
@@ -130,13 +130,13 @@ def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
 
 def _tier_in_memory(placement: Placement) -> Tier:
     """Where states of a bucket rest that are not in files."""
-    tier: Tier = placement.bucket.plan.tiers.optim
+    tier = bucket_of(placement).plan.tiers.optim
     return Tier.CPU if tier is Tier.NVME else tier
 
 
 def _whole_numel(placement: Placement, value: Tensor) -> int:
     """Elements that the whole tensor has of which `value` is this rank's part."""
-    bucket = placement.bucket
+    bucket = bucket_of(placement)
     is_whole = bucket.steps_whole or bucket.shards.holds_whole_tensors
     is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.guarded import Placement, guard, set_placement, unguard
+from lightning_zero.tensors.guarded import Placement, guard, placement_of, set_placement, unguard
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
 
@@ -145,6 +145,10 @@ class ShadowBucket:
             values = values.full_tensor()
         own = own_elements(values, self.plan.layout.slots[index], self.owned(index))
         self.exact_parts()[index].copy_(own)
+
+    def equals(self, one: Tensor, other: Tensor) -> bool:
+        """Refused, as every use of an average in shards."""
+        _refuse(placement_of(one).name)
 
     def rest(self) -> None:
         """Points the parameters at their slices, guarded."""
@@ -380,7 +384,7 @@ def is_copy(module: nn.Module, trained: nn.Module) -> bool:
     return shapes(module) == shapes(trained)
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str) -> NoReturn:
     raise RuntimeError(
         f"parameter {name} of the averaged model rests as a shard; use "
         "`with lightning_zero.gathered(averaged_model)` on every rank to see it whole, and a "

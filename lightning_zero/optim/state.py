@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.shards import SCALAR_KEYS, is_elementwise_state
 from lightning_zero.optim.owned_state import gather_owned_states
 from lightning_zero.tensors.composite import is_composite, map_tensors
@@ -40,12 +40,12 @@ def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
     for parameter, state in list(optimizer.state.items()):
         placement = placement_of(parameter)
-        if not placement.bucket.shards.is_stepped[placement.index]:
+        if not bucket_of(placement).shards.is_stepped[placement.index]:
             del optimizer.state[parameter]
             continue
         for key, value in state.items():
             if _is_shaped_like(placement.shape, key, value):
-                state[key] = placement.bucket.shards.slice_state(placement.index, value)
+                state[key] = bucket_of(placement).shards.slice_state(placement.index, value)
 
 
 def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
@@ -55,7 +55,7 @@ def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
         RuntimeError: The optimizer has some, and was taken to treat every element by itself.
     """
     placement = placement_of(parameter)
-    if placement.bucket.steps_whole or placement.bucket.shards.holds_whole_tensors:
+    if bucket_of(placement).steps_whole or bucket_of(placement).shards.holds_whole_tensors:
         return
     for key, value in optimizer.state.get(parameter, {}).items():
         if is_composite(value):
@@ -119,7 +119,7 @@ def load_optimizer_state_dict(
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     _check_states(optimizer, by_number, state_dict)
-    in_files = {p for p in parameters if placement_of(p).bucket.shards.keeps_states_in_files}
+    in_files = {p for p in parameters if bucket_of(placement_of(p)).shards.keeps_states_in_files}
     state = {
         number: {
             key: _own_part(by_number[number], key, value)
@@ -146,7 +146,7 @@ def _load_into_files(
     for key, value in entry.items():
         if key != "step":
             part = {key: _own_part(parameter, key, value)}
-            placement.bucket.shards.adopt_state(placement.index, part)
+            bucket_of(placement).shards.adopt_state(placement.index, part)
             state.update(part)
 
 
@@ -154,15 +154,15 @@ def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     placement = placement_of(parameter)
     if isinstance(value, dict):
         return {name: _own_part(parameter, name, part) for name, part in value.items()}
-    is_cut = not placement.bucket.shards.holds_whole_tensors
-    if is_cut and _is_shaped_like(placement.shape, key, value):
-        return placement.bucket.shards.slice_state(placement.index, value)
+    is_cut = not bucket_of(placement).shards.holds_whole_tensors
+    if is_cut and isinstance(value, Tensor) and _is_shaped_like(placement.shape, key, value):
+        return bucket_of(placement).shards.slice_state(placement.index, value)
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
 
 def _is_stepped(parameter: nn.Parameter) -> bool:
     placement = placement_of(parameter)
-    return bool(placement.bucket.shards.is_stepped[placement.index])
+    return bucket_of(placement).shards.is_stepped[placement.index]
 
 
 def _on_cpu(value: Tensor) -> Tensor:
@@ -189,8 +189,8 @@ def _check_states(
             for key, value in _named_tensors(entry)
             if value.numel() > 1
             and (value.shape != placement.shape or is_composite(value))
-            and not placement.bucket.steps_whole
-            and not placement.bucket.shards.holds_whole_tensors
+            and not bucket_of(placement).steps_whole
+            and not bucket_of(placement).shards.holds_whole_tensors
         ]
     if wrong:
         lines = "\n\t".join(wrong)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.step_worker import Stepping, StepWorker, fail, mark
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, chunks_of
@@ -260,7 +260,7 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             placement = placement_of(parameter)
-            bucket: Bucket = placement.bucket
+            bucket = bucket_of(placement)
             if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
                 raise ValueError(
                     f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lightning_zero.tensors.sharded import ShardedTensor
 __all__ = [
     "BetweenStepsError",
     "GuardedParameter",
+    "Holder",
     "Placement",
     "as_plain",
     "attributes_of",
@@ -42,6 +43,30 @@ class BetweenStepsError(RuntimeError):
     """Values are asked for outside a step, where ranks do not act in lockstep."""
 
 
+class Holder(Protocol):
+    """Who has the values of a parameter: a bucket, mostly.
+
+    Others are a bucket of an average, a piece of a module that is being built, and what has the
+    place of a bucket when its values have been dropped.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is when it is whole."""
+
+    def look_at_rest(self, index: int) -> Tensor:
+        """What `parameter.data` is of slot `index`."""
+
+    def settle(self) -> None:
+        """Before `parameter.data` is set: it is at rest then, or whole and plain."""
+
+    def put(self, index: int, values: Tensor) -> None:
+        """`parameter.data = values` of slot `index`, at rest."""
+
+    def equals(self, one: Tensor, other: Tensor) -> bool:
+        """`torch.equal` between steps, of which at least `one` is at rest. Collective."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """What a parameter knows of its bucket.
@@ -51,7 +76,7 @@ class Placement:
         shape: Shape of the whole parameter.
         dtype: Dtype of the whole parameter.
         own_class: Its class while it is not guarded.
-        bucket: The `Bucket` that holds it.
+        bucket: What holds it.
         index: Its slot there.
         make_whole: Called with the name before the values are used.
         put_grad: Called with the slot and what is set as `.grad`; None: torch sets it.
@@ -61,7 +86,7 @@ class Placement:
     shape: torch.Size
     dtype: torch.dtype
     own_class: type[nn.Parameter]
-    bucket: Any
+    bucket: Holder
     index: int
     make_whole: Callable[[str], None]
     put_grad: Callable[[int, Tensor], None] | None = None
@@ -224,7 +249,7 @@ def _equal(input: Tensor, other: Tensor) -> bool:
             if isinstance(parameter, GuardedParameter):
                 placement_of(parameter).make_whole(placement_of(parameter).name)
     except BetweenStepsError:
-        return bool(placement.bucket.equals(one, other))
+        return placement.bucket.equals(one, other)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.equal(one, other)
 

@@ -156,6 +156,14 @@ class _LeftOut:
         """`parameter.data` is about to be set."""
         self.refuse()
 
+    def put(self, index: int, values: Tensor) -> None:
+        """Not reached: `settle` comes before."""
+        self.refuse()
+
+    def equals(self, one: Tensor, other: Tensor) -> bool:
+        """Not reached: who compares values uses them first."""
+        self.refuse()
+
     @property
     def lockstep(self) -> Any:
         """What `gathered` asks for first."""
