@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.source import (
 )
 from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.building import piece_of
+from lightning_zero.core.building import partial_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
@@ -82,7 +82,7 @@ def load_weights(
 
 def _verify(module: nn.Module, path: Path) -> None:
     # Which parameters are in parts while a module is built may differ by rank.
-    held = [p for p in module.parameters() if has_placement(p) and piece_of(p) is None]
+    held = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
     held = [p for p in held if not is_left_out(p)]
     if held:
         comm = bucket_of(placement_of(held[0])).comm
@@ -205,7 +205,7 @@ def _saved_beside(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_in_parts(tensor: Tensor) -> bool:
     """It is being built, and has no memory for all of its values either."""
-    return isinstance(tensor, nn.Parameter) and piece_of(tensor) is not None
+    return isinstance(tensor, nn.Parameter) and partial_of(tensor) is not None
 
 
 def _no_memory(name: str) -> ValueError:

@@ -15,11 +15,11 @@ from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.tensors.buffer import Scratch
 
 __all__ = [
-    "Closed",
-    "Exchange",
+    "ClosedBackend",
+    "Backend",
     "GlooAllReduce",
-    "Native",
-    "PeerToPeer",
+    "DeviceBackend",
+    "GlooBackend",
     "backend_for",
 ]
 
@@ -32,7 +32,7 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
 )
 
 
-class Exchange(Protocol):
+class Backend(Protocol):
     """How the data plane moves flat tensors. See `Communicator` for the arguments."""
 
     def all_gather(
@@ -64,7 +64,7 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-class Closed:
+class ClosedBackend:
     """Takes the place of an exchange whose group is gone."""
 
     def all_gather(
@@ -74,21 +74,21 @@ class Closed:
         cuts: Sequence[int] | None = None,
         name: str = "",
     ) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         raise RuntimeError("the engine is closed; no collective is possible any more.")
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
     ) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         return self.all_gather(whole)
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         return self.all_gather(whole)
 
     def wait_for_sent(self) -> None:
-        """See `Exchange`."""
+        """See `Backend`."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Works:
         self.tensors = ()
 
 
-class PeerToPeer:
+class GlooBackend:
     """Direct sends between every pair of ranks, for gloo.
 
     Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
@@ -139,7 +139,7 @@ class PeerToPeer:
         cuts: Sequence[int] | None = None,
         name: str = "",
     ) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         if source is not None:
             _parts(whole, self._size, cuts)[self._rank].copy_(source)
         self._gather_tag += 2
@@ -148,7 +148,7 @@ class PeerToPeer:
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
     ) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         if self._size == 1:
             return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
         if whole.device.type != "cpu":
@@ -174,11 +174,11 @@ class PeerToPeer:
         return _Works(works, (whole, out), finish)
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         return self._summing.all_reduce(whole) if self._size > 1 else _Works([])
 
     def wait_for_sent(self) -> None:
-        """See `Exchange`. Sources are copied at once here."""
+        """See `Backend`. Sources are copied at once here."""
 
     def _gather(self, whole: Tensor, tag: int, cuts: Sequence[int] | None = None) -> Pending:
         if self._size == 1:
@@ -225,7 +225,7 @@ class GlooAllReduce:
         self._size = size
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         return _Summing(dist.all_reduce(whole, group=self._group, async_op=True), whole, self._size)
 
 
@@ -290,7 +290,7 @@ class _Event:
         self.event, self.tensors = None, ()
 
 
-class Native:
+class DeviceBackend:
     """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
 
     Parts of different lengths go through the calls that take lists: NCCL has one broadcast or
@@ -328,7 +328,7 @@ class Native:
         cuts: Sequence[int] | None = None,
         name: str = "",
     ) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         parts = _parts(whole, self._size, cuts)
         own = parts[self._rank]
         with self._on(self._gather_stream):
@@ -346,7 +346,7 @@ class Native:
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
     ) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
             source = whole.to(out.dtype)
@@ -361,7 +361,7 @@ class Native:
             return self._event(self._reduce_stream, began, whole, out)
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Exchange`."""
+        """See `Backend`."""
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
             op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
@@ -371,7 +371,7 @@ class Native:
             return self._event(self._reduce_stream, began, whole)
 
     def wait_for_sent(self) -> None:
-        """See `Exchange`."""
+        """See `Backend`."""
         if self._gather_stream is not None:
             self._gather_stream.synchronize()
 

@@ -2,8 +2,8 @@
 
 Two planes, each on process groups of the engine's own, for WORLD is Lightning's and the user's:
 
-* data: flat buffers, between compute devices, along the axes of a `Mesh`. `PeerToPeer` on gloo,
-  `Native` elsewhere. Gathers and reductions each have one order on all ranks, but how they
+* data: flat buffers, between compute devices, along the axes of a `Mesh`. `GlooBackend` on gloo,
+  `DeviceBackend` elsewhere. Gathers and reductions each have one order on all ranks, but how they
   interleave may differ by rank, so they share neither message tags nor a process group.
 * control: integers, masks and objects between CPUs (control.py).
 """
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.backends import (
-    Closed,
-    Exchange,
+    Backend,
+    ClosedBackend,
+    DeviceBackend,
     GlooAllReduce,
-    Native,
-    PeerToPeer,
+    GlooBackend,
     backend_for,
 )
 from lightning_zero.comm.channel import Channel
@@ -40,7 +40,7 @@ from lightning_zero.record.recorder import Pending, Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
 
-__all__ = ["AllReduce", "Axes", "Communicator", "Pending", "open_axes", "replica_exchange"]
+__all__ = ["AllReduce", "Axes", "Communicator", "Pending", "open_axes", "replica_backend"]
 
 
 class AllReduce(Protocol):
@@ -90,11 +90,11 @@ def open_axes(mesh: Mesh, world: Any, *, has_gather_group: bool, timeout: timede
     )
 
 
-def replica_exchange(group: Any, mesh: Mesh, device: torch.device, recorder: Recorder) -> AllReduce:
+def replica_backend(group: Any, mesh: Mesh, device: torch.device, recorder: Recorder) -> AllReduce:
     """How a shard is averaged over `group`, on a stream of its own where there are streams."""
     if backend_for(device) == "gloo":
         return GlooAllReduce(group, mesh.num_replicas)
-    return Native(None, group, mesh.replica_rank, mesh.num_replicas, device, recorder)
+    return DeviceBackend(None, group, mesh.replica_rank, mesh.num_replicas, device, recorder)
 
 
 class Communicator:
@@ -165,7 +165,7 @@ class Communicator:
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
         self._replicas: AllReduce | None = None
-        self._exchange: Exchange = Closed()
+        self._backend: Backend = ClosedBackend()
         self._open_group()
         # The fake backend stands for N ranks in one process; gloo would wait for the others.
         backend = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
@@ -193,13 +193,13 @@ class Communicator:
         except BaseException:
             self.close()
             raise
-        self._exchange = self._open_exchange()
+        self._backend = self._open_backend()
 
     def free_scratch(self) -> None:
         """Frees what was kept for the next reduction."""
         self.scratch.clear()
-        if isinstance(self._exchange, PeerToPeer):
-            self._exchange.scratch.clear()
+        if isinstance(self._backend, GlooBackend):
+            self._backend.scratch.clear()
 
     def _open_group(self) -> None:
         """Makes the group of all ranks for data. Collective."""
@@ -207,21 +207,21 @@ class Communicator:
             self._group = dist.new_group(timeout=self._timeout)
             self._axes = Axes(self._group, shard=self._group)  # until there are others
 
-    def _open_exchange(self) -> Exchange:
+    def _open_backend(self) -> Backend:
         """Makes the groups along the axes of the mesh. Collective."""
         mesh = self.mesh
         if self._group is None:
-            return PeerToPeer(None, mesh.shard_rank, mesh.num_shards)
+            return GlooBackend(None, mesh.shard_rank, mesh.num_shards)
         is_gloo = backend_for(self.device) == "gloo"
         axes = self._axes = open_axes(
             mesh, self._group, has_gather_group=not is_gloo, timeout=self._timeout
         )
         if axes.replica is not None:
-            self._replicas = replica_exchange(axes.replica, mesh, self.device, self.recorder)
+            self._replicas = replica_backend(axes.replica, mesh, self.device, self.recorder)
         if is_gloo:
-            return PeerToPeer(axes.shard, mesh.shard_rank, mesh.num_shards)
+            return GlooBackend(axes.shard, mesh.shard_rank, mesh.num_shards)
         groups, own = (axes.gather, axes.shard), mesh.shard_rank
-        return Native(*groups, own, mesh.num_shards, self.device, self.recorder)
+        return DeviceBackend(*groups, own, mesh.num_shards, self.device, self.recorder)
 
     def all_gather(
         self,
@@ -239,7 +239,7 @@ class Communicator:
             cuts: Elements of each rank's shard; None: all alike.
         """
         sent = _sent(whole.nbytes, self.mesh.num_shards)
-        issue = self._exchange.all_gather
+        issue = self._backend.all_gather
         return self._issue(Kind.GATHER, name, sent, issue, whole, source, cuts, name)
 
     def reduce_scatter(
@@ -254,9 +254,9 @@ class Communicator:
             cuts: Elements of each rank's shard; None: all alike.
         """
         # Elsewhere than peer to peer they travel in the dtype of the sum.
-        dtype = whole.dtype if isinstance(self._exchange, PeerToPeer) else out.dtype
+        dtype = whole.dtype if isinstance(self._backend, GlooBackend) else out.dtype
         sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
-        issue = self._exchange.reduce_scatter
+        issue = self._backend.reduce_scatter
         return self._issue(Kind.REDUCE, name, sent, issue, whole, out, cuts)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
@@ -269,7 +269,7 @@ class Communicator:
         """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
         assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
         sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
-        return self._issue(Kind.AVERAGE, name, sent, self._exchange.all_reduce, whole)
+        return self._issue(Kind.AVERAGE, name, sent, self._backend.all_reduce, whole)
 
     def _issue(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
@@ -279,7 +279,7 @@ class Communicator:
         waiting = partial(self.control.watchdog.waiting, what, is_for_data=True)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
-        is_on_host = self.size > 1 and isinstance(self._exchange, PeerToPeer)
+        is_on_host = self.size > 1 and isinstance(self._backend, GlooBackend)
         return _Awaited(pending, waiting) if is_on_host else pending
 
     def sum_over_shards_(self, tensor: Tensor, name: str = "a sum over shards") -> Tensor:
@@ -370,7 +370,7 @@ class Communicator:
         self._forgotten.clear()
         self._open_group()
         self.control.open()
-        self._exchange = self._open_exchange()
+        self._backend = self._open_backend()
         self._is_aborted = self._is_cut = False
         self.control.watchdog.on_failure(self._cut)
         return True
@@ -390,7 +390,7 @@ class Communicator:
     def wait_for_sent(self, is_from_cpu: bool) -> None:
         """Before CPU memory is written to from which gathers copied: waits for the copies."""
         if is_from_cpu:
-            self._exchange.wait_for_sent()
+            self._backend.wait_for_sent()
 
     def forget(self, pending: Pending) -> None:
         """Drops a collective without waiting; its tensors live on, as its data may still arrive."""
@@ -414,7 +414,7 @@ class Communicator:
             channel.close()
 
     def _close_data(self) -> None:
-        self._exchange = Closed()
+        self._backend = ClosedBackend()
         self._replicas = None
         for group in self._axes.groups if self._axes is not None else ():
             # Those of NCCL are gone once they are cut.

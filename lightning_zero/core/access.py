@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.building import piece_of
+from lightning_zero.core.building import partial_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -95,7 +95,7 @@ def _buckets_of(
                 "gathered() expects a module or its parameters, got "
                 f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
             )
-        if (piece := piece_of(parameter)) is not None:
+        if (piece := partial_of(parameter)) is not None:
             piece.look_at_rest(0)  # whole until it is cut again
         elif has_placement(parameter):
             found[bucket_of(placement_of(parameter))] = None

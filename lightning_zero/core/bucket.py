@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.core.building import piece_of
+from lightning_zero.core.building import partial_of
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import Stepping, StepWorker
@@ -207,7 +207,7 @@ class Bucket:
         if dtype != self.plan.dtype:
             exact = filled or FlatBuffer(self.plan.layout, dtype, self.device)
         for view, parameter in zip(exact.views, self.parameters, strict=True):
-            if (piece := piece_of(parameter)) is not None:
+            if (piece := partial_of(parameter)) is not None:
                 piece.read_into(view)
             elif view.data_ptr() != parameter.data_ptr():
                 view.copy_(parameter.data)

@@ -49,25 +49,25 @@ from lightning_zero.tensors.guarded import (
     unguard,
 )
 
-__all__ = ["Building", "Piece", "PieceOwner", "move_all_but_parameters", "piece_of"]
+__all__ = ["Building", "PartialParameter", "PartsOwner", "move_all_but_parameters", "partial_of"]
 
 
-class PieceOwner(Protocol):
+class PartsOwner(Protocol):
     """What makes pieces whole; see `Building`."""
 
     device: torch.device
 
-    def make_whole(self, piece: Piece) -> None:
+    def make_whole(self, piece: PartialParameter) -> None:
         """The parameter is whole and plain again. Collective."""
 
-    def gather(self, piece: Piece) -> Tensor:
+    def gather(self, piece: PartialParameter) -> Tensor:
         """All values, 1-D. Collective."""
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: PartialParameter) -> None:
         """The part is not needed any more. Local."""
 
 
-class Piece:
+class PartialParameter:
     """One parameter that is being built: whole, or this rank's part of it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Piece:
     """
 
     def __init__(
-        self, building: PieceOwner, name: str, index: int, parameter: nn.Parameter
+        self, building: PartsOwner, name: str, index: int, parameter: nn.Parameter
     ) -> None:
         self.name = name
         self.index = index
@@ -129,10 +129,10 @@ class Piece:
         self._building.free(self)
 
 
-def piece_of(parameter: Tensor) -> Piece | None:
+def partial_of(parameter: Tensor) -> PartialParameter | None:
     """The piece of a parameter that is in parts; None where it is whole or an engine holds it."""
     holder = placement_of(parameter).bucket if has_placement(parameter) else None
-    return holder if isinstance(holder, Piece) else None
+    return holder if isinstance(holder, PartialParameter) else None
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
@@ -155,7 +155,7 @@ def _hidden_pieces(root: nn.Module) -> Iterator[None]:
         for module in root.modules()
         if type(module)._apply is nn.Module._apply  # recurrent ones keep lists of their parameters
         for name, parameter in module._parameters.items()
-        if parameter is not None and piece_of(parameter) is not None
+        if parameter is not None and partial_of(parameter) is not None
     ]
     for module, name, _ in taken:
         module._parameters[name] = None
@@ -193,9 +193,9 @@ class Building:
     ) -> None:
         self.device = device
         self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
-        self._pieces: list[Piece] = []
+        self._pieces: list[PartialParameter] = []
         self._facts: list[tuple[str, dict[str, str]]] = []  # of each piece
-        self._whole: dict[Piece, None] = {}  # those that are whole, the last used at the end
+        self._whole: dict[PartialParameter, None] = {}  # the last used at the end
         self._current: nn.Module | None = None  # the module that registers parameters
         self._is_busy = False  # calls of torch are our own
 
@@ -297,7 +297,7 @@ class Building:
             or parameter.numel() < _SMALL_NUMEL
         ):
             return
-        piece = Piece(self, name, len(self._pieces), parameter)
+        piece = PartialParameter(self, name, len(self._pieces), parameter)
         parameter.__dict__[_ATTRIBUTE] = piece
         self._pieces.append(piece)
         self._facts.append(_facts_of(piece, parameter.dtype))
@@ -332,7 +332,7 @@ class Building:
         finally:
             self._is_busy = was_busy
 
-    def _cut(self, piece: Piece, parameter: nn.Parameter) -> None:
+    def _cut(self, piece: PartialParameter, parameter: nn.Parameter) -> None:
         piece.shape = parameter.shape
         flat = parameter.detach().reshape(-1)
         piece.bits = int(flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
@@ -360,10 +360,10 @@ class Building:
 
     # ---------------------------------------------------------------- use
 
-    def _use(self, piece: Piece, name: str) -> None:
+    def _use(self, piece: PartialParameter, name: str) -> None:
         self.make_whole(piece)
 
-    def make_whole(self, piece: Piece) -> None:
+    def make_whole(self, piece: PartialParameter) -> None:
         """Gathers `piece`, and what other ranks ask for before. Collective."""
         with self._busy():
             while piece.part is not None:
@@ -378,7 +378,7 @@ class Building:
         current = self._current._parameters.values() if self._current is not None else ()
         self._cut_the_rest([*parameters, *current])
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: PartialParameter) -> None:
         """Its values are elsewhere now. Local."""
         parameter = piece.parameter
         assert parameter is not None
@@ -387,7 +387,7 @@ class Building:
         unguard(parameter)
         self._whole[piece] = None
 
-    def gather(self, piece: Piece) -> Tensor:
+    def gather(self, piece: PartialParameter) -> Tensor:
         """All values of `piece`: 1-D, new, on the device. Collective.
 
         Raises:
@@ -445,7 +445,7 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _facts_of(piece: Piece, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
+def _facts_of(piece: PartialParameter, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
     subject = f"{piece.name}, number {piece.index + 1} of what configure_model has built"
     return subject, {"shape": str(tuple(piece.shape)), "dtype": str(dtype)}
 

@@ -14,7 +14,7 @@ from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.world import has_world
 from lightning_zero.core.bucket import Bucket, check_can_be_held
-from lightning_zero.core.building import piece_of
+from lightning_zero.core.building import partial_of
 from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
@@ -113,7 +113,7 @@ def find_device(module: nn.Module, device: torch.device | None) -> torch.device:
     """
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if has_placement(parameter) and piece_of(parameter) is None:
+        if has_placement(parameter) and partial_of(parameter) is None:
             raise ValueError(
                 f"parameter {name} is held by another engine; one module trains under one strategy "
                 "at a time: call close() on the other engine, or let its fit end, first."

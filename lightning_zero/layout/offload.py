@@ -231,7 +231,7 @@ def assign_tiers(
         offload_optimizer: None: all on the device.
         budgets: For "auto", where the configuration names none.
     """
-    left = _Purse(offload_param, offload_optimizer, budgets)
+    left = _Budget(offload_param, offload_optimizer, budgets)
     params = list(_choose([(s.param, s.param) for s in shards], offload_param, left))
     # What "auto" puts on the device or into CPU memory brings its gradient along.
     trained = [(s.optim, s.optim + s.grad) for s in shards if s.is_trainable]
@@ -261,7 +261,7 @@ def _tier_of_frozen(config: OffloadConfig | None) -> Tier:
     return Tier.CPU if config.device == "auto" else Tier(config.device)
 
 
-class _Purse:
+class _Budget:
     """What is left of the budgets."""
 
     def __init__(
@@ -285,7 +285,7 @@ class _Purse:
 
 
 def _choose(
-    sizes: Sequence[tuple[int, int]], config: OffloadConfig | None, left: _Purse
+    sizes: Sequence[tuple[int, int]], config: OffloadConfig | None, left: _Budget
 ) -> Iterator[Tier]:
     """By bucket, a tier for its shard.
 

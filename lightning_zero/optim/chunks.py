@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.shards import is_elementwise_state
-from lightning_zero.optim.clone import Slice, Template
+from lightning_zero.optim.clone import OptimizerClone, Slice
 from lightning_zero.optim.state import check_slice
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import StoredTensor
@@ -121,16 +121,16 @@ class BucketStep:
         is_in_chunks: A job may step a part of a slice.
     """
 
-    def __init__(self, bucket: Bucket, template: Template) -> None:
+    def __init__(self, bucket: Bucket, clone: OptimizerClone) -> None:
         """Takes the gradients as they are now.
 
         Args:
             bucket: At least one of its parameters has a gradient.
-            template: Steps them.
+            clone: Steps them.
         """
         self.bucket = bucket
-        self._template = template
-        self._state = template.optimizer.state
+        self._clone = clone
+        self._state = clone.optimizer.state
         self._storage = bucket.shards.storage
         self._name = bucket.plan.name
         self._device = self._storage.step_device(bucket.plan.tiers.optim)
@@ -141,7 +141,7 @@ class BucketStep:
             grad = bucket.grads.fetch(index)
             if grad is None or not bucket.shards.is_stepped[index]:
                 continue
-            if parameter in template.group_of:
+            if parameter in clone.group_of:
                 self._grads[index] = grad
                 if moves_states and (state := self._state.get(parameter)) is not None:
                     self._bring_states(index, state)
@@ -192,7 +192,7 @@ class BucketStep:
         }
         slices = [self._slice(i, part, chunk, master, memory) for i, part in parts.items()]
         if slices:
-            self._template.step(slices)
+            self._clone.step(slices)
         for (index, part), stepped in zip(parts.items(), slices, strict=True):
             self._keep_state(index, part, chunk, stepped, memory)
         if "master" not in memory:
@@ -251,7 +251,7 @@ class BucketStep:
         if not self.is_in_chunks:
             if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
-                check_slice(self._template.optimizer, parameter)
+                check_slice(self._clone.optimizer, parameter)
             return
         own = self.bucket.shards.own_ranges[index]
         known = self._known.setdefault(index, {})  # in memory; other keys are in files

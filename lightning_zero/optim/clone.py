@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.optim.trial import raw_step
 from lightning_zero.tensors.guarded import attributes_of
 
-__all__ = ["Slice", "Template"]
+__all__ = ["Slice", "OptimizerClone"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Slice:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-class Template:
+class OptimizerClone:
     """An optimizer as it is now, to be stepped later: a scheduler may change the rate meanwhile.
 
     Attributes:

@@ -31,7 +31,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.step_worker import Stepping, StepWorker, fail, mark
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, chunks_of
-from lightning_zero.optim.clone import Template
+from lightning_zero.optim.clone import OptimizerClone
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
@@ -145,8 +145,8 @@ class OptimizerStep:
                 check_slice(optimizer, parameter)
 
     def _step_by_bucket(self) -> None:
-        template = Template(self.optimizer)
-        steps = [BucketStep(bucket, template) for bucket in self._stepping]
+        clone = OptimizerClone(self.optimizer)
+        steps = [BucketStep(bucket, clone) for bucket in self._stepping]
         stepping: list[Stepping] = []
         work: list[tuple[Bucket, Stepping, list[Job]]] = []
         try:

@@ -23,12 +23,12 @@ from torch.profiler import record_function
 
 from lightning_zero.record.spans import Kind, Recording, Span
 
-__all__ = ["OFF", "Flight", "Mark", "Pending", "Recorder", "now_on_device", "seconds_between"]
+__all__ = ["OFF", "OpenSpan", "Mark", "Pending", "Recorder", "now_on_device", "seconds_between"]
 
 Mark = float | torch.cuda.Event  # see [Note: Marks]
 
 
-class Flight:
+class OpenSpan:
     """A span under way; as a context it ends with the block.
 
     Args:
@@ -54,7 +54,7 @@ class Flight:
         nbytes: int,
         is_wait: bool,
         now: Callable[[], Mark],
-        then: Callable[[Flight], object] | None,
+        then: Callable[[OpenSpan], object] | None,
     ) -> None:
         self.kind = kind
         self.name = name
@@ -71,14 +71,16 @@ class Flight:
             self.stop = self._now() if stop is None else stop
             self._then(self)
 
-    def __enter__(self) -> Flight:
+    def __enter__(self) -> OpenSpan:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
 
-OFF = Flight(Kind.AGREE, "", 0, False, time.perf_counter, None)  # what begins while nobody records
+OFF = OpenSpan(
+    Kind.AGREE, "", 0, False, time.perf_counter, None
+)  # what begins while nobody records
 
 
 def now_on_device(device: torch.device) -> Mark:
@@ -138,10 +140,10 @@ class Recorder:
             self._now = partial(now_on_device, device)
         self._rank = rank
         self._world_size = world_size
-        self._under_way: set[Flight] = set()
-        self._over: deque[Flight] = deque()
+        self._under_way: set[OpenSpan] = set()
+        self._over: deque[OpenSpan] = deque()
         self._phase = OFF
-        self._layers: dict[tuple[Kind, str], Flight] = {}
+        self._layers: dict[tuple[Kind, str], OpenSpan] = {}
         # When the window began, by both clocks; None between windows.
         self._zero: torch.cuda.Event | None = None
         self._zero_s: float | None = None
@@ -173,7 +175,7 @@ class Recorder:
             self._zero, zero = zero, time.perf_counter()
         self._zero_s = zero
         over = [self._over.popleft() for _ in range(len(self._over))]
-        self._over.extend(flight for flight in over if self._seconds(flight.stop) > 0)
+        self._over.extend(span for span in over if self._seconds(span.stop) > 0)
 
     def end(self) -> Recording:
         """The window ends, and what nobody has started stops.
@@ -191,14 +193,14 @@ class Recorder:
             now.synchronize()
         seconds = self._seconds(now)
         over = [self._over.popleft() for _ in range(len(self._over))]
-        self._over.extend(flight for flight in over if self._seconds(flight.stop) > seconds)
+        self._over.extend(span for span in over if self._seconds(span.stop) > seconds)
         spans = []
-        for flight in (*over, *list(self._under_way)):
-            start, stop = self._seconds(flight.start), self._seconds(flight.stop)
+        for span in (*over, *list(self._under_way)):
+            start, stop = self._seconds(span.start), self._seconds(span.stop)
             if start < seconds and stop > 0:
                 stop = seconds if stop == float("inf") else stop
-                what = (flight.kind, flight.name)
-                spans.append(Span(*what, start, stop, flight.nbytes, flight.is_wait))
+                what = (span.kind, span.name)
+                spans.append(Span(*what, start, stop, span.nbytes, span.is_wait))
         spans.sort(key=lambda span: span.start_s)
         self._zero = self._zero_s = None
         if self._stops_at_end:
@@ -239,7 +241,7 @@ class Recorder:
         *,
         is_wait: bool = False,
         on_host: bool = False,
-    ) -> Flight:
+    ) -> OpenSpan:
         """Begins a span, which `end` or a `with` block ends.
 
         Args:
@@ -254,11 +256,13 @@ class Recorder:
         if is_wait and threading.current_thread().name.startswith(_OWN_THREADS):
             return OFF  # see [Note: Waits of other threads]
         now = time.perf_counter if on_host else self._now
-        flight = Flight(kind, name, nbytes, is_wait, now, self._keep)
-        self._under_way.add(flight)
-        return flight
+        span = OpenSpan(kind, name, nbytes, is_wait, now, self._keep)
+        self._under_way.add(span)
+        return span
 
-    def moving(self, name: str, nbytes: int, source: torch.device, target: torch.device) -> Flight:
+    def moving(
+        self, name: str, nbytes: int, source: torch.device, target: torch.device
+    ) -> OpenSpan:
         """Begins the span of a copy on the current stream; none where both are one memory."""
         if not self.is_on or source.type == target.type:
             return OFF
@@ -277,18 +281,18 @@ class Recorder:
             *args: Of `issue`.
         """
         with record_function(f"zero::{kind.value} {name}"):
-            flight = self.span(kind, name, nbytes)
+            span = self.span(kind, name, nbytes)
             pending = issue(*args)
-        return pending if flight is OFF else _Watched(pending, flight, self)
+        return pending if span is OFF else _Watched(pending, span, self)
 
     def mark(self) -> Mark | None:
         """This moment, on the current stream where there is one; None while off."""
         return self._now() if self.is_on else None
 
-    def _keep(self, flight: Flight) -> None:
-        self._under_way.discard(flight)
+    def _keep(self, span: OpenSpan) -> None:
+        self._under_way.discard(span)
         if self.is_on:
-            self._over.append(flight)
+            self._over.append(span)
 
     # ---------------------------------------------------------------- computation
 
@@ -296,8 +300,8 @@ class Recorder:
         """The computation goes over to `kind`; None: to what is not the engine's."""
         if not self.is_on:
             return
-        for flight in (*self._layers.values(), self._phase):
-            flight.end()
+        for span in (*self._layers.values(), self._phase):
+            span.end()
         self._layers.clear()
         self._phase = OFF if kind is None else self.span(kind)
 
@@ -331,22 +335,22 @@ class Recorder:
 class _Watched:
     """A pending collective that records when it is waited for."""
 
-    def __init__(self, pending: Pending, flight: Flight, recorder: Recorder) -> None:
+    def __init__(self, pending: Pending, span: OpenSpan, recorder: Recorder) -> None:
         self.marks = pending.marks
         self._pending = pending
-        self._flight = flight
+        self._span = span
         self._recorder = recorder
         self._is_waited = False
         if self.marks is not None:
-            flight.start, stop = self.marks
-            flight.end(stop)
+            span.start, stop = self.marks
+            span.end(stop)
 
     def wait(self) -> None:
         """See `Pending`."""
         if self._is_waited:
             self._pending.wait()
             return
-        with self._recorder.span(self._flight.kind, self._flight.name, is_wait=True) as waited:
+        with self._recorder.span(self._span.kind, self._span.name, is_wait=True) as waited:
             self._pending.wait()
         self._is_waited = True
-        self._flight.end(waited.stop)
+        self._span.end(waited.stop)

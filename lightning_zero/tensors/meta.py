@@ -140,7 +140,7 @@ _CONSTANTS: dict[Any, float | None] = {
 _DROPPED = "_zero_left_out"
 
 
-class _LeftOut:
+class _Dropped:
     """Has the place of the bucket that held a parameter; whatever is asked of it is an error."""
 
     device = torch.device("meta")
@@ -191,7 +191,7 @@ def is_left_out(parameter: nn.Parameter) -> bool:
 
 def _guard(parameter: nn.Parameter) -> None:
     name, shape = parameter.__dict__[_DROPPED]
-    owner = _LeftOut(name)
+    owner = _Dropped(name)
     placement = Placement(
         name=name,
         shape=shape,

@@ -13,7 +13,7 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.core import building
-from lightning_zero.core.building import Piece, piece_of
+from lightning_zero.core.building import PartialParameter, partial_of
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings
@@ -111,7 +111,7 @@ class WatchedGPT(BuiltGPT):
 
     def configure_optimizers(self):
         self.seen.append(live_storage_bytes())
-        self.in_parts = sum(piece_of(p) is not None for p in self.parameters())
+        self.in_parts = sum(partial_of(p) is not None for p in self.parameters())
         return super().configure_optimizers()
 
     def on_fit_start(self):
@@ -120,13 +120,13 @@ class WatchedGPT(BuiltGPT):
 
 def _peak(rank, world_size):
     building._WHOLE_NUMEL = WHOLE_NUMEL
-    read_into, module = Piece.read_into, WatchedGPT(True, ranks=2, num_batches=1)
+    read_into, module = PartialParameter.read_into, WatchedGPT(True, ranks=2, num_batches=1)
 
     def watched(piece, view):
         read_into(piece, view)
         module.seen.append(live_storage_bytes())
 
-    Piece.read_into = watched
+    PartialParameter.read_into = watched
     make_trainer(settings(3)).fit(module)
     return max(module.seen) - module.before, module.in_parts
 

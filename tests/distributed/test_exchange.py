@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.backends import PeerToPeer
+from lightning_zero.comm.backends import GlooBackend
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import PeerAbortedError
 from lightning_zero.record.spans import Kind
@@ -24,7 +24,7 @@ class Interrupted:
 
 
 def _wait_twice(rank, world_size):
-    exchange = PeerToPeer(dist.new_group(timeout=timedelta(seconds=5)), rank, world_size)
+    exchange = GlooBackend(dist.new_group(timeout=timedelta(seconds=5)), rank, world_size)
     whole = torch.full((4,), float(rank))
     pending = exchange.all_gather(whole)
     pending.works.append(Interrupted())
@@ -40,7 +40,7 @@ def test_a_transfer_whose_wait_was_interrupted_can_be_waited_for_again():
 
 
 def _unequal_parts(rank, world_size):
-    exchange = PeerToPeer(dist.new_group(), rank, world_size)
+    exchange = GlooBackend(dist.new_group(), rank, world_size)
     cuts = [1, 4, 2]
     start = sum(cuts[:rank])
     whole = torch.zeros(7)
