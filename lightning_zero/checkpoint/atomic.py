@@ -46,6 +46,7 @@ from typing_extensions import Buffer
 
 __all__ = [
     "CHECKSUMS",
+    "WholeWrites",
     "begin",
     "beside",
     "explained",
@@ -166,6 +167,7 @@ def _started(pid: int) -> int:
 
 CHECKSUMS = "SHA256SUMS"
 _BLOCK_BYTES = 1 << 20  # little: checking must not show in memory
+_AHEAD_BYTES = 16 << 20  # the disk reads so much while what came before is hashed
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -253,10 +255,15 @@ def write_checksums(folder: Path, digests: Mapping[str, str]) -> None:
 def hash_file(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    block = bytearray(_BLOCK_BYTES)
+    block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
+        position = 0
         while count := file.readinto(block):
-            digest.update(memoryview(block)[:count])
+            if position % _AHEAD_BYTES == 0 and hasattr(os, "posix_fadvise"):
+                start, length = position + _BLOCK_BYTES, 2 * _AHEAD_BYTES
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
+            digest.update(block[:count])
+            position += count
     return digest.hexdigest()
 
 
@@ -316,7 +323,7 @@ _GIB = 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _WholeWrites(FileIO):
+class WholeWrites(FileIO):
     """A file without a buffer, of which one `write` writes everything."""
 
     def write(self, data: Buffer, /) -> int:
@@ -345,7 +352,7 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
     """
     _remove_leftovers(path)
     temporary = beside(path, "incomplete")
-    with explained(path, nbytes), _WholeWrites(temporary, "x") as file:
+    with explained(path, nbytes), WholeWrites(temporary, "x") as file:
         try:
             with contextlib.suppress(OSError):  # where the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # at work: not a left-over

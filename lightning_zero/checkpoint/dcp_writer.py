@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import Buffer
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import explained
+from lightning_zero.checkpoint.atomic import WholeWrites, explained
 from lightning_zero.checkpoint.dcp_reader import METADATA, REST
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import shards_in
@@ -38,21 +39,16 @@ from lightning_zero.comm.channel import Channel
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import read_flat
 
-__all__ = ["RankFile", "ShardedSave", "Written", "split_rest", "write_dcp"]
+__all__ = ["ALIGNMENT", "ShardedSave", "split_rest", "write_dcp"]
 
+ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
+_BUFFER_BYTES = 2**20
 _SYNC_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class Written:
-    """What one rank has written.
-
-    Attributes:
-        file: Name in the directory.
-        num_bytes: Its size.
-        digest: Its SHA-256, in hexadecimal.
-        results: For torch's metadata.
-    """
+class _Written:
+    """What one rank has written: a file of the directory, its size, its SHA-256, and where what is."""
 
     file: str
     num_bytes: int
@@ -60,103 +56,73 @@ class Written:
     results: list[WriteResult]
 
 
-class RankFile:
-    """The items of `rank` in `folder`, each as `torch.save` writes it, one after another."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._name = f"__{rank}_0.distcp"
-
-    def write(self, planner: DefaultSavePlanner) -> Written:
-        """Writes the items of `planner.plan` and syncs; what two names share is written once."""
-        places: dict[Any, _StorageInfo] = {}
-        results = []
-        with (
-            open(self._folder / self._name, "wb", buffering=0) as raw,
-            ThreadPoolExecutor(2, thread_name_prefix="zero-save") as threads,
-        ):
-            file = _HashedFile(raw, threads)
-            for item in planner.plan.items:
-                value = planner.state_dict[item.index.fqn]
-                key: Any = item.index
-                if isinstance(value, ShardTensor):
-                    key = (value.source, value.dtype, item.index.offset)
-                if key not in places:
-                    start = file.tell()
-                    _append(planner.resolve_data(item), file)
-                    places[key] = _StorageInfo(self._name, start, file.tell() - start)
-                results.append(WriteResult(item.index, places[key].length, places[key]))
-            file.sync()
-        return Written(self._name, file.tell(), file.digest.hexdigest(), results)
+def _write_items(folder: Path, rank: int, planner: DefaultSavePlanner) -> _Written:
+    """Writes the items of `planner.plan` and syncs; what two names share is written once."""
+    name = f"__{rank}_0.distcp"
+    places: dict[Any, _StorageInfo] = {}
+    results = []
+    with (
+        ThreadPoolExecutor(2, thread_name_prefix="zero-save") as threads,
+        _HashedFile(folder / name, threads) as raw,
+        io.BufferedWriter(raw, _BUFFER_BYTES) as file,
+    ):
+        for item in planner.plan.items:
+            value = planner.state_dict[item.index.fqn]
+            key: Any = item.index
+            if isinstance(value, ShardTensor):
+                key = (value.source, value.dtype, item.index.offset)
+            if key not in places:
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                start = file.tell()
+                _append(planner.resolve_data(item), file)
+                places[key] = _StorageInfo(name, start, file.tell() - start)
+            results.append(WriteResult(item.index, places[key].length, places[key]))
+        file.flush()
+        raw.sync()
+        return _Written(name, raw.tell(), raw.digest.hexdigest(), results)
 
 
-def _append(data: Tensor | io.BytesIO, file: _HashedFile) -> None:
+def _append(data: Tensor | io.BytesIO, file: io.BufferedWriter) -> None:
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
         return
-    data = data.detach().cpu()
-    if data.untyped_storage().nbytes() != data.nbytes:
-        data = data.clone()  # torch.save would write the whole storage
+    data = data.detach().cpu().contiguous()
+    if data.untyped_storage().nbytes() != data.nbytes:  # torch.save would write all of it
+        values = torch.from_numpy(data.view(-1).view(torch.uint8).numpy())
+        data = values.view(data.dtype).view(data.shape)
     try:
         torch.save(data, cast(Any, file))
-    except RuntimeError:  # of torch's archive, that has not all of its bytes
-        if file.error is not None:
-            raise file.error from None
-        raise
+    except RuntimeError as error:  # of torch's archive, that has not all of its bytes
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-class _HashedFile(io.RawIOBase):
-    """A file that is appended to, and beside that hashed and brought to the disk.
+class _HashedFile(WholeWrites):
+    """A new file; what is appended to it is hashed, and brought to the disk while more comes."""
 
-    Attributes:
-        digest: Of what was written.
-        error: Why a write failed.
-    """
-
-    def __init__(self, raw: io.FileIO, threads: ThreadPoolExecutor) -> None:
-        self._raw = raw
+    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
+        super().__init__(path, "x")
         self._threads = threads
-        self._position = self._synced = 0
+        self._num_unsynced = 0
         self._syncing: Future[None] | None = None
         self.digest = hashlib.sha256()
-        self.error: OSError | None = None
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        hashing = self._threads.submit(self.digest.update, view)
-        written = 0
+    def write(self, data: Buffer, /) -> int:
+        hashing = self._threads.submit(self.digest.update, data)
         try:
-            while written < view.nbytes:
-                written += self._raw.write(view[written:]) or 0
-            self._position += written
-            self._sync_behind()
-        except OSError as error:
-            self.error = error
-            raise
+            written = super().write(data)
         finally:
             hashing.result()  # it reads `data`
+        self._num_unsynced += written
+        if self._num_unsynced >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            self._num_unsynced = 0
+            self._syncing = self._threads.submit(os.fdatasync, self.fileno())
         return written
 
-    def _sync_behind(self) -> None:
-        """Has the disk write while the next items are read: else it waits for the last one."""
-        if self._syncing is not None and self._syncing.done():
-            self._syncing.result()
-            self._syncing = None
-        if self._syncing is None and self._position - self._synced >= _SYNC_BYTES:
-            self._synced = self._position
-            self._syncing = self._threads.submit(os.fdatasync, self._raw.fileno())
-
     def sync(self) -> None:
-        """All of it is on the disk."""
+        """Waits until all of it is on the disk."""
         if self._syncing is not None:
             self._syncing.result()
-        os.fsync(self._raw.fileno())
+        os.fsync(self.fileno())
 
 
 @dataclass
@@ -266,8 +232,7 @@ class ShardedSave:
             folder = channel.broadcast(made[0] if made else None)
             assert folder is not None
             metadata = self._plan()
-            file = RankFile(folder, channel.rank)
-            written = channel.attempt(lambda: file.write(self.planner))
+            written = channel.attempt(partial(_write_items, folder, channel.rank, self.planner))
             if metadata is None or written is None:
                 channel.attempt(lambda: None)
             else:
@@ -309,7 +274,7 @@ class ShardedSave:
             str(self.target),
         )
 
-    def _finish(self, folder: Path, metadata: Metadata, written: list[Written]) -> None:
+    def _finish(self, folder: Path, metadata: Metadata, written: list[_Written]) -> None:
         for one in written:
             file = folder / one.file
             if not file.is_file() or file.stat().st_size != one.num_bytes:
@@ -414,7 +379,7 @@ def write_dcp(checkpoint: Mapping[str, Any], path: Path, progress: Progress) -> 
     folder = atomic.begin(path)
     try:
         with explained(path, needed + rest.getbuffer().nbytes):
-            written = RankFile(folder, 0).write(planner)
+            written = _write_items(folder, 0, planner)
             FileSystemWriter(folder).finish(metadata, [written.results])
             with open(folder / REST, "wb") as file:
                 file.write(rest.getbuffer())
