@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,10 +28,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
+from lightning_zero.checkpoint.torch_file import (
+    NUM_THREADS,
+    Progress,
+    find_damage_in_part,
+    silent,
+)
 from lightning_zero.tensors.composite import put_together
 from lightning_zero.tensors.lazy import StoredTensor
 
-__all__ = ["METADATA", "REST", "is_sharded", "open_sharded"]
+__all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class _Items:
         """The object `name`, which is not a tensor."""
         place = self._places[MetadataIndex(name)]
         with open(self._folder / place.relative_path, "rb") as file:
-            view = _create_file_view(file, place.offset, place.length)  # type: ignore[arg-type]
+            view = _create_file_view(file, place.offset, place.length)
             return torch.load(
                 io.BytesIO(view.read()), map_location="cpu", weights_only=weights_only
             )
@@ -116,7 +123,7 @@ class _Items:
     def _find(self, file: Path, place: Any) -> tuple[int, _Layout]:
         """Where in the file the storage of an item begins, and how the item lies in it."""
         with open(file, "rb") as stream:
-            item: Any = _create_file_view(stream, place.offset, place.length)  # type: ignore[arg-type]
+            item: Any = _create_file_view(stream, place.offset, place.length)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
             if pickled not in self._layouts:
@@ -163,6 +170,41 @@ REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a directory in this format."""
     return (Path(path) / METADATA).is_file()
+
+
+def find_damage(
+    folder: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
+    """Compares every item with the checksums that torch has written in it, in parallel, in pieces.
+
+    Args:
+        folder: The directory.
+        progress: Is told the bytes of every piece that was read, from several threads.
+        rank: This rank reads its share of the items.
+        world_size: Ranks among which the items are shared.
+
+    Returns:
+        One line for each file of which an item in this rank's share is damaged.
+    """
+    try:
+        metadata = _read_metadata(folder)
+    except ValueError as error:
+        return [str(error)]
+    names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
+    mine = sorted(names, key=lambda place: -place[2])[rank::world_size]
+
+    def check(place: tuple[str, int, int]) -> str | None:
+        name, start, length = place
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        line = find_damage_in_part(path, start, length, progress)
+        what = f"{name} ({path.stat().st_size} bytes) differs from its checksums"
+        return line and f"{what} in {names[place]}: {line}"
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        lines = list(pool.map(check, mine))
+    return list({place[0]: line for place, line in zip(mine, lines, strict=True) if line}.values())
 
 
 def open_sharded(
