@@ -27,10 +27,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from io import FileIO
 from pathlib import Path
-
-from typing_extensions import Buffer
+from typing import BinaryIO
 
 __all__ = [
     "CHECKSUMS",
@@ -55,7 +53,7 @@ _MAX_NAME = 200  # of the 255 that file systems allow
 _RANDOM = r"[0-9a-f]{8}"
 _LEFTOVER = re.compile(rf"\..+\.(?:incomplete|removed)-{_RANDOM}")
 _ABANDONED_S = 24 * 3600.0
-_BLOCK_BYTES = 1 << 20  # little: checking must not show in memory
+_BLOCK_BYTES = 1 << 20  # read or written at once; little, for checking must not show in memory
 _GIB = 1024**3
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -252,19 +250,8 @@ def _hash(path: Path) -> str:
 # ---------------------------------------------------------------------------------------- one file
 
 
-class _WholeWrites(FileIO):
-    """A file without a buffer, of which one `write` writes everything."""
-
-    def write(self, data: Buffer, /) -> int:
-        view = memoryview(data).cast("B")
-        written = 0
-        while written < view.nbytes:  # the system may take less, on a disk that is getting full
-            written += super().write(view[written:]) or 0
-        return written
-
-
 @contextlib.contextmanager
-def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
+def replacing(path: Path, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
@@ -280,7 +267,7 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
     """
     _remove_unlocked(path)
     temporary = beside(path, "incomplete")
-    with explained(path, nbytes), _WholeWrites(temporary, "x") as file:
+    with explained(path, nbytes), open(temporary, "xb", _BLOCK_BYTES) as file:
         try:
             with contextlib.suppress(OSError):  # where the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -288,7 +275,8 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
             _reserve(file, nbytes)
             yield file
             file.truncate(file.tell())
-            os.fsync(file)
+            file.flush()
+            os.fsync(file.fileno())
             put_in_place(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -299,12 +287,12 @@ def replacing(path: Path, nbytes: int) -> Iterator[FileIO]:
 def _remove_unlocked(path: Path) -> None:
     for leftover in _left_of(path, "incomplete"):
         if not leftover.is_dir():
-            with contextlib.suppress(OSError), FileIO(leftover) as file:
+            with contextlib.suppress(OSError), open(leftover, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
                 leftover.unlink()
 
 
-def _reserve(file: FileIO, nbytes: int) -> None:
+def _reserve(file: BinaryIO, nbytes: int) -> None:
     # Not posix_fallocate, which writes to every block where the file system cannot do better.
     allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if allocate is None or not nbytes:

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
@@ -233,14 +233,14 @@ def open_sharded(
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
     ordered += [name for name in metadata.state_dict_metadata if name not in paths]
-    tree: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in ordered:
         entry = metadata.state_dict_metadata[name]
         if isinstance(entry, TensorStorageMetadata):
-            value: Any = items.tensor(name, entry)
+            values[name] = items.tensor(name, entry)
         else:
-            value = items.load_object(name, weights_only)
-        _place(tree, tuple(paths.get(name, (name,))), value)
+            values[name] = items.load_object(name, weights_only)
+    tree = unflatten_state_dict(values, {name: tuple(paths.get(name, (name,))) for name in values})
     rest = {}
     if (folder / REST).is_file():
         rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
@@ -332,25 +332,6 @@ def _check_complete(folder: Path, metadata: Metadata) -> None:
             f"{folder} is incomplete: {'; '.join(problems)}. Use another checkpoint, or copy this "
             "one again."
         )
-
-
-def _place(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Puts `value` into nested dicts and lists, as its path says: integers count in lists."""
-    container: Any = tree
-    for key, following in pairwise(path):
-        if isinstance(container, list):
-            assert isinstance(key, int)
-            container += [None] * (key + 1 - len(container))
-            if container[key] is None:
-                container[key] = [] if isinstance(following, int) else {}
-            container = container[key]
-        else:
-            container = container.setdefault(key, [] if isinstance(following, int) else {})
-    key = path[-1]
-    if isinstance(container, list):
-        assert isinstance(key, int)
-        container += [None] * (key + 1 - len(container))
-    container[key] = value
 
 
 def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -153,7 +152,7 @@ class TorchFile:
         payload = len(self._pickle) + sum(_nbytes(storage) for storage in self._storages)
         self.nbytes = payload + _RECORD_BYTES * (len(self._storages) + 4)
 
-    def write(self, file: FileIO, progress: Progress) -> None:
+    def write(self, file: BinaryIO, progress: Progress) -> None:
         """Writes the file in pieces, and tells `progress` the bytes of each piece of a tensor."""
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             _write_record(archive, "data.pkl", [memoryview(self._pickle)])

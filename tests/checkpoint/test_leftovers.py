@@ -31,9 +31,7 @@ def leave(folder, kind, age):
 
 @pytest.mark.parametrize("save", [save_directory, save_file])
 @pytest.mark.parametrize("kind", ["incomplete", "removed"])
-def test_a_save_of_another_name_removes_what_nothing_was_written_to_for_a_day(
-    kind, save, tmp_path
-):
+def test_a_save_of_another_name_removes_what_nothing_was_written_to_for_a_day(kind, save, tmp_path):
     leave(tmp_path, kind, age=1.1 * DAY)
     running = leave(tmp_path, kind, age=1.1 * DAY)
     (running / "__1_0.distcp").touch()
