@@ -368,13 +368,14 @@ def _compare_record(fd: int, start: int, progress: Progress, entry: zipfile.ZipI
         return f"record {entry.filename} is named {name!r} in its header"
     offset = start + _LOCAL_HEADER.size + name_bytes + extra_bytes
     crc, left = 0, entry.file_size
+    block = memoryview(bytearray(min(left, _CHECKED_BYTES)))
     while left:
-        piece = os.pread(fd, min(left, _CHECKED_BYTES), offset)
-        if not piece:
+        count = os.preadv(fd, [block[:left]], offset)
+        if not count:
             return f"record {entry.filename} lacks its last {left} bytes"
-        crc = zlib.crc32(piece, crc)
-        offset, left = offset + len(piece), left - len(piece)
-        progress(len(piece))
+        crc = zlib.crc32(block[:count], crc)
+        offset, left = offset + count, left - count
+        progress(count)
     if entry.CRC and crc != entry.CRC:  # torch writes 0 where it was told to compute none
         return (
             f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x} instead of "

@@ -590,7 +590,8 @@ def _load_damaged(rank, world_size, spec):
     file = Path("a.ckpt/__1_0.distcp")
     if rank == 0:
         data = bytearray(file.read_bytes())
-        data[data.index(b"archive/data/0") + 100] ^= 1  # the numbers begin within 64 bytes
+        middle = len(data) // 2
+        data[middle : middle + 500] = bytes(500)
         file.write_bytes(data)
         Path("foreign").mkdir()
         Path("foreign/notes.txt").touch()
