@@ -80,10 +80,9 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
         return
-    data = data.detach().cpu().contiguous()
+    data = data.detach().cpu()
     if data.untyped_storage().nbytes() != data.nbytes:  # torch.save would write all of it
-        values = torch.from_numpy(data.view(-1).view(torch.uint8).numpy())
-        data = values.view(data.dtype).view(data.shape)
+        data = data.clone()
     try:
         torch.save(data, file)
     except RuntimeError as error:  # of torch's archive, that has not all of its bytes

@@ -185,7 +185,11 @@ class ShardTensor(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
             if index.offset == torch.Size(box.offsets):
-                return self.read(box.start, box.stop).view(box.sizes)
+                values = self.read(box.start, box.stop).contiguous()
+                if values.numel():
+                    # torch.save writes whole storages: one of this size, without a copy.
+                    values = torch.from_numpy(values.view(torch.uint8).numpy()).view(self.dtype)
+                return values.view(box.sizes)
         raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}.")
 
     # ---------------------------------------------------------------- everybody else
