@@ -1,57 +1,69 @@
 """Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
 
-Each is a small file of `torch.save` inside the file of the rank that wrote it.
-
-Tensors are `StoredTensor`s: a flat range of one reads those bytes only, from the items that hold
-them, whatever boxes the writer's ranks had.
+The files of ranks are mapped into memory. Each item in them is a small file of `torch.save`, of
+which the elements are a record without gaps. A tensor is a `StoredTensor`: a flat range of it is a
+view of the map where one item holds it, and else a copy of what the items hold, whatever boxes the
+writer's ranks had. torch's own reader reads the whole of every item that it needs a part of.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
+from lightning_zero.checkpoint.torch_file import (
+    NUM_THREADS,
+    Progress,
+    find_damage_in_part,
+    silent,
+)
 from lightning_zero.tensors.composite import put_together
 from lightning_zero.tensors.lazy import StoredTensor
 
-__all__ = ["METADATA", "REST", "Items", "is_sharded", "open_sharded"]
+__all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
 
 @dataclass(frozen=True)
-class _Data:
-    """Where the elements of an item lie: contiguous, from byte `start` of `file` on."""
+class _Layout:
+    """How the elements of an item lie in its record."""
 
-    file: Path
-    start: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+    storage_numel: int
 
 
-class Items:
+class _Items:
     """Reads items of the directory `folder`, whose `metadata` says where each lies."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
         self._places = metadata.storage_data
-        self._data: dict[MetadataIndex, _Data | None] = {}  # None: not contiguous
+        self._maps: dict[str, mmap.mmap] = {}  # by file
+        self._items: dict[MetadataIndex, Tensor] = {}  # of the shape of their boxes, in the maps
+        self._layouts: dict[bytes, _Layout] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, StoredTensor] = {}  # by where they lie
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> StoredTensor:
-        """The tensor `name`; a flat range of it reads the items that hold it, and of them that.
-
-        Names of the same data, as of tied weights, give the same object.
-        """
+        """The tensor `name`; names of the same data, as of tied weights, give the same object."""
         dtype = entry.properties.dtype
         places = [self._places[MetadataIndex(name, c.offsets)] for c in entry.chunks]
         where = (dtype, entry.size, *((p.relative_path, p.offset) for p in places))
@@ -63,123 +75,92 @@ class Items:
 
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
-        return torch.load(
-            self._item(MetadataIndex(name)), map_location="cpu", weights_only=weights_only
-        )
+        place = self._places[MetadataIndex(name)]
+        with open(self._folder / place.relative_path, "rb") as file:
+            view = _create_file_view(file, place.offset, place.length)
+            return torch.load(
+                io.BytesIO(view.read()), map_location="cpu", weights_only=weights_only
+            )
 
     def _read_range(self, name: str, entry: TensorStorageMetadata, start: int, stop: int) -> Tensor:
-        flat = torch.empty(stop - start, dtype=entry.properties.dtype)
-        for box in boxes_of_range(entry.size, start, stop):
+        boxes = {torch.Size(box.offsets): box for box in boxes_of_range(entry.size, start, stop)}
+        chunks = [box.chunk for box in boxes.values()]
+        parts = create_read_items_for_chunk_list(name, entry, chunks)
+        dtype = entry.properties.dtype
+        flat: Tensor | None = None
+        for part in parts:
+            values = _block(
+                self._item(part.storage_index, dtype), part.storage_offsets, part.lengths
+            )
+            if values.numel() == stop - start and _is_plain(values):
+                return values.view(-1)
+            flat = torch.empty(stop - start, dtype=dtype) if flat is None else flat
+            box = boxes[part.dest_index.offset]  # type: ignore[index]
             target = flat[box.start - start : box.stop - start].view(box.sizes)
-            for chunk in entry.chunks:
-                low = [max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True)]
-                high = [
-                    min(a + m, b + n)
-                    for a, m, b, n in zip(
-                        box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
-                    )
-                ]
-                if any(a >= b for a, b in zip(low, high, strict=True)):
-                    continue
-                ours = _slices(low, high, box.offsets)
-                theirs = _slices(low, high, chunk.offsets)
-                index = MetadataIndex(name, chunk.offsets)
-                target[ours] = self._read_part(index, chunk.sizes, target.dtype, theirs)
-        return flat
+            _block(target, part.dest_offsets, part.lengths).copy_(values)
+        return torch.empty(0, dtype=dtype) if flat is None else flat
 
-    def _read_part(
-        self,
-        index: MetadataIndex,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        part: tuple[slice, ...],
-    ) -> Tensor:
-        """The block `part` of an item of `sizes`."""
-        if index not in self._data:
-            self._data[index] = self._find_data(index, dtype)
-        data = self._data[index]
-        if data is None:
-            whole: Tensor = torch.load(self._item(index), map_location="cpu", weights_only=True)
-            return whole[part]
-        strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-        first = sum(s.start * stride for s, stride in zip(part, strides, strict=True))
-        last = sum((s.stop - 1) * stride for s, stride in zip(part, strides, strict=True))
-        elements = _read_elements(data, first, last + 1, dtype)
-        return elements.as_strided([s.stop - s.start for s in part], strides)
+    def _item(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
+        if index not in self._items:
+            place = self._places[index]
+            file = self._folder / place.relative_path
+            try:
+                start, layout = self._find(file, place)
+            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+                raise ValueError(
+                    f"{index.fqn} cannot be read from {file} ({error}): the checkpoint is damaged."
+                ) from error
+            if place.__dict__.get("transform_descriptors") or layout.dtype != dtype:
+                raise ValueError(f"{index.fqn} in {self._folder} is stored in a form unknown here.")
+            storage = torch.frombuffer(
+                self._map(file), dtype=dtype, offset=start, count=layout.storage_numel
+            )
+            self._items[index] = storage.as_strided(
+                layout.size, layout.stride, layout.storage_offset
+            )
+        return self._items[index]
 
-    def _find_data(self, index: MetadataIndex, dtype: torch.dtype) -> _Data | None:
-        place = self._places[index]
-        item = self._item(index)
-        try:
-            like = torch.load(item, map_location="meta", weights_only=True)
-            item.seek(0)
-            reader = torch.PyTorchFileReader(item)
-            start = reader.get_record_offset("data/0")  # type: ignore[attr-defined]
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise ValueError(
-                f"{index.fqn} cannot be read from {self._folder / place.relative_path} ({error}): "
-                "the checkpoint is damaged."
-            ) from error
-        if place.__dict__.get("transform_descriptors") or like.dtype != dtype:
-            raise ValueError(f"{index.fqn} in {self._folder} is stored in a form unknown here.")
-        if not like.is_contiguous() or like.storage_offset() or sys.byteorder != "little":
-            return None
-        return _Data(self._folder / place.relative_path, place.offset + start)
+    def _find(self, file: Path, place: Any) -> tuple[int, _Layout]:
+        """Where in the file the storage of an item begins, and how the item lies in it."""
+        with open(file, "rb") as stream:
+            item: Any = _create_file_view(stream, place.offset, place.length)
+            reader: Any = torch.PyTorchFileReader(item)
+            pickled = reader.get_record("data.pkl")
+            if pickled not in self._layouts:
+                if reader.get_record("byteorder") != sys.byteorder.encode():
+                    raise RuntimeError("its bytes are in another order")
+                item.seek(0)
+                like = torch.load(item, map_location="meta", weights_only=True)
+                self._layouts[pickled] = _Layout(
+                    like.dtype,
+                    like.size(),
+                    like.stride(),
+                    like.storage_offset(),
+                    like.untyped_storage().nbytes() // like.dtype.itemsize,
+                )
+            return place.offset + reader.get_record_offset("data/0"), self._layouts[pickled]
 
-    def _item(self, index: MetadataIndex) -> io.BufferedReader:
-        place = self._places[index]
-        view = _FileView(self._folder / place.relative_path, place.offset, place.length)
-        return io.BufferedReader(view)
+    def _map(self, file: Path) -> mmap.mmap:
+        """The file in memory: private, so that a write to a tensor does not write to the file."""
+        if file.name not in self._maps:
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            with open(file, "rb") as stream:
+                mapped = mmap.mmap(
+                    stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+            mapped.madvise(mmap.MADV_SEQUENTIAL)
+            self._maps[file.name] = mapped
+        return self._maps[file.name]
 
 
-def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+def _block(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
-def _read_elements(data: _Data, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    memory = torch.empty((stop - start) * dtype.itemsize, dtype=torch.uint8)
-    view = memoryview(memory.numpy())  # type: ignore[arg-type]
-    with open(data.file, "rb", buffering=0) as file:
-        file.seek(data.start + start * dtype.itemsize)
-        while view.nbytes:
-            count = file.readinto(view)
-            if not count:
-                raise ValueError(f"{data.file} ends too early: the checkpoint is damaged.")
-            view = view[count:]
-    return memory.view(dtype)
-
-
-class _FileView(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed in close()
-        self._offset, self._length, self._position = offset, length, 0
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = origin + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        self._file.seek(self._offset + self._position)
-        count = self._file.readinto(view) or 0
-        self._position += count
-        return count
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
 
 
 METADATA = ".metadata"  # torch's
@@ -189,6 +170,41 @@ REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a directory in this format."""
     return (Path(path) / METADATA).is_file()
+
+
+def find_damage(
+    folder: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
+    """Compares every item with the checksums that torch has written in it, in parallel, in pieces.
+
+    Args:
+        folder: The directory.
+        progress: Is told the bytes of every piece that was read, from several threads.
+        rank: This rank reads its share of the items.
+        world_size: Ranks among which the items are shared.
+
+    Returns:
+        One line for each file of which an item in this rank's share is damaged.
+    """
+    try:
+        metadata = _read_metadata(folder)
+    except ValueError as error:
+        return [str(error)]
+    names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
+    mine = sorted(names, key=lambda place: -place[2])[rank::world_size]
+
+    def check(place: tuple[str, int, int]) -> str | None:
+        name, start, length = place
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        line = find_damage_in_part(path, start, length, progress)
+        what = f"{name} ({path.stat().st_size} bytes) differs from its checksums"
+        return line and f"{what} in {names[place]}: {line}"
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        lines = list(pool.map(check, mine))
+    return list({place[0]: line for place, line in zip(mine, lines, strict=True) if line}.values())
 
 
 def open_sharded(
@@ -213,18 +229,18 @@ def open_sharded(
     folder = Path(path)
     metadata = _read_metadata(folder)
     _check_complete(folder, metadata)
-    items = Items(folder, metadata)
+    items = _Items(folder, metadata)
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
     ordered += [name for name in metadata.state_dict_metadata if name not in paths]
-    tree: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in ordered:
         entry = metadata.state_dict_metadata[name]
         if isinstance(entry, TensorStorageMetadata):
-            value: Any = items.tensor(name, entry)
+            values[name] = items.tensor(name, entry)
         else:
-            value = items.load_object(name, weights_only)
-        _place(tree, tuple(paths.get(name, (name,))), value)
+            values[name] = items.load_object(name, weights_only)
+    tree = unflatten_state_dict(values, {name: tuple(paths.get(name, (name,))) for name in values})
     rest = {}
     if (folder / REST).is_file():
         rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
@@ -316,25 +332,6 @@ def _check_complete(folder: Path, metadata: Metadata) -> None:
             f"{folder} is incomplete: {'; '.join(problems)}. Use another checkpoint, or copy this "
             "one again."
         )
-
-
-def _place(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Puts `value` into nested dicts and lists, as its path says: integers count in lists."""
-    container: Any = tree
-    for key, following in pairwise(path):
-        if isinstance(container, list):
-            assert isinstance(key, int)
-            container += [None] * (key + 1 - len(container))
-            if container[key] is None:
-                container[key] = [] if isinstance(following, int) else {}
-            container = container[key]
-        else:
-            container = container.setdefault(key, [] if isinstance(following, int) else {})
-    key = path[-1]
-    if isinstance(container, list):
-        assert isinstance(key, int)
-        container += [None] * (key + 1 - len(container))
-    container[key] = value
 
 
 def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:

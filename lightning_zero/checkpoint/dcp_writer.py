@@ -1,24 +1,23 @@
 """Directories in torch's distributed checkpoint format, written by all ranks or by one process.
 
-Every rank writes a file, all or nothing. torch's own writer keeps every tensor of a file in memory
-until the file is done. Here values are read one item at a time, so that states which rest on a disk
-are never in memory all at once, and hashed on their way.
+Every rank writes a file, all or nothing. The plan and the metadata are torch's own. Its writer of
+files is not taken: it keeps every tensor until the file is done, and states that rest on a disk
+must never be in memory all at once; and it writes tied tensors once for each name.
 """
 
 from __future__ import annotations
 
 import copy
 import errno
-import hashlib
 import io
 import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import explained
+from lightning_zero.checkpoint.atomic import FULL, full_disk_error
 from lightning_zero.checkpoint.dcp_reader import METADATA, REST
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import shards_in
@@ -38,125 +37,58 @@ from lightning_zero.comm.channel import Channel
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import read_flat
 
-__all__ = ["RankFile", "ShardedSave", "Written", "split_rest", "write_dcp"]
+__all__ = ["ShardedSave", "write_dcp"]
 
+_ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
+_BUFFER_BYTES = 2**20
 _SYNC_BYTES = 2**26
 
 
-@dataclass(frozen=True)
-class Written:
-    """What one rank has written.
-
-    Attributes:
-        file: Name in the directory.
-        num_bytes: Its size.
-        digest: Its SHA-256, in hexadecimal.
-        results: For torch's metadata.
-    """
-
-    file: str
-    num_bytes: int
-    digest: str
-    results: list[WriteResult]
-
-
-class RankFile:
-    """The items of `rank` in `folder`, each as `torch.save` writes it, one after another."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._name = f"__{rank}_0.distcp"
-
-    def write(self, planner: DefaultSavePlanner) -> Written:
-        """Writes the items of `planner.plan` and syncs; what two names share is written once."""
-        places: dict[Any, _StorageInfo] = {}
-        results = []
-        with (
-            open(self._folder / self._name, "wb", buffering=0) as raw,
-            ThreadPoolExecutor(2, thread_name_prefix="zero-save") as threads,
-        ):
-            file = _HashedFile(raw, threads)
-            for item in planner.plan.items:
-                value = planner.state_dict[item.index.fqn]
-                key: Any = item.index
-                if isinstance(value, ShardTensor):
-                    key = (value.source, value.dtype, item.index.offset)
-                if key not in places:
-                    start = file.tell()
-                    _append(planner.resolve_data(item), file)
-                    places[key] = _StorageInfo(self._name, start, file.tell() - start)
-                results.append(WriteResult(item.index, places[key].length, places[key]))
-            file.sync()
-        return Written(self._name, file.tell(), file.digest.hexdigest(), results)
+def _write_items(folder: Path, rank: int, planner: DefaultSavePlanner) -> list[WriteResult]:
+    """Writes the items of `planner.plan` and syncs; what two names share is written once."""
+    name = rank_file(rank)
+    places: dict[Any, _StorageInfo] = {}
+    results = []
+    synced = 0
+    with (
+        open(folder / name, "xb", buffering=_BUFFER_BYTES) as file,
+        ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
+    ):
+        syncing = thread.submit(file.flush)
+        for item in planner.plan.items:
+            value = planner.state_dict[item.index.fqn]
+            key: Any = item.index
+            if isinstance(value, ShardTensor):
+                key = (value.source, value.dtype, item.index.offset)
+            if key not in places:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                start = file.tell()
+                _append(planner.resolve_data(item), file)
+                places[key] = _StorageInfo(name, start, file.tell() - start)
+            results.append(WriteResult(item.index, places[key].length, places[key]))
+            if file.tell() - synced >= _SYNC_BYTES and syncing.done():
+                syncing.result()
+                synced = file.tell()
+                syncing = thread.submit(os.fdatasync, file.fileno())  # else the last one waits
+        syncing.result()
+        file.flush()
+        os.fsync(file.fileno())
+    return results
 
 
-def _append(data: Tensor | io.BytesIO, file: _HashedFile) -> None:
+def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
         return
     data = data.detach().cpu()
-    if data.untyped_storage().nbytes() != data.nbytes:
-        data = data.clone()  # torch.save would write the whole storage
+    if data.untyped_storage().nbytes() != data.nbytes:  # torch.save would write all of it
+        data = data.clone()
     try:
-        torch.save(data, cast(Any, file))
-    except RuntimeError:  # of torch's archive, that has not all of its bytes
-        if file.error is not None:
-            raise file.error from None
+        torch.save(data, file)
+    except RuntimeError as error:  # of torch's archive, that has not all of its bytes
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
         raise
-
-
-class _HashedFile(io.RawIOBase):
-    """A file that is appended to, and beside that hashed and brought to the disk.
-
-    Attributes:
-        digest: Of what was written.
-        error: Why a write failed.
-    """
-
-    def __init__(self, raw: io.FileIO, threads: ThreadPoolExecutor) -> None:
-        self._raw = raw
-        self._threads = threads
-        self._position = self._synced = 0
-        self._syncing: Future[None] | None = None
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        hashing = self._threads.submit(self.digest.update, view)
-        written = 0
-        try:
-            while written < view.nbytes:
-                written += self._raw.write(view[written:]) or 0
-            self._position += written
-            self._sync_behind()
-        except OSError as error:
-            self.error = error
-            raise
-        finally:
-            hashing.result()  # it reads `data`
-        return written
-
-    def _sync_behind(self) -> None:
-        """Has the disk write while the next items are read: else it waits for the last one."""
-        if self._syncing is not None and self._syncing.done():
-            self._syncing.result()
-            self._syncing = None
-        if self._syncing is None and self._position - self._synced >= _SYNC_BYTES:
-            self._synced = self._position
-            self._syncing = self._threads.submit(os.fdatasync, self._raw.fileno())
-
-    def sync(self) -> None:
-        """All of it is on the disk."""
-        if self._syncing is not None:
-            self._syncing.result()
-        os.fsync(self._raw.fileno())
 
 
 @dataclass
@@ -201,7 +133,7 @@ class ShardedSave:
 
         def read_dict() -> None:
             if is_first:
-                tree, others = split_rest(checkpoint)
+                tree, others = _split_rest(checkpoint)
                 torch.save(others, rest)
                 planner.set_up_planner(tree, is_coordinator=True)
                 for name, value in planner.state_dict.items():
@@ -266,16 +198,12 @@ class ShardedSave:
             folder = channel.broadcast(made[0] if made else None)
             assert folder is not None
             metadata = self._plan()
-            file = RankFile(folder, channel.rank)
-            written = channel.attempt(lambda: file.write(self.planner))
-            if metadata is None or written is None:
-                channel.attempt(lambda: None)
-            else:
-                channel.attempt(partial(self._finish, folder, metadata, written))
+            written = channel.attempt(partial(_write_items, folder, channel.rank, self.planner))
+            channel.attempt(partial(self._finish, folder, metadata, written))
         except BaseException as error:
             if is_first and folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise self._full() from error
             raise
 
@@ -302,36 +230,36 @@ class ShardedSave:
         needed = self.channel.gather(sum(shard.owned_bytes for shard in shards))
         measured = self.channel.attempt(lambda: shutil.disk_usage(self.target.parent).free)
         total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
-        return OSError(
-            errno.ENOSPC,
-            f"the disk is full: the checkpoint needs {total} bytes, and {free} are free there; "
-            "what was there is unharmed. Free some space or save elsewhere",
-            str(self.target),
-        )
+        return full_disk_error(self.target, total, free)
 
-    def _finish(self, folder: Path, metadata: Metadata, written: list[Written]) -> None:
-        for one in written:
-            file = folder / one.file
-            if not file.is_file() or file.stat().st_size != one.num_bytes:
+    def _finish(
+        self, folder: Path, metadata: Metadata | None, written: list[list[WriteResult]] | None
+    ) -> None:
+        if metadata is None or written is None:
+            return  # not on rank 0
+        for rank in range(len(written)):
+            if not (folder / rank_file(rank)).is_file():
                 raise OSError(
                     errno.EIO,
-                    f"{one.file} was written by another rank and is not seen on rank 0; a sharded "
-                    "checkpoint needs a folder that all ranks share",
+                    f"{rank_file(rank)} was written by another rank and is not seen on rank 0; a "
+                    "sharded checkpoint needs a folder that all ranks share",
                     str(self.target),
                 )
-        FileSystemWriter(folder).finish(metadata, [one.results for one in written])
+        FileSystemWriter(folder).finish(metadata, written)
         with open(folder / REST, "wb") as rest:
             rest.write(self.rest.getbuffer())
             rest.flush()
             os.fsync(rest.fileno())
-        digests = {one.file: one.digest for one in written}
-        digests[REST] = hashlib.sha256(self.rest.getbuffer()).hexdigest()
-        digests[METADATA] = atomic.hash_file(folder / METADATA)
-        atomic.write_checksums(folder, digests)
+        atomic.write_checksums(folder, [METADATA, REST])
         atomic.put_in_place(folder, self.target)
 
 
-def split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def rank_file(rank: int) -> str:
+    """The name of what `rank` writes."""
+    return f"__{rank}_0.distcp"
+
+
+def _split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is written by name, under the keys of the format; and the rest, for `meta.pt`."""
     tree: dict[str, Any] = {}
     rest: dict[str, Any] = {}
@@ -403,29 +331,7 @@ def write_dcp(checkpoint: Mapping[str, Any], path: Path, progress: Progress) -> 
         key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
         for key, value in checkpoint.items()
     }
-    tree, others = split_rest(content)
-    rest = io.BytesIO()
-    torch.save(others, rest)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(tree, is_coordinator=True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    planner.finish_plan(plans[0])
-    needed = sum(v.owned_bytes for v in planner.state_dict.values() if isinstance(v, ShardTensor))
-    folder = atomic.begin(path)
-    try:
-        with explained(path, needed + rest.getbuffer().nbytes):
-            written = RankFile(folder, 0).write(planner)
-            FileSystemWriter(folder).finish(metadata, [written.results])
-            with open(folder / REST, "wb") as file:
-                file.write(rest.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            names = {name: atomic.hash_file(folder / name) for name in (METADATA, REST)}
-            atomic.write_checksums(folder, {written.file: written.digest, **names})
-            atomic.put_in_place(folder, path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    ShardedSave.prepare(content, path, {}, Channel(0, 1, None)).run()
 
 
 def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any:

@@ -50,6 +50,11 @@ class Box:
         """One past the last element, counted in the whole flat tensor."""
         return self.start + math.prod(self.sizes)
 
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The same as torch says it."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The row-major elements [start, stop) of a tensor of `shape`, in order.
@@ -166,7 +171,7 @@ class ShardTensor(Tensor):
                 index=MetadataIndex(fqn, torch.Size(box.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(box),
+                    chunk=box.chunk,
                     properties=TensorProperties(dtype=self.dtype),
                     size=self.shape,
                 ),
@@ -175,12 +180,16 @@ class ShardTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.boxes]
+        return [box.chunk for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
             if index.offset == torch.Size(box.offsets):
-                return self.read(box.start, box.stop).view(box.sizes)
+                values = self.read(box.start, box.stop).contiguous()
+                if values.numel():
+                    # torch.save writes whole storages: one of this size, without a copy.
+                    values = torch.from_numpy(values.view(torch.uint8).numpy()).view(self.dtype)
+                return values.view(box.sizes)
         raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}.")
 
     # ---------------------------------------------------------------- everybody else
@@ -220,7 +229,3 @@ class ShardTensor(Tensor):
             f"ShardTensor({self.source}, shape={tuple(self.shape)}, dtype={self.dtype}, elements "
             f"{self.owned.start} to {self.owned.stop})"
         )
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -1,9 +1,9 @@
 """The sharded form: a directory to which every rank writes its own part, in torch's DCP format.
 
     NAME/.metadata       which tensor lies where (torch's)
-    NAME/__0_0.distcp    what rank 0 wrote, and so on for each rank
+    NAME/__0_0.distcp    what rank 0 wrote, and so on for each rank; torch puts checksums in it
     NAME/meta.pt         the rest of the checkpoint: loops, hyperparameters, callbacks
-    NAME/SHA256SUMS      of all of these
+    NAME/SHA256SUMS      of .metadata and meta.pt
 
 Every tensor has its own name, whole shape and the module's own dtype, in the layout in which
 Lightning's `ModelParallelStrategy` writes: `state_dict.NAME`, `optimizer_0.state.NAME.exp_avg`,

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint import atomic, torch_file
-from lightning_zero.checkpoint.atomic import local_path
-from lightning_zero.checkpoint.dcp_reader import METADATA, open_sharded
+from lightning_zero.checkpoint import atomic, dcp_reader, torch_file
+from lightning_zero.checkpoint.atomic import local_path, recover
+from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.torch_file import Progress, is_torch_file, open_torch_file, silent
@@ -44,7 +44,8 @@ def find_damage(
     """Compares a checkpoint with the checksums that were written with it, if any were.
 
     Args:
-        path: A directory with `SHA256SUMS`, or a file of `torch.save`.
+        path: A file of `torch.save`, or a directory of torch's Distributed Checkpoint or with
+            `SHA256SUMS`.
         progress: Is told the bytes that were read of a file, from several threads.
         rank: This rank reads its share.
         world_size: Ranks among which the work is shared.
@@ -54,7 +55,10 @@ def find_damage(
     """
     path = local_path(path)
     if path.is_dir():
-        return atomic.find_damage(path, rank=rank, world_size=world_size)
+        damage = atomic.find_damage(path, rank=rank, world_size=world_size)
+        if not is_sharded(path) or any(line.startswith(METADATA) for line in damage):
+            return damage
+        return damage + dcp_reader.find_damage(path, progress, rank=rank, world_size=world_size)
     if path.is_file():
         return torch_file.find_damage(path, progress, rank=rank, world_size=world_size)
     return []
@@ -63,7 +67,7 @@ def find_damage(
 def has_checksums(path: Path) -> bool:
     """Whether `find_damage` has anything to compare with."""
     if path.is_dir():
-        return (path / atomic.CHECKSUMS).is_file()
+        return is_sharded(path) or (path / atomic.CHECKSUMS).is_file()
     return torch_file.has_checksums(path)
 
 
@@ -128,6 +132,7 @@ def open_checkpoint(
         pickle.UnpicklingError: It holds classes that `weights_only` refuses.
     """
     path = local_path(path)
+    recover(path)
     if path.is_dir():
         return _open_directory(path, weights_only)
     if not path.exists():
@@ -146,7 +151,7 @@ def open_checkpoint(
 
 
 def _open_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    if (path / METADATA).is_file():
+    if is_sharded(path):
         return open_sharded(path, weights_only=weights_only)
     if is_deepspeed(path):
         return open_deepspeed(path, weights_only=weights_only)

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,10 +32,12 @@ from lightning_zero.checkpoint.atomic import replacing
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
 
 __all__ = [
+    "NUM_THREADS",
     "PIECE_BYTES",
     "Progress",
     "TorchFile",
     "find_damage",
+    "find_damage_in_part",
     "has_checksums",
     "is_torch_file",
     "open_torch_file",
@@ -110,7 +111,8 @@ _ALIGNMENT = 64  # of a record in the file, so that a memory map of it is aligne
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # more than the headers of a record take
-_NUM_THREADS = 4
+_TAIL_BYTES = 65536  # more than the directory of the few records of such a file takes
+NUM_THREADS = 4
 _CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
 # What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
 _UNREADABLE = (
@@ -150,7 +152,7 @@ class TorchFile:
         payload = len(self._pickle) + sum(_nbytes(storage) for storage in self._storages)
         self.nbytes = payload + _RECORD_BYTES * (len(self._storages) + 4)
 
-    def write(self, file: FileIO, progress: Progress) -> None:
+    def write(self, file: BinaryIO, progress: Progress) -> None:
         """Writes the file in pieces, and tells `progress` the bytes of each piece of a tensor."""
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             _write_record(archive, "data.pkl", [memoryview(self._pickle)])
@@ -288,7 +290,7 @@ def find_damage(
         One line for each damaged record of this rank's share.
     """
     with open(path, "rb") as file:
-        if file.read(4) != b"PK\x03\x04":
+        if file.read(4) != _ZIP_MAGIC:
             return []
         try:
             with zipfile.ZipFile(file) as archive:
@@ -296,9 +298,32 @@ def find_damage(
         except _UNREADABLE as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
-        check = partial(_check_record, path, file.fileno(), progress)
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        check = partial(_check_record, path, file.fileno(), 0, progress)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
             return [line for line in pool.map(check, mine) if line]
+
+
+def find_damage_in_part(
+    path: Path, start: int, length: int, progress: Progress = silent
+) -> str | None:
+    """As `find_damage`, of a small torch file that is a part of the file `path`.
+
+    Returns:
+        What is wrong with one of its records.
+    """
+    with open(path, "rb", buffering=0) as file:
+        tail_bytes = min(length, _TAIL_BYTES)
+        tail_start = start + length - tail_bytes
+        tail = io.BytesIO(os.pread(file.fileno(), tail_bytes, tail_start))
+        try:
+            with zipfile.ZipFile(tail) as archive:  # counts from the beginning of the tail
+                records = archive.infolist()
+        except _UNREADABLE as error:
+            if os.pread(file.fileno(), 1, start) == _PICKLE_MAGIC:
+                return None
+            return f"the directory of its records is missing or damaged ({error})"
+        lines = (_check_record(path, file.fileno(), tail_start, progress, e) for e in records)
+        return next(filter(None, lines), None)
 
 
 def has_checksums(path: Path) -> bool:
@@ -312,34 +337,45 @@ def has_checksums(path: Path) -> bool:
         return True  # `find_damage` says what is wrong with them
 
 
-def _check_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
-    """What is wrong with a record, or with reading it; None if nothing is."""
+def _check_record(
+    path: Path, fd: int, origin: int, progress: Progress, entry: zipfile.ZipInfo
+) -> str | None:
+    """What is wrong with a record, or with reading it; None if nothing is.
+
+    Args:
+        path: The file.
+        fd: The same, open.
+        origin: From where in the file the entry counts.
+        progress: See `find_damage`.
+        entry: Of the record, in the directory of records.
+    """
     try:
-        return _compare_record(path, fd, progress, entry)
+        if entry.compress_type != zipfile.ZIP_STORED:
+            _check_compressed(path, entry)
+            return None
+        return _compare_record(fd, origin + entry.header_offset, progress, entry)
     except _UNREADABLE as error:
         return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
 
 
-def _compare_record(path: Path, fd: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
-    if entry.compress_type != zipfile.ZIP_STORED:
-        _check_compressed(path, entry)
-        return None
-    header = os.pread(fd, _LOCAL_HEADER.size, entry.header_offset)
-    if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+def _compare_record(fd: int, start: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
+    header = os.pread(fd, _LOCAL_HEADER.size, start)
+    if len(header) < _LOCAL_HEADER.size or header[:4] != _ZIP_MAGIC:
         return f"record {entry.filename} has no header"
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    name = os.pread(fd, name_bytes, entry.header_offset + _LOCAL_HEADER.size)
+    name = os.pread(fd, name_bytes, start + _LOCAL_HEADER.size)
     if name != entry.filename.encode():
         return f"record {entry.filename} is named {name!r} in its header"
-    offset = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    offset = start + _LOCAL_HEADER.size + name_bytes + extra_bytes
     crc, left = 0, entry.file_size
+    block = memoryview(bytearray(min(left, _CHECKED_BYTES)))
     while left:
-        piece = os.pread(fd, min(left, _CHECKED_BYTES), offset)
-        if not piece:
+        count = os.preadv(fd, [block[:left]], offset)
+        if not count:
             return f"record {entry.filename} lacks its last {left} bytes"
-        crc = zlib.crc32(piece, crc)
-        offset, left = offset + len(piece), left - len(piece)
-        progress(len(piece))
+        crc = zlib.crc32(block[:count], crc)
+        offset, left = offset + count, left - count
+        progress(count)
     if entry.CRC and crc != entry.CRC:  # torch writes 0 where it was told to compute none
         return (
             f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x} instead of "

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import random
+import re
 import warnings
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_zero.checkpoint.dcp_reader import is_sharded, open_sharded
+from lightning_zero.checkpoint.dcp_reader import find_damage, is_sharded, open_sharded
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
 from tests.checkpoint.test_shard_tensor import SHAPES, shard, values
 from tests.distributed.ranks import run_ranks
@@ -179,6 +181,34 @@ def test_metadata_reaches_nothing_through_the_classes_it_may_have(module, name, 
     with pytest.raises(ValueError, match="has no place in checkpoint metadata"):
         open_sharded(tmp_path)
     assert not (tmp_path / "touched").exists()
+
+
+def test_one_wrong_bit_of_a_tensor_is_named_with_its_file(tmp_path):
+    save({"x": values((4, 6)), "y": values((5, 7)), "extra": {"any": 1}}, tmp_path)
+    file = tmp_path / "__0_0.distcp"
+    good = file.read_bytes()
+    assert find_damage(tmp_path) == []
+    inside = good.index(values((4, 6)).numpy().tobytes())
+    for number in range(10):
+        data = bytearray(good)
+        data[inside + random.Random(number).randrange(96)] ^= 1 << number % 8
+        file.write_bytes(data)
+        (line,) = find_damage(tmp_path)
+        assert re.match(
+            rf"__0_0.distcp \({len(good)} bytes\) differs from its checksums in x: record "
+            r"archive/data/0 \(96 bytes\) has checksum",
+            line,
+        )
+        shares = [find_damage(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+        assert sorted(shares) == [[], [line]]
+    os.truncate(file, 10)
+    (line,) = find_damage(tmp_path)
+    assert line.startswith("__0_0.distcp (10 bytes) differs from its checksums in ")
+    file.unlink()
+    assert find_damage(tmp_path) == ["__0_0.distcp is missing"]
+    os.truncate(tmp_path / ".metadata", 10)
+    (line,) = find_damage(tmp_path)
+    assert ".metadata cannot be read" in line
 
 
 def test_damaged_bytes_are_named_when_they_are_read(tmp_path):

@@ -5,11 +5,9 @@ import subprocess
 
 import pytest
 
-from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
     begin,
     find_damage,
-    hash_file,
     put_in_place,
     recover,
     remove,
@@ -20,15 +18,8 @@ from lightning_zero.checkpoint.atomic import (
 def make(target, text):
     temporary = begin(target)
     (temporary / "part").write_text(text)
-    write_checksums(temporary, {"part": hash_file(temporary / "part")})
+    write_checksums(temporary, ["part"])
     return temporary
-
-
-@pytest.fixture(params=["exchange", "aside"])
-def can_exchange(request, monkeypatch):
-    """Once as this system does it, once as one without renameat2."""
-    if request.param == "aside":
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
 
 
 def test_nothing_is_at_the_place_until_it_is_whole(tmp_path):
@@ -40,7 +31,6 @@ def test_nothing_is_at_the_place_until_it_is_whole(tmp_path):
     assert os.listdir(target.parent) == ["a.ckpt"]
 
 
-@pytest.mark.usefixtures("can_exchange")
 @pytest.mark.parametrize("old", ["directory", "file", "link to a file", "link to a directory"])
 def test_whatever_is_there_is_replaced(old, tmp_path):
     target = tmp_path / "a.ckpt"
@@ -64,7 +54,6 @@ def test_whatever_is_there_is_replaced(old, tmp_path):
         assert (other / "part").read_text() == "other"
 
 
-@pytest.mark.usefixtures("can_exchange")
 def test_a_file_replaces_a_directory(tmp_path):
     target = tmp_path / "a.ckpt"
     put_in_place(make(target, "old"), target)
@@ -74,10 +63,7 @@ def test_a_file_replaces_a_directory(tmp_path):
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_a_file_replaces_a_file_or_a_link_at_once_where_nothing_can_be_exchanged(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: pytest.fail("not needed"))
+def test_a_file_replaces_a_file_or_a_link_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", lambda one, other: pytest.fail("the old one steps aside"))
     (tmp_path / "other").write_text("other")
     (tmp_path / "file").write_text("old")
@@ -95,23 +81,41 @@ def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path,
     target = tmp_path / "a.ckpt"
     put_in_place(make(target, "old"), target)
     temporary = make(target, "new")
-    rename = os.rename
+    replace = os.replace
 
     def stop(source, goal):
-        if source == temporary:
+        if not goal.exists():
             raise KeyboardInterrupt
-        rename(source, goal)
+        replace(source, goal)
 
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    monkeypatch.setattr(os, "rename", stop)
+    monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
         put_in_place(temporary, target)
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.undo()
     assert not target.exists()
     recover(target)
     assert (target / "part").read_text() == "old"
     recover(target)
     put_in_place(make(target, "newer"), target)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt"
+    put_in_place(make(target, "old"), target)
+    temporary = make(target, "new")
+    replace, tries = os.replace, []
+
+    def read_meanwhile(source, goal):
+        tries.append(goal.exists())
+        if len(tries) == 2:
+            recover(target)
+        replace(source, goal)
+
+    monkeypatch.setattr(os, "replace", read_meanwhile)
+    put_in_place(temporary, target)
+    assert tries == [True, False, False]
+    assert (target / "part").read_text() == "new"
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
@@ -136,7 +140,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     names = ["changed", "cut", "gone", "same"]
     for name in names:
         (tmp_path / name).write_bytes(os.urandom(100))
-    write_checksums(tmp_path, {name: hash_file(tmp_path / name) for name in names})
+    write_checksums(tmp_path, names)
     assert find_damage(tmp_path) == []
     (tmp_path / "changed").write_bytes(os.urandom(100))
     os.truncate(tmp_path / "cut", 50)
