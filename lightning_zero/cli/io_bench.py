@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.cli.sizes import read_rates, write_rates
+from lightning_zero.cli.sizes import parse_bytes, read_rates, write_rates
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
@@ -279,9 +278,6 @@ def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
     return buffers
 
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
 def add_parser(subparsers: Any) -> None:
     """Add the command to what `ArgumentParser.add_subparsers` gave."""
     parser = subparsers.add_parser(
@@ -292,7 +288,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
     parser.add_argument(
-        "--size", type=_bytes, default="4GiB", help="of the file (default: %(default)s)"
+        "--size", type=parse_bytes, default="4GiB", help="of the file (default: %(default)s)"
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=1.0, help="of each measurement (default: %(default)s)"
@@ -346,14 +342,6 @@ def table(report: DiskReport) -> str:
 def _line(name: str, rates: Rates) -> str:
     read, write, mixed = (rate / 1e9 for rate in (rates.read, rates.write, rates.mixed))
     return f"{name:<8}{read:>8.2f}{write:>8.2f}{mixed:>8.2f}"
-
-
-def _bytes(text: str) -> int:
-    """Bytes of "4GiB", "512M" or "1000000"; units are powers of 1024."""
-    found = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", text.strip().lower())
-    if not found:
-        raise argparse.ArgumentTypeError(f"expected a size such as 4GiB, got {text!r}")
-    return int(found[1]) * _UNITS[found[2]]
 
 
 def _seconds(text: str) -> float:
