@@ -109,7 +109,7 @@ class Shards:
     @property
     def has_own_master(self) -> bool:
         """The master is another tensor than the parameters, in another dtype."""
-        return self.plan.master_dtype != self.plan.dtype
+        return self.plan.has_own_master
 
     def take_master(self, values: Tensor) -> None:
         """Makes a store for a master of these `values`: 1-D, own part, copied."""

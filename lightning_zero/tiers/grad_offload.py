@@ -1,8 +1,8 @@
 """Where the mean gradient of a bucket rests when its optimizer shard is not stepped on the device.
 
 A mean travels while backward goes on: from the device to page-locked CPU memory on a side stream,
-from there to its file, if it has one. At most `_MAX_ON_THE_WAY` means are on their way; `settle`
-waits for one.
+from there to its file, if it has one. At most `MAX_MEANS_ON_THE_WAY` are under way at once;
+`settle` waits for one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers import InFile, InMemory, ShardStore, Storage, Transfer
 
 __all__ = ["GradQueue", "OffloadedGrad"]
-
-_MAX_ON_THE_WAY = 2
 
 
 class GradQueue:
@@ -34,7 +32,7 @@ class GradQueue:
 
     def admit(self, grad: OffloadedGrad) -> None:
         """Makes room for `grad`: what is oldest must have landed."""
-        while len(self._queue) >= _MAX_ON_THE_WAY:
+        while len(self._queue) >= MAX_MEANS_ON_THE_WAY:
             self._queue[0].settle()
         self._queue.append(grad)
 
@@ -55,7 +53,7 @@ class GradQueue:
 
     def give(self, memory: Tensor) -> None:
         """Keeps memory that `take` gave for the next mean: page-locking it anew takes longer."""
-        if len(self._spare) < _MAX_ON_THE_WAY:
+        if len(self._spare) < MAX_MEANS_ON_THE_WAY:
             whole = torch.empty(0, dtype=torch.uint8)
             storage = memory.untyped_storage()
             self._spare.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))

@@ -12,7 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.offload import PAGE_BYTES, OffloadConfig, Tier, padded_bytes
+from lightning_zero.layout.offload import (
+    NUM_UPLOAD_BLOCKS,
+    PAGE_BYTES,
+    UPLOAD_BLOCK_BYTES,
+    OffloadConfig,
+    Tier,
+    padded_bytes,
+    step_buffers,
+)
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.disk import free_bytes
@@ -23,17 +31,16 @@ from lightning_zero.tiers.shard_store import InFile, InMemory, ShardStore
 
 __all__ = ["ParamReader", "Storage", "Uploader"]
 
-_BLOCK_BYTES = 2**23
-_NUM_BLOCKS = 2
-
 
 class Uploader:
     """Casts block by block into page-locked memory; one block travels while the next is cast."""
 
     def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._blocks = [aligned_empty(_BLOCK_BYTES, pin=pin) for _ in range(_NUM_BLOCKS)]
-        self._events: list[torch.cuda.Event | None] = [None] * _NUM_BLOCKS
+        self._blocks = [
+            aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin) for _ in range(NUM_UPLOAD_BLOCKS)
+        ]
+        self._events: list[torch.cuda.Event | None] = [None] * NUM_UPLOAD_BLOCKS
         self._next = 0
         self._recorder = recorder
 
@@ -41,7 +48,7 @@ class Uploader:
         """Copies `values` (1-D, CPU) to `target` (1-D, device); the current stream waits for it."""
         current = torch.cuda.current_stream(target.device)
         self._stream.wait_stream(current)  # whoever reads the old values has been queued before
-        step = _BLOCK_BYTES // target.element_size()
+        step = UPLOAD_BLOCK_BYTES // target.element_size()
         span = self._recorder.span
         with torch.cuda.stream(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
             for start in range(0, values.numel(), step):
@@ -53,7 +60,7 @@ class Uploader:
                 block.copy_(values[start : start + step])
                 part.copy_(block, non_blocking=True)
                 self._events[self._next] = self._stream.record_event()
-                self._next = (self._next + 1) % _NUM_BLOCKS
+                self._next = (self._next + 1) % NUM_UPLOAD_BLOCKS
         with span(Kind.TO_DEVICE, name, is_wait=True):
             current.wait_stream(self._stream)
 
@@ -122,9 +129,6 @@ class ParamReader:
         self._begun = []
 
 
-_ELEMENT_BYTES = 4  # of `buffer_size`
-
-
 class Storage:
     """Stores for the shards of one rank.
 
@@ -150,9 +154,7 @@ class Storage:
         self._rank = rank
         self._param = offload_param or OffloadConfig()
         self._optimizer = offload_optimizer or OffloadConfig()
-        # Steps move states in files; or parameters in files, where states are elsewhere.
-        has_files = offload_optimizer is not None and offload_optimizer.device != "cpu"
-        self._step = self._optimizer if has_files else self._param
+        self._step = step_buffers(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
         self.buffer_bytes = 0  # of all buffers
         self._pipeline: Pipeline | None = None
@@ -194,7 +196,7 @@ class Storage:
 
     def is_elsewhere(self, tier: Tier) -> bool:
         """A tensor of the device must travel to rest in `tier`."""
-        return tier is Tier.NVME or (tier is Tier.CPU and self.is_apart)
+        return tier.is_elsewhere(is_apart=self.is_apart)
 
     def keep_param(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
         """A store for a parameter shard with these `values` (1-D), which it may take over."""
@@ -269,13 +271,12 @@ class Storage:
     @property
     def step_buffer_bytes(self) -> int:
         """Size of one buffer of `pipeline`."""
-        return self._step.buffer_size * _ELEMENT_BYTES
+        return self._step.bytes_of_a_buffer
 
     def _buffers(self, config: OffloadConfig) -> list[Tensor]:
-        nbytes = config.buffer_size * _ELEMENT_BYTES
         pin = config.pin_memory and self.device.type == "cuda"
-        self.buffer_bytes += config.buffer_count * nbytes
-        return make_buffers(config.buffer_count, nbytes, pin=pin)
+        self.buffer_bytes += config.bytes_of_buffers
+        return make_buffers(config.buffer_count, config.bytes_of_a_buffer, pin=pin)
 
     @property
     def bytes_read(self) -> int:
