@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import math
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +23,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_zero.cli.sizes import read_rates, write_rates
-from lightning_zero.tiers.memory import BufferPool
-from lightning_zero.tiers.nvme_file import NvmeFile, file_system_of, free_bytes
-from lightning_zero.tiers.nvme_store import NvmeStore
-from lightning_zero.tiers.pipeline import Job, Piece, Pipeline
+from lightning_zero.cli.sizes import parse_bytes, read_rates, write_rates
+from lightning_zero.tiers.disk import file_system_of, free_bytes
+from lightning_zero.tiers.memory import make_buffers
+from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
+from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
 
 __all__ = [
     "DiskReport",
@@ -167,8 +167,10 @@ def tier_rates(
     reads = _jobs(file, settings, is_written=False)
     writes = _jobs(file, settings, is_read=False)
     both = _jobs(file, settings)
-    pool = _noisy_pool(settings)
-    return Rates(*(_rate(store, settings, jobs, pool, seconds) for jobs in (reads, writes, both)))
+    buffers = _noisy_buffers(settings)
+    return Rates(
+        *(_rate(store, settings, jobs, buffers, seconds) for jobs in (reads, writes, both))
+    )
 
 
 @contextlib.contextmanager
@@ -180,8 +182,8 @@ def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
     ) as store:
         file = store.create("io-bench", nbytes)
         settings = replace(settings, buffer_count=2, buffer_bytes=16 * _MIB)
-        writes, pool = _jobs(file, settings, is_read=False), _noisy_pool(settings)
-        _rate(store, settings, writes, pool, math.inf)
+        writes, buffers = _jobs(file, settings, is_read=False), _noisy_buffers(settings)
+        _rate(store, settings, writes, buffers, math.inf)
         yield store, file
 
 
@@ -193,7 +195,7 @@ def _sweep(
 
     def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
         """Measured by turns: what a disk gives changes with what it gave before."""
-        pools = {each.buffers: _noisy_pool(each) for each in candidates}
+        pools = {each.buffers: _noisy_buffers(each) for each in candidates}
         rounds = [
             [
                 _rate(store, each, _jobs(file, each), pools[each.buffers], seconds / _ROUNDS)
@@ -232,7 +234,7 @@ def _jobs(
     size = settings.buffer_bytes
     return [
         Job(
-            [Piece(file, start, min(size, file.nbytes - start), is_written, is_read)],
+            [FileRange(file, start, min(size, file.nbytes - start), is_written, is_read)],
             lambda views: None,
         )
         for start in range(0, file.nbytes, size)
@@ -243,7 +245,7 @@ def _rate(
     store: NvmeStore,
     settings: TierSettings,
     jobs: Sequence[Job],
-    pool: BufferPool,
+    buffers: Sequence[Tensor],
     seconds: float,
 ) -> float:
     """Bytes per second, both ways together, of `jobs` by turns until `seconds` are over.
@@ -251,7 +253,7 @@ def _rate(
     With infinite `seconds` they run once.
     """
     store.block_bytes = settings.block_bytes
-    pipeline = Pipeline(pool)
+    pipeline = Pipeline(buffers)
     size = len(jobs) if math.isinf(seconds) else 4 * settings.buffer_count
     batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
     before = store.bytes_read + store.bytes_written
@@ -267,18 +269,13 @@ def _rate(
         pipeline.cancel()
 
 
-def _noisy_pool(settings: TierSettings) -> BufferPool:
+def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
     """Buffers of random bytes: some disks store zeros, or what they can compress, faster."""
-    pool = BufferPool(settings.buffer_count, settings.buffer_bytes, pin=False)
     noise = torch.randint(256, (_MIB,), dtype=torch.uint8)
-    buffers = list(iter(pool.take, None))
+    buffers = make_buffers(settings.buffer_count, settings.buffer_bytes, pin=False)
     for buffer in buffers:
         buffer.view(-1, _MIB).copy_(noise)
-        pool.give(buffer)
-    return pool
-
-
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    return buffers
 
 
 def add_parser(subparsers: Any) -> None:
@@ -291,7 +288,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
     parser.add_argument(
-        "--size", type=_bytes, default="4GiB", help="of the file (default: %(default)s)"
+        "--size", type=parse_bytes, default="4GiB", help="of the file (default: %(default)s)"
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=1.0, help="of each measurement (default: %(default)s)"
@@ -345,14 +342,6 @@ def table(report: DiskReport) -> str:
 def _line(name: str, rates: Rates) -> str:
     read, write, mixed = (rate / 1e9 for rate in (rates.read, rates.write, rates.mixed))
     return f"{name:<8}{read:>8.2f}{write:>8.2f}{mixed:>8.2f}"
-
-
-def _bytes(text: str) -> int:
-    """Bytes of "4GiB", "512M" or "1000000"; units are powers of 1024."""
-    found = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", text.strip().lower())
-    if not found:
-        raise argparse.ArgumentTypeError(f"expected a size such as 4GiB, got {text!r}")
-    return int(found[1]) * _UNITS[found[2]]
 
 
 def _seconds(text: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from torch import nn
 
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
-from lightning_zero.cli.sizes import NAMES, parse_bytes, read_rates
+from lightning_zero.cli.sizes import NAMES, parse_bytes_with_unit, read_rates
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
@@ -113,12 +112,20 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=_count, metavar="N", help="(default: --ranks, at most 8)"
     )
     parser.add_argument(
-        "--device-memory", type=_bytes, metavar="SIZE", help="of a rank, such as 24GiB"
+        "--device-memory",
+        type=parse_bytes_with_unit,
+        metavar="SIZE",
+        help="of a rank, such as 24GiB",
     )
     parser.add_argument(
-        "--host-memory", type=_bytes, metavar="SIZE", help="of a machine, such as 512GiB"
+        "--host-memory",
+        type=parse_bytes_with_unit,
+        metavar="SIZE",
+        help="of a machine, such as 512GiB",
     )
-    parser.add_argument("--disk", type=_bytes, metavar="SIZE", help="of a machine, such as 2TB")
+    parser.add_argument(
+        "--disk", type=parse_bytes_with_unit, metavar="SIZE", help="of a machine, such as 2TB"
+    )
     parser.add_argument("--on-cpu", action="store_true", help="ranks compute on the CPU")
     for name, what_for in (
         ("link", "between ranks, of one, as comm-bench measures it"),
@@ -144,12 +151,6 @@ def _rate(text: str) -> float:
     if rate <= 0:
         raise argparse.ArgumentTypeError(f"expected GB per second such as 25, got {text!r}")
     return rate * 1e9
-
-
-def _bytes(text: str) -> int:
-    if re.fullmatch(r"[\d.]+", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text} has no unit; say {text}GiB or {text}GB")
-    return parse_bytes(text)
 
 
 def _run(args: argparse.Namespace) -> int:

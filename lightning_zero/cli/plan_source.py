@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder, DecoderShape
+from lightning_zero.strategy.auto import auto_base
 from lightning_zero.strategy.schema import register
 
 __all__ = [
@@ -49,12 +50,7 @@ def strategy_settings(config: DictConfig) -> ZeroConfig:
         if name != "stage" and isinstance(strategy, DictConfig) and name in strategy:
             value = strategy[name]
             given[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    for stage in (3, 2, 0):
-        try:
-            return ZeroConfig(stage=stage, **given)
-        except ValueError as error:
-            failure = error
-    raise failure
+    return auto_base(given)
 
 
 def trainer_settings(config: DictConfig) -> dict[str, Any]:

@@ -9,17 +9,17 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["NAMES", "in_words", "parse_bytes", "read_rates", "write_rates"]
+__all__ = ["NAMES", "in_words", "parse_bytes", "parse_bytes_with_unit", "read_rates", "write_rates"]
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for suffix, base in (("iB", 1024), ("", 1024), ("B", 1000))
 }
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in "5GiB", "500MB" or "1000".
+    """The bytes in "5GiB" or "5G", "500MB" (of 10^6) or "1000".
 
     Raises:
         argparse.ArgumentTypeError: It is no size.
@@ -32,6 +32,18 @@ def parse_bytes(text: str) -> int:
         )
     if not (nbytes := int(float(match[1]) * units[match[2].upper()])):
         raise argparse.ArgumentTypeError(f"expected at least one byte, got {text!r}")
+    return nbytes
+
+
+def parse_bytes_with_unit(text: str) -> int:
+    """As `parse_bytes`, where a number alone is likely a mistake.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size, or has no unit.
+    """
+    nbytes = parse_bytes(text)
+    if text.strip()[-1].isdigit():
+        raise argparse.ArgumentTypeError(f"{text} has no unit; say {text}GiB or {text}GB")
     return nbytes
 
 

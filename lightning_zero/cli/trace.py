@@ -39,15 +39,15 @@ def _run(args: argparse.Namespace) -> int:
     folder = find_recordings(args.run_directory)
     out: Path = args.out or folder.parent
     for step in steps_in(folder) if args.step is None else [args.step]:
-        recorded = read_step(folder, step)
+        recordings = read_step(folder, step)
         out.mkdir(parents=True, exist_ok=True)
         paths = [out / f"trace_step_{step}.json"]
-        trace = chrome_trace(recorded.recordings, recorded.offsets_s)
+        trace = chrome_trace(recordings)
         paths[0].write_text(json.dumps(trace))
         if has_matplotlib():
             paths.append(out / f"trace_step_{step}.png")
-            plot_timeline(recorded.recordings, paths[1], recorded.offsets_s)
-        print("\n".join([*_text(recorded.recordings), *map(str, paths), ""]))
+            plot_timeline(recordings, paths[1])
+        print("\n".join([*_text(recordings), *map(str, paths), ""]))
     if not has_matplotlib():
         print(f"no picture: {HOW_TO_DRAW}")
     return 0

@@ -53,8 +53,8 @@ from lightning_zero.tensors.guarded import (
 from lightning_zero.tensors.lazy import StoredTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import Cut, ShardedTensor
-from lightning_zero.tiers import Home
-from lightning_zero.tiers.grad_offload import GradHome, Landing
+from lightning_zero.tiers import ShardStore
+from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 
 __all__ = ["Bucket", "Masters", "Phase", "bucket_of", "check_can_be_held"]
 
@@ -81,7 +81,7 @@ class Bucket:
         shards: What of it rests on this rank.
         masters: The same in full precision, and whole.
         whole: The whole buffer; holds memory while the parameters are whole.
-        grad_home: Where gradients rest that are not on the device.
+        offloaded_grad: Where gradients rest that are not on the device.
         comm: Between the ranks that have a shard of it.
         device: Where the module computes.
         own_dtypes: Dtype of each parameter before this bucket took it over.
@@ -102,7 +102,7 @@ class Bucket:
         plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
-        landing: Landing,
+        queue: GradQueue,
         worker: StepWorker,
         *,
         grad_dtype: torch.dtype,
@@ -118,14 +118,16 @@ class Bucket:
         self.pins = 0
         self.own_dtypes = [p.dtype for p in parameters]
         self._worker = worker
-        self.device = landing.storage.device
-        self.grad_home: GradHome | None = None
-        if landing.storage.is_elsewhere(plan.tiers.grad):
+        self.device = queue.storage.device
+        self.offloaded_grad: OffloadedGrad | None = None
+        if queue.storage.is_elsewhere(plan.tiers.grad):
             numel = len(plan.layout.shard(comm.mesh.shard_rank))
-            self.grad_home = GradHome(landing, plan.name, numel, grad_dtype, plan.tiers.grad)
+            self.offloaded_grad = OffloadedGrad(
+                queue, plan.name, numel, grad_dtype, plan.tiers.grad
+            )
         self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
-        home, settle = self.grad_home, self.wait_for_step
-        self.grads = Gradients(plan, parameters, comm, grad_dtype, home, self.cuts, settle)
+        store, settle = self.offloaded_grad, self.wait_for_step
+        self.grads = Gradients(plan, parameters, comm, grad_dtype, store, self.cuts, settle)
         self._pending: Pending | None = None
         self._stepping: Stepping | None = None  # a worker steps this bucket
         self._rewritten = Rewritten(self.parameters, plan.layout)
@@ -134,7 +136,7 @@ class Bucket:
             self.whole = filled
         else:
             self.whole = FlatBuffer(plan.layout, plan.dtype, self.device)
-        self.shards = Shards(plan, self.whole, landing.storage, comm.mesh.shard_rank)
+        self.shards = Shards(plan, self.whole, queue.storage, comm.mesh.shard_rank)
         self.masters = Masters(self)
         self._take_over(filled)
 
@@ -600,8 +602,8 @@ class Masters:
 
         A view of memory, a copy of a file.
         """
-        home = self._home()
-        return home.fetch(0, home.numel)
+        store = self._store()
+        return store.fetch(0, store.numel)
 
     def exact_parts(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
@@ -609,11 +611,11 @@ class Masters:
         Views of memory, or StoredTensors where the shard rests in a file. Local, but for a gather
         under way, which is waited for.
         """
-        home = self._home()
+        store = self._store()
         parts = [self._shards.own_ranges[index] for index in range(len(self._bucket.parameters))]
-        return [home.look(part.start, part.stop) for part in parts]
+        return [store.look(part.start, part.stop) for part in parts]
 
-    def _home(self) -> Home:
+    def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
         self._bucket.finish_gather()
         self._bucket.absorb_changes()

@@ -18,9 +18,9 @@ outlive a backward (micro-batches under `no_sync`, or a stage that keeps the mea
 has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
 
 [Note: Gradients elsewhere] Where the optimizer shard is not stepped on the device, the mean goes to
-a `GradHome` right after its reduction, while backward goes on; `publish`, at the end of backward,
-waits for it. `shard` is then what the home shows: a CPU tensor, or one that is read when it is
-used.
+an `OffloadedGrad` right after its reduction, while backward goes on; `publish`, at the end of
+backward, waits for it. `shard` is then what the store shows: a CPU tensor, or one that is read when
+it is used.
 
 Where groups of ranks hold shards of their own, the mean over a group is completed over its replicas
 in the last micro-batch: see `ReplicaMean`.
@@ -41,8 +41,8 @@ from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
 from lightning_zero.tensors.sharded import Cut, ShardedTensor
-from lightning_zero.tiers import Home
-from lightning_zero.tiers.grad_offload import GradHome
+from lightning_zero.tiers import ShardStore
+from lightning_zero.tiers.grad_offload import OffloadedGrad
 
 __all__ = ["Gradients", "ReplicaMean"]
 
@@ -82,7 +82,7 @@ class ReplicaMean:
             self._pending = None
             self.is_partial = False
 
-    def average_at_home(self, home: GradHome, numel: int) -> None:
+    def average_offloaded(self, offloaded: OffloadedGrad, numel: int) -> None:
         """Averages a shard that does not rest on the device, where it rests. Collective; waits."""
 
         def average(values: Tensor) -> None:
@@ -93,7 +93,7 @@ class ReplicaMean:
 
         if self._comm.mesh.num_replicas > 1:
             with torch.no_grad():
-                home.apply_(average, 0, numel)
+                offloaded.apply_(average, 0, numel)
             self.is_partial = False
 
     def drop(self) -> None:
@@ -127,7 +127,7 @@ class Gradients:
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         dtype: torch.dtype,
-        home: GradHome | None,
+        offloaded: OffloadedGrad | None,
         cuts: Sequence[Cut],
         settle: Callable[[], None],
     ) -> None:
@@ -138,7 +138,7 @@ class Gradients:
             parameters: Whose gradients these are.
             comm: Averages them.
             dtype: Of the mean.
-            home: Where the mean rests, if not on the device.
+            offloaded: Where the mean rests, if not on the device.
             cuts: By slot, how the mean is cut where it is sharded.
             settle: Waits until a worker has stepped with these gradients.
         """
@@ -146,7 +146,7 @@ class Gradients:
         self._parameters = list(parameters)
         self._comm = comm
         self._dtype = dtype
-        self._home = home
+        self._offloaded = offloaded
         self._cuts = list(cuts)
         self.settle = settle
         self._is_sharded = plan.stage.has_shard(State.GRAD)
@@ -203,7 +203,7 @@ class Gradients:
 
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not beside a step."""
-        rests_alone = self._home is None and not self._is_whole_mean and not self._is_in_place
+        rests_alone = self._offloaded is None and not self._is_whole_mean and not self._is_in_place
         if self.shard is None or not rests_alone or self.replicas.is_under_way:
             return
         if [grad for grad in self._grads() if grad is not None]:
@@ -263,7 +263,7 @@ class Gradients:
             return
         if self._is_in_place:
             self._out = whole.shard(self._comm.mesh.shard_rank)
-        elif self.shard is None or self._holds_mean or self._home is not None:
+        elif self.shard is None or self._holds_mean or self._offloaded is not None:
             numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
             self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
         else:
@@ -281,9 +281,9 @@ class Gradients:
         out = self._out
         assert out is not None
         self._pending = self._out = None
-        if self._home is not None:
-            self._home.put(out, is_added=self._holds_mean)
-            self._adopt(self._home.shard)
+        if self._offloaded is not None:
+            self._offloaded.put(out, is_added=self._holds_mean)
+            self._adopt(self._offloaded.shard)
         elif self.shard is None or self._is_in_place:
             self._adopt(out)
             if self._carry is not None:
@@ -297,14 +297,14 @@ class Gradients:
 
     def begin_average(self) -> None:
         """Issues the average over replicas, where it can travel beside backward. Collective."""
-        if self._home is None and self.shard is not None:
+        if self._offloaded is None and self.shard is not None:
             self.replicas.begin(self.shard)
 
     def average(self) -> None:
         """Completes the mean over all ranks. Collective, at the end of backward; waits."""
-        if self._home is not None:
+        if self._offloaded is not None:
             numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
-            self.replicas.average_at_home(self._home, numel)
+            self.replicas.average_offloaded(self._offloaded, numel)
         self.begin_average()
         self.replicas.finish()
 
@@ -314,8 +314,8 @@ class Gradients:
         Args:
             touched: By slot, the same on every rank.
         """
-        if self._home is not None:
-            self._home.settle()
+        if self._offloaded is not None:
+            self._offloaded.settle()
         for index, is_touched in enumerate(touched):
             self.is_reduced[index] |= is_touched
         self.is_touched = [False] * len(self._parameters)
@@ -417,16 +417,18 @@ class Gradients:
                 zero.
         """
         assert self.shard is not None
-        if indices is None and self._home is not None:
-            self._home.apply_(change, 0, len(self._plan.layout.shard(self._comm.mesh.shard_rank)))
+        if indices is None and self._offloaded is not None:
+            self._offloaded.apply_(
+                change, 0, len(self._plan.layout.shard(self._comm.mesh.shard_rank))
+            )
         elif indices is None:
             change(self.shard)
         for index in indices or ():
-            if self._home is None:
+            if self._offloaded is None:
                 change(self.slices[index])
             else:
                 part = self._plan.layout.parts(self._comm.mesh.shard_rank)[index]
-                self._home.apply_(change, part.start, part.stop)
+                self._offloaded.apply_(change, part.start, part.stop)
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
         """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
@@ -438,8 +440,8 @@ class Gradients:
 
     def drop(self) -> None:
         """Forgets everything, after an exception or a teardown; every `.grad` is None."""
-        if self._home is not None:
-            self._home.drop()
+        if self._offloaded is not None:
+            self._offloaded.drop()
         if self._pending is not None:
             self._comm.forget(self._pending)
             self.whole = None if self._is_sharded else self.whole
@@ -457,15 +459,15 @@ class Gradients:
         return bool(self.slices) and self.slices[index] is values
 
     @property
-    def home(self) -> Home | None:
+    def store(self) -> ShardStore | None:
         """Where the mean rests, if not on the device."""
-        return None if self._home is None else self._home.home
+        return None if self._offloaded is None else self._offloaded.store
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes held at this moment."""
         whole = self.whole.allocated_bytes if self.whole is not None else 0
-        if self.shard is None or self._is_in_place or self._home is not None:
+        if self.shard is None or self._is_in_place or self._offloaded is not None:
             return whole
         return whole + self.shard.untyped_storage().nbytes()
 
@@ -476,7 +478,7 @@ class Gradients:
         """The mean lands in the whole buffer itself."""
         return (
             not self._is_sharded
-            and self._home is None
+            and self._offloaded is None
             and self.whole is not None
             and self.whole.tensor.dtype == self._dtype
         )
@@ -523,7 +525,7 @@ class Gradients:
         if not any(self.is_reduced):
             self._holds_mean = self.replicas.is_partial = False
             self._carry = None
-            if self._home is None and not self._is_whole_mean:
+            if self._offloaded is None and not self._is_whole_mean:
                 self.shard, self.slices, self._views = None, [], []
         elif not all(self.is_reduced):
             zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
@@ -543,7 +545,7 @@ class Gradients:
         wide = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
         if self.whole is not None:
             wide.tensor.copy_(self.whole.tensor)
-        if self.shard is not None and self._home is None:
+        if self.shard is not None and self._offloaded is None:
             own = wide.shard(self._comm.mesh.shard_rank)
             own.copy_(self.shard)
             self._adopt(own)
@@ -554,13 +556,13 @@ class Gradients:
 
     def _adopt(self, mean: Tensor) -> None:
         if self.shard is mean or (
-            self._home is None
+            self._offloaded is None
             and self.shard is not None
             and self.shard.data_ptr() == mean.data_ptr()
         ):
             return
         self.shard = mean
-        self.slices = self._cut(mean) if self._home is None else self._look()
+        self.slices = self._cut(mean) if self._offloaded is None else self._look()
         if self._is_whole_mean:
             self._views = [part.detach() for part in self.slices]
         else:
@@ -572,11 +574,11 @@ class Gradients:
         return ShardedTensor.of(part, self._cuts[index], "p.grad", mean)
 
     def _look(self) -> list[Tensor]:
-        """By slot, what the home shows of the mean."""
-        assert self._home is not None
+        """By slot, what the store shows of the mean."""
+        assert self._offloaded is not None
         layout, rank = self._plan.layout, self._comm.mesh.shard_rank
         parts = layout.parts(rank)
-        return [self._home.look(part.start, part.stop) for part in parts]
+        return [self._offloaded.look(part.start, part.stop) for part in parts]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
         layout = self._plan.layout
@@ -591,10 +593,10 @@ class Gradients:
             own_range = layout.shard(self._comm.mesh.shard_rank)
             numel = layout.numel if self._is_whole_mean else len(own_range)
             zeros = torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
-            if self._home is not None:
-                self._home.put(zeros, is_added=False)
-                self._home.settle()
-                zeros = self._home.shard
+            if self._offloaded is not None:
+                self._offloaded.put(zeros, is_added=False)
+                self._offloaded.settle()
+                zeros = self._offloaded.shard
             self._adopt(zeros)
         own = grad
         if not self._is_whole_mean:

@@ -79,7 +79,7 @@ def clip_by_norm(
     buckets = list(buckets)
     total = total_norm(buckets, comm, parameters=parameters, order=order)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    is_dear = any(bucket.grads.home is not None for bucket in buckets)
+    is_dear = any(bucket.grads.store is not None for bucket in buckets)
     if (is_dear or scale.device.type == "cpu") and scale.item() == 1.0:
         return total  # on a device this look would wait for it; there the scaling is cheap
 

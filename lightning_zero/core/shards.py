@@ -1,7 +1,7 @@
 """What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
 
 The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
-themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a home
+themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a store
 in its tier; `Bucket` says when it is used, this file where it lies.
 """
 
@@ -21,7 +21,7 @@ from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import StoredTensor, read_flat
-from lightning_zero.tiers import Home, InFile, InMemory, ParamReader, Storage
+from lightning_zero.tiers import InFile, InMemory, ParamReader, ShardStore, Storage
 
 __all__ = ["SCALAR_KEYS", "Shards", "is_elementwise_state"]
 
@@ -37,11 +37,11 @@ def is_elementwise_state(key: str, value: object, numel: int) -> bool:
 
 
 class Shards:
-    """The homes of one bucket's shards.
+    """The stores of one bucket's shards.
 
     Attributes:
         plan: Layout, dtypes, stage and tiers.
-        storage: Makes the homes.
+        storage: Makes the stores.
         steps_whole: OPTIM rests whole: every rank steps all elements.
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
@@ -51,7 +51,7 @@ class Shards:
         master: What is stepped: 1-D, own part, master dtype; None until it is needed.
         reader: Reads a `param` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
-        state_homes: Optimizer states in files, by key.
+        state_stores: Optimizer states in files, by key.
     """
 
     def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
@@ -68,11 +68,11 @@ class Shards:
             self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
             self.step_shapes = tuple(slot.shape for slot in slots)
             self.is_stepped = (True,) * len(slots)
-        self.param: Home | None = None
-        self.master: Home | None = None
+        self.param: ShardStore | None = None
+        self.master: ShardStore | None = None
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
-        self.state_homes: dict[str, Home] = {}
+        self.state_stores: dict[str, ShardStore] = {}
         self._print: Fingerprint | None = None  # of the own part of whole parameters
 
     # ---------------------------------------------------------------- which elements
@@ -102,15 +102,15 @@ class Shards:
     @property
     def has_own_master(self) -> bool:
         """The master is another tensor than the parameters, in another dtype."""
-        return self.plan.master_dtype != self.plan.dtype
+        return self.plan.has_own_master
 
     def take_master(self, values: Tensor) -> None:
-        """Makes a home for a master of these `values`: 1-D, own part, copied."""
+        """Makes a store for a master of these `values`: 1-D, own part, copied."""
         copy = values.to(self.plan.master_dtype, copy=True)
         self.master = self.storage.keep_master(self.plan.name, copy, self.plan.tiers.optim)
 
     def take_params(self) -> None:
-        """Makes homes from the whole parameters, for all but a master of its own dtype."""
+        """Makes stores from the whole parameters, for all but a master of its own dtype."""
         if not self.has_own_master:
             self.master = InMemory(self.own_whole, Tier.DEVICE)
         if self.plan.stage.has_shard(State.PARAM):
@@ -122,21 +122,21 @@ class Shards:
                 storage = self.storage
                 self.reader = ParamReader(self.param, storage.param_pool, storage.recorder)
 
-    def stepped(self) -> Home:
+    def stepped(self) -> ShardStore:
         """The master; made from the parameters where there is none yet."""
         if self.master is None:
-            home = self.follower
-            self.take_master(home.fetch(0, home.numel))
+            store = self.follower
+            self.take_master(store.fetch(0, store.numel))
             assert self.master is not None
         return self.master
 
     @property
-    def follower(self) -> Home:
+    def follower(self) -> ShardStore:
         """What follows the master: the parameters of this rank's elements."""
         return self.param or InMemory(self.own_whole, Tier.DEVICE)
 
     @property
-    def exact(self) -> Home:
+    def exact(self) -> ShardStore:
         """This rank's elements in the fullest precision there is."""
         return self.master or self.follower
 
@@ -157,9 +157,9 @@ class Shards:
         self.stop_reading()
         exact = self.exact.fetch(own.start, own.stop)
         write(exact)
-        self.exact.store(own.start, exact)
+        self.exact.write(own.start, exact)
         if self.follower is not self.exact:
-            self.follower.store(own.start, exact)
+            self.follower.write(own.start, exact)
 
     def drop(self) -> None:
         """Frees parameters and master."""
@@ -168,7 +168,7 @@ class Shards:
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
         self.stop_reading()
-        self.exact.store(0, values)
+        self.exact.write(0, values)
         self.cast_master()
 
     def cast_master(self) -> None:
@@ -177,7 +177,7 @@ class Shards:
             return
         self.stop_reading()
         with record_function(f"zero::cast {self.plan.name}"):
-            self.follower.store(0, self.master.fetch(0, self.master.numel))
+            self.follower.write(0, self.master.fetch(0, self.master.numel))
         self.mark_written()
 
     def send_params(self) -> Tensor | None:
@@ -219,7 +219,7 @@ class Shards:
             # On a device this look would wait for it, which costs more than writing in any case.
             if master.device.type != "cpu" or is_changed.any():
                 torch.where(is_changed, values.to(master.dtype), master, out=master)
-                self.master.store(0, master)
+                self.master.write(0, master)
 
     def take(self, index: int, values: Tensor) -> None:
         """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
@@ -235,9 +235,9 @@ class Shards:
         with torch.no_grad():
             is_changed = values != exact.to(values.dtype)
             taken = torch.where(is_changed, values.to(exact.dtype), exact)
-            self.exact.store(own.start, taken)
+            self.exact.write(own.start, taken)
             if self.follower is not self.exact:
-                self.follower.store(own.start, taken)
+                self.follower.write(own.start, taken)
 
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
@@ -260,30 +260,30 @@ class Shards:
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
 
-    def state_home(self, key: str, dtype: torch.dtype) -> Home:
+    def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
         """The file of optimizer state `key`, as long as the shard; zeros at first."""
-        if key not in self.state_homes:
+        if key not in self.state_stores:
             name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
-            self.state_homes[key] = self.storage.make_optim(name, numel, dtype)
-        return self.state_homes[key]
+            self.state_stores[key] = self.storage.make_optim(name, numel, dtype)
+        return self.state_stores[key]
 
     def look_at_state(self, index: int, key: str) -> Tensor:
         """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
         own = self.own_ranges[index]
-        return self.state_homes[key].look(own.start, own.stop)
+        return self.state_stores[key].look(own.start, own.stop)
 
     def adopt_state(self, index: int, state: dict[str, Any]) -> None:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
         own = self.own_ranges[index]
         for key, value in state.items():
             if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
-                self.state_home(key, value.dtype).store(own.start, value)
+                self.state_store(key, value.dtype).write(own.start, value)
                 state[key] = self.look_at_state(index, key)
 
     # ---------------------------------------------------------------- bytes
 
-    def homes(self) -> Iterator[tuple[Tier, State, Home]]:
-        """Every home that holds memory or a file of its own, with what it holds.
+    def stores(self) -> Iterator[tuple[Tier, State, ShardStore]]:
+        """Every store that holds memory or a file of its own, with what it holds.
 
         A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
         """
@@ -291,5 +291,5 @@ class Shards:
             yield self.plan.tiers.param, State.PARAM, self.param
         if self.has_own_master and self.master is not None:
             yield self.plan.tiers.optim, State.OPTIM, self.master
-        for home in self.state_homes.values():
-            yield Tier.NVME, State.OPTIM, home
+        for store in self.state_stores.values():
+            yield Tier.NVME, State.OPTIM, store

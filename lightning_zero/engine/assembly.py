@@ -30,7 +30,7 @@ from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import awaited_values, forget_awaited
 from lightning_zero.tiers import Storage
-from lightning_zero.tiers.grad_offload import Landing
+from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["Assembly", "Beginning", "begin_together", "open_storage", "plan_together"]
@@ -227,22 +227,22 @@ class Assembly:
     def buckets(self) -> list[Bucket]:
         """In layout order, with all values there are. Collective."""
         plans = self.plan.buckets
-        landing = Landing(self.storage)
+        queue = GradQueue(self.storage)
         built: dict[int, Bucket] = {}
         for index, filled in materialize(self.module, plans, self.comm.device, self.comm):
-            built[index] = self._bucket(plans[index], landing, filled)
+            built[index] = self._bucket(plans[index], queue, filled)
             del filled  # it may be whole, and the next one will be
         forget_awaited(self.module)
         return [built[index] for index in range(len(plans))]
 
-    def _bucket(self, plan: BucketPlan, landing: Landing, filled: FlatBuffer | None) -> Bucket:
+    def _bucket(self, plan: BucketPlan, queue: GradQueue, filled: FlatBuffer | None) -> Bucket:
         named = parameters_by_name(self.module)
         parameters = [named[slot.name] for slot in plan.layout.slots]
         bucket = Bucket(
             plan,
             parameters,
             self.comm,
-            landing,
+            queue,
             self.worker,
             grad_dtype=self.plan.grad_dtype(plan),
             make_whole=self.make_whole,

@@ -79,10 +79,10 @@ def allocated_bytes(bucket: Bucket) -> dict[tuple[Tier, State], int]:
     held: Counter[tuple[Tier, State]] = Counter()
     held[Tier.DEVICE, State.PARAM] = bucket.whole.allocated_bytes
     held[Tier.DEVICE, State.GRAD] = bucket.grads.allocated_bytes
-    for tier, state, home in bucket.shards.homes():
-        held[tier, state] += home.nbytes
-    if bucket.grad_home is not None:
-        held[bucket.plan.tiers.grad, State.GRAD] += bucket.grad_home.nbytes
+    for tier, state, store in bucket.shards.stores():
+        held[tier, state] += store.nbytes
+    if bucket.offloaded_grad is not None:
+        held[bucket.plan.tiers.grad, State.GRAD] += bucket.offloaded_grad.nbytes
     return dict(held)
 
 

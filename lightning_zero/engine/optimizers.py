@@ -256,7 +256,9 @@ class AttachedOptimizers(Sequence[Optimizer]):
         With the whole module, which comes to `device` next.
         """
         nbytes = sum(
-            home.nbytes for bucket in self._buckets for home in bucket.shards.state_homes.values()
+            store.nbytes
+            for bucket in self._buckets
+            for store in bucket.shards.state_stores.values()
         )
         states = [list(optimizer.state.values()) for optimizer in self]
         on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)

@@ -21,7 +21,10 @@ from typing import Any
 import torch
 
 __all__ = [
+    "MAX_MEANS_ON_THE_WAY",
+    "NUM_UPLOAD_BLOCKS",
     "PAGE_BYTES",
+    "UPLOAD_BLOCK_BYTES",
     "BucketTiers",
     "Budgets",
     "OffloadConfig",
@@ -29,9 +32,13 @@ __all__ = [
     "Tier",
     "assign_tiers",
     "padded_bytes",
+    "step_buffers",
 ]
 
 PAGE_BYTES = 4096  # what O_DIRECT wants memory, offsets and lengths to be a multiple of
+MAX_MEANS_ON_THE_WAY = 2  # of gradients that leave the device
+UPLOAD_BLOCK_BYTES = 2**23  # in which what was stepped on the CPU goes to a device
+NUM_UPLOAD_BLOCKS = 2
 _DEVICES = ("cpu", "nvme", "auto")
 _PATH_VARIABLES = ("LIGHTNING_ZERO_NVME_PATH", "SLURM_TMPDIR")
 
@@ -47,6 +54,14 @@ class Tier(Enum):
     DEVICE = "device"
     CPU = "cpu"
     NVME = "nvme"
+
+    def is_elsewhere(self, *, is_apart: bool) -> bool:
+        """Whether a tensor of the device must travel to rest here.
+
+        Args:
+            is_apart: CPU memory is other memory than the device's.
+        """
+        return self is Tier.NVME or (self is Tier.CPU and is_apart)
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,16 @@ class OffloadConfig:
                 "max_in_device_bytes."
             )
 
+    @property
+    def bytes_of_a_buffer(self) -> int:
+        """`buffer_size` in bytes."""
+        return 4 * self.buffer_size
+
+    @property
+    def bytes_of_buffers(self) -> int:
+        """Of all of them."""
+        return self.buffer_count * self.bytes_of_a_buffer
+
     @classmethod
     def of(cls, name: str, value: object) -> OffloadConfig | None:
         """What a user gave for setting `name`: None, a device, a mapping or a config.
@@ -167,6 +192,12 @@ class OffloadConfig:
             return self.nvme_path
         named = (os.environ.get(variable) for variable in _PATH_VARIABLES)
         return next((path for path in named if path), tempfile.gettempdir())
+
+
+def step_buffers(param: OffloadConfig | None, optimizer: OffloadConfig | None) -> OffloadConfig:
+    """Whose buffers a step uses: it moves states in files, or else parameters in files."""
+    chosen = optimizer if optimizer is not None and optimizer.device != "cpu" else param
+    return chosen or OffloadConfig()
 
 
 def _whole(name: str, value: object, least: int) -> int:

@@ -62,6 +62,11 @@ class BucketPlan:
     is_trainable: bool = True
     tiers: BucketTiers = field(default_factory=BucketTiers)
 
+    @property
+    def has_own_master(self) -> bool:
+        """The master is another tensor than the parameters, in another dtype."""
+        return self.master_dtype != self.dtype
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -223,12 +228,11 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
     params = others = 0
     for bucket in plan.buckets:
         shard, numel = _shard_bytes(plan, bucket), bucket.layout.shard_numel
-        has_own_master = bucket.master_dtype != bucket.dtype
         params += shard.param * (bucket.tiers.param is Tier.NVME)
         if not bucket.is_trainable:
             continue
         others += shard.grad * (bucket.tiers.grad is Tier.NVME)
-        if has_own_master and bucket.tiers.optim is Tier.NVME:
+        if bucket.has_own_master and bucket.tiers.optim is Tier.NVME:
             others += numel * bucket.master_dtype.itemsize
     return params, others
 
@@ -236,11 +240,10 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
 def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
     is_stepped = bucket.stage.has_shard(State.OPTIM)  # what is frozen may be unfrozen
-    has_own_master = bucket.master_dtype != bucket.dtype
     master = bucket.master_dtype.itemsize
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
-        optim=numel * master * (2 + has_own_master) if is_stepped else 0,
+        optim=numel * master * (2 + bucket.has_own_master) if is_stepped else 0,
         grad=numel * plan.grad_dtype(bucket).itemsize if is_stepped else 0,
         is_trainable=bucket.is_trainable,
     )

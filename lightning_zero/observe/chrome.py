@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_zero.record.spans import Kind, Recording, Span
 
-__all__ = ["ON_CPU", "Lane", "chrome_trace", "lanes_of", "offsets_of", "pack"]
+__all__ = ["ON_CPU", "Lane", "chrome_trace", "lanes_of", "pack"]
 
 # What nobody has waited for yet counts as in flight there.
 ON_CPU = "on CPU, hidden time is at most and a rate at least what is given"
@@ -79,53 +79,30 @@ def _has_room(open_ends: list[float], span: Span, may_nest: bool) -> bool:
     return not open_ends or (may_nest and span.stop_s <= open_ends[-1])
 
 
-def offsets_of(recordings: Sequence[Recording], offsets_s: Sequence[float] | None) -> list[float]:
-    """The offsets, one for each recording.
-
-    Raises:
-        ValueError: There is no recording, or the offsets are not as many.
-    """
-    if not recordings:
-        raise ValueError("expected the recording of one rank at least, got none.")
-    offsets = [0.0] * len(recordings) if offsets_s is None else list(offsets_s)
-    if len(offsets) != len(recordings):
-        raise ValueError(
-            f"expected an offset for each of {len(recordings)} recordings, got {len(offsets)}."
-        )
-    return offsets
-
-
 _GIB = 1024**3
 
 
-def chrome_trace(
-    recordings: Sequence[Recording], offsets_s: Sequence[float] | None = None
-) -> dict[str, Any]:
+def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
     """A trace with a process for each rank and a thread for each lane; `json.dump` it.
 
     Viewers want the events of one thread to nest, so spans of a lane that overlap have further
-    threads: "gather", "gather 2". Time begins where the earliest span does.
+    threads: "gather", "gather 2". The steps of all ranks begin at once; time begins where the
+    earliest span does.
 
     Args:
         recordings: Of one step, at most one of each rank.
-        offsets_s: When each one's window began, in seconds on a clock that all share; None: all at
-            once.
 
     Returns:
         The JSON object form: "traceEvents", with times in microseconds, and "otherData".
 
     Raises:
-        ValueError: There is no recording, or the offsets are not as many.
+        ValueError: There is no recording.
     """
-    offsets = offsets_of(recordings, offsets_s)
-    first = min(
-        offset + min((span.start_s for span in recording.spans), default=0.0)
-        for recording, offset in zip(recordings, offsets, strict=True)
-    )
-    first = min(first, *offsets)
-    events: list[dict[str, Any]] = []
-    for recording, offset in zip(recordings, offsets, strict=True):
-        events += _events(recording, offset - first)
+    if not recordings:
+        raise ValueError("expected the recording of one rank at least, got none.")
+    starts = [span.start_s for recording in recordings for span in recording.spans]
+    first = min(0.0, *starts)
+    events = [event for recording in recordings for event in _events(recording, -first)]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",

@@ -1,50 +1,32 @@
 """Where the recordings of a run lie: `zero/recordings/step_<n>_rank_<r>.json`, one for each rank.
 
-Each is {"clock_offset_s": float, "recording": Recording.to_dict()}. The offset is when this rank's
-window began, in seconds on a clock that all ranks share; where that clock has its zero is of no
-importance.
+Each is {"recording": Recording.to_dict()}.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_zero.record.spans import Recording
 
-__all__ = ["Recorded", "find_recordings", "read_step", "steps_in", "write_recording"]
+__all__ = ["find_recordings", "read_step", "steps_in", "write_recording"]
 
 _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.json")
 _HOW_TO_RECORD = "record some steps with the callback ZeroMonitor(trace_steps=[10])"
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One step of all ranks.
-
-    Attributes:
-        recordings: By rank.
-        offsets_s: When the window of each began, in seconds after that of rank 0.
-    """
-
-    recordings: tuple[Recording, ...]
-    offsets_s: tuple[float, ...]
-
-
-def write_recording(folder: Path, recording: Recording, clock_offset_s: float = 0.0) -> Path:
+def write_recording(folder: Path, recording: Recording) -> Path:
     """Writes one rank's recording below `<folder>/recordings`, and says where.
 
     Args:
         folder: `<run>/zero`.
         recording: Of one step.
-        clock_offset_s: See the top of this file.
     """
     path = folder / "recordings" / f"step_{recording.step}_rank_{recording.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"clock_offset_s": clock_offset_s, "recording": recording.to_dict()}
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({"recording": recording.to_dict()}))
     return path
 
 
@@ -74,8 +56,8 @@ def steps_in(folder: Path) -> list[int]:
     return sorted({int(match[1]) for match in matches if match})
 
 
-def read_step(folder: Path, step: int) -> Recorded:
-    """One step of all ranks.
+def read_step(folder: Path, step: int) -> list[Recording]:
+    """One step, by rank.
 
     Args:
         folder: As `find_recordings` gives it.
@@ -94,7 +76,7 @@ def read_step(folder: Path, step: int) -> Recorded:
         there_are = ", ".join(map(str, steps_in(folder)))
         raise FileNotFoundError(f"{folder} holds no step {step}; there are {there_are}.")
     read = {rank: _read(paths[rank]) for rank in sorted(paths)}
-    sizes = {recording.world_size for recording, _ in read.values()}
+    sizes = {recording.world_size for recording in read.values()}
     if len(sizes) > 1:
         raise ValueError(
             f"{folder} holds step {step} of runs on {' and '.join(map(str, sorted(sizes)))} ranks; "
@@ -106,11 +88,10 @@ def read_step(folder: Path, step: int) -> Recorded:
             f"{', '.join(map(str, missing))}). Where ranks write to disks of their own, copy their "
             "files together; a rank that ended before the step was over has written none."
         )
-    recordings, clocks = zip(*read.values(), strict=True)
-    return Recorded(recordings, tuple(clock - clocks[0] for clock in clocks))
+    return list(read.values())
 
 
-def _read(path: Path) -> tuple[Recording, float]:
+def _read(path: Path) -> Recording:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -118,6 +99,6 @@ def _read(path: Path) -> tuple[Recording, float]:
             f"{path} is no JSON ({error}); it was cut off while it was written, or edited."
         ) from error
     try:
-        return Recording.from_dict(content["recording"]), float(content["clock_offset_s"])
+        return Recording.from_dict(content["recording"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no recording of this version: {error}") from error

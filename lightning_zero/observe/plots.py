@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import Stage, State
-from lightning_zero.observe.chrome import ON_CPU, Lane, lanes_of, offsets_of
+from lightning_zero.observe.chrome import ON_CPU, Lane, lanes_of
 from lightning_zero.record.spans import Kind, Recording, Span
 
 if TYPE_CHECKING:
@@ -321,7 +321,6 @@ class Block:
 
     Attributes:
         recording: Of the rank.
-        offset_s: When its window begins.
         top: Where its line of text begins.
         lanes_top: Where its lanes begin.
         bottom: Where they end.
@@ -331,7 +330,6 @@ class Block:
     """
 
     recording: Recording
-    offset_s: float
     top: float
     lanes_top: float
     bottom: float
@@ -340,9 +338,9 @@ class Block:
     stood_still: tuple[tuple[float, float], ...]
 
 
-def place(recording: Recording, offset_s: float, top: float, scale: Scale) -> Block:
+def place(recording: Recording, top: float, scale: Scale) -> Block:
     """The lanes of one rank, one below the other."""
-    visible = dataclasses.replace(recording, spans=tuple(_visible(recording, offset_s, scale)))
+    visible = dataclasses.replace(recording, spans=tuple(_visible(recording, scale)))
     waits = tuple(span for span in visible.spans if span.is_wait)
     steps_wait = {span for span in waits if _is_of_step(span, visible)}
     strips: list[Strip] = []
@@ -360,7 +358,6 @@ def place(recording: Recording, offset_s: float, top: float, scale: Scale) -> Bl
         y = bottom + GAP
     return Block(
         recording,
-        offset_s,
         top,
         top + _HEAD - GAP / 2,
         y - GAP / 2,
@@ -370,11 +367,11 @@ def place(recording: Recording, offset_s: float, top: float, scale: Scale) -> Bl
     )
 
 
-def _visible(recording: Recording, offset_s: float, scale: Scale) -> Iterator[Span]:
-    """Spans on the clock of the picture, cut to it."""
+def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
+    """Spans, cut to the picture."""
     for span in recording.spans:
-        start = max(span.start_s + offset_s, scale.begin_s)
-        stop = min(span.stop_s + offset_s, scale.end_s)
+        start = max(span.start_s, scale.begin_s)
+        stop = min(span.stop_s, scale.end_s)
         if stop >= start:
             yield dataclasses.replace(span, start_s=start, stop_s=stop)
 
@@ -428,14 +425,12 @@ def _fitting(name: str, inches: float, height: float) -> str:
 
 _MAX_NUM_STRIPS = 4
 # Inches: of the picture, and around its axes.
-_WIDTH, _LEFT, _RIGHT = 15.0, 0.8, 0.2
-_TITLE, _AXIS, _LEGEND_LINE = 0.5, 0.65, 0.22
+_STEP_WIDTH, _STEP_LEFT, _STEP_RIGHT = 15.0, 0.8, 0.2
+_AXIS, _LEGEND_LINE = 0.65, 0.22
 _BEYOND = 0.02  # of the window is shown before and after it
 
 
-def plot_timeline(
-    recordings: Sequence[Recording], path: Path, offsets_s: Sequence[float] | None = None
-) -> None:
+def plot_timeline(recordings: Sequence[Recording], path: Path) -> None:
     """Draws one step: for each rank the computation, and below it what travels meanwhile.
 
     Where the computation stood still for something it is hatched, and so is the time below it
@@ -445,59 +440,57 @@ def plot_timeline(
     Args:
         recordings: Of one step, at most one of each rank.
         path: Of the picture; its ending names the format.
-        offsets_s: When each one's window began, in seconds on a clock that all share; None: all at
-            once.
 
     Raises:
-        ValueError: There is no recording, the offsets are not as many, or the file's ending is no
-            format of pictures.
+        ValueError: There is no recording, or the file's ending is no format of pictures.
         OSError: It cannot be written.
     """
-    offsets = offsets_of(recordings, offsets_s)
+    if not recordings:
+        raise ValueError("expected the recording of one rank at least, got none.")
     shown, which = _chosen(recordings)
-    first = min(offsets[index] for index in shown)
-    windows = [(recordings[index], offsets[index] - first) for index in shown]
-    scale = _scale(windows)
+    scale = _scale(shown)
     blocks: list[Block] = []
-    for recording, offset_s in windows:
-        blocks.append(place(recording, offset_s, blocks[-1].bottom if blocks else 0.0, scale))
+    for recording in shown:
+        blocks.append(place(recording, blocks[-1].bottom if blocks else 0.0, scale))
     labels = list(totals(recordings))
     height = blocks[-1].bottom + GAP
     below = _AXIS + _LEGEND_LINE * ((len(labels) + 1) // 2) + 0.15
     whole = _TITLE + height + below
-    with blank_figure(path, (_WIDTH, whole)) as figure:
-        sides = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
-        axes = figure.add_axes((_LEFT / _WIDTH, below / whole, sides, height / whole))
+    with blank_figure(path, (_STEP_WIDTH, whole)) as figure:
+        sides = (_STEP_WIDTH - _STEP_LEFT - _STEP_RIGHT) / _STEP_WIDTH
+        axes = figure.add_axes((_STEP_LEFT / _STEP_WIDTH, below / whole, sides, height / whole))
         _set_up(axes, blocks, scale, height)
         for block in blocks:
             _draw_steps(axes, block, scale)
         _legend_of_kinds(axes, labels, top=-(_AXIS - 0.1) / height)
         title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
-        figure.text(0.12 / _WIDTH, 1 - 0.14 / whole, title, va="top", fontsize=13, weight="bold")
-        figure.text(1 - _RIGHT / _WIDTH, 0.12 / whole, ON_CPU, ha="right", fontsize=8.5, color=INK)
+        figure.text(
+            0.12 / _STEP_WIDTH, 1 - 0.14 / whole, title, va="top", fontsize=13, weight="bold"
+        )
+        figure.text(
+            1 - _STEP_RIGHT / _STEP_WIDTH, 0.12 / whole, ON_CPU, ha="right", fontsize=8.5, color=INK
+        )
 
 
-def _chosen(recordings: Sequence[Recording]) -> tuple[list[int], str]:
+def _chosen(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
     """Which to draw, and how to say so."""
-    everyone = range(len(recordings))
     if len(recordings) <= _MAX_NUM_STRIPS:
-        return list(everyone), ""
-    slowest = min(everyone, key=lambda index: recordings[index].waited_for_others_s)
-    fastest = max(everyone, key=lambda index: recordings[index].waited_for_others_s)
-    wanted = {index for index in everyone if recordings[index].rank == 0} | {slowest, fastest}
+        return list(recordings), ""
+    slowest = min(recordings, key=lambda recording: recording.waited_for_others_s)
+    fastest = max(recordings, key=lambda recording: recording.waited_for_others_s)
+    ranks = {0, slowest.rank, fastest.rank}
     which = (
-        f": rank {recordings[slowest].rank} waited least (the slowest), "
-        f"rank {recordings[fastest].rank} most (the fastest)"
+        f": rank {slowest.rank} waited least (the slowest), rank {fastest.rank} most (the fastest)"
     )
-    return sorted(wanted, key=lambda index: recordings[index].rank), which
+    shown = [recording for recording in recordings if recording.rank in ranks]
+    return sorted(shown, key=lambda recording: recording.rank), which
 
 
-def _scale(windows: Sequence[tuple[Recording, float]]) -> Scale:
-    begin = min(offset_s for _, offset_s in windows)
-    end = max(offset_s + recording.seconds for recording, offset_s in windows)
-    beyond = _BEYOND * (end - begin) or 1e-6
-    inches = _WIDTH - _LEFT - _RIGHT
-    return Scale(begin - beyond, end + beyond, inches / (end - begin + 2 * beyond))
+def _scale(shown: Sequence[Recording]) -> Scale:
+    seconds = max(recording.seconds for recording in shown)
+    beyond = _BEYOND * seconds or 1e-6
+    inches = _STEP_WIDTH - _STEP_LEFT - _STEP_RIGHT
+    return Scale(-beyond, seconds + beyond, inches / (seconds + 2 * beyond))
 
 
 def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
@@ -544,7 +537,7 @@ def _draw_steps(axes: Axes, block: Block, scale: Scale) -> None:
         f"of which it waits {recording.waited_s * 1e3:.1f} ms"
     )
     axes.text(scale.begin_s * 1e3, block.top + 0.2, head, va="center", fontsize=10, weight="bold")
-    for edge in (block.offset_s, block.offset_s + recording.seconds):
+    for edge in (0.0, recording.seconds):
         axes.vlines(edge * 1e3, block.lanes_top, block.bottom, INK, linewidth=1, linestyle=":")
     for start, stop in block.stood_still:
         low, high = block.lanes_top / axes.get_ylim()[0], block.bottom / axes.get_ylim()[0]

@@ -1,7 +1,7 @@
 """What one optimizer does to one bucket in one step, in chunks that a pipeline reads and writes.
 
-[Note: Homes in a step] A shard has up to five kinds of flat tensors: the master, the parameters
-that follow from it, the gradient, and the optimizer's states (Adam: two). Each has a home: memory
+[Note: Stores in a step] A shard has up to five kinds of flat tensors: the master, the parameters
+that follow from it, the gradient, and the optimizer's states (Adam: two). Each has a store: memory
 of the device where the bucket is stepped, other memory, or a file. What rests in files passes
 through buffers of fixed size, so the shard is stepped in chunks; the rest is used where it is, or
 copied for the chunk.
@@ -25,11 +25,12 @@ from torch.profiler import record_function
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
 from lightning_zero.optim.state import check_slice
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import StoredTensor
-from lightning_zero.tiers import PAGE_BYTES, InFile, Job, Piece
+from lightning_zero.tiers import FileRange, InFile, Job
 
 __all__ = ["BucketStep", "Chunk", "chunks_of", "part_of"]
 
@@ -44,23 +45,23 @@ class Chunk:
         start: A multiple of the page size.
         stop: One past the last element.
         is_first: The first chunk, which also stands for parameters of which this rank owns nothing.
-        pieces: What of it rests in files.
-        names: Of the pieces: "master", "param", "grad", or "state." and a key.
-        dtypes: Of the pieces.
+        ranges: What of it rests in files.
+        names: Of the ranges: "master", "param", "grad", or "state." and a key.
+        dtypes: Of the ranges.
     """
 
     start: int
     stop: int
     is_first: bool
-    pieces: tuple[Piece, ...]
+    ranges: tuple[FileRange, ...]
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
 
     def tensors(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By name, the pieces as 1-D tensors of `stop - start` elements.
+        """By name, the ranges as 1-D tensors of `stop - start` elements.
 
         Args:
-            views: uint8, one for each piece.
+            views: uint8, one for each range.
         """
         numel = self.stop - self.start
         named = zip(self.names, views, self.dtypes, strict=True)
@@ -73,7 +74,7 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     numel = bucket.shards.stepped().numel
     step = numel
     if files:
-        itemsize = sum(home.dtype.itemsize for home in files.values())
+        itemsize = sum(store.dtype.itemsize for store in files.values())
         nbytes = bucket.shards.storage.step_buffer_bytes
         step = nbytes // itemsize // PAGE_BYTES * PAGE_BYTES
         if not step:
@@ -87,12 +88,12 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
         stop = min(start + step, numel)
         if start and not any(part_of(own_ranges[index], start, stop) for index in slots):
             continue
-        pieces = [
-            home.piece(start, stop, is_read=name != PARAM, is_written=name != GRAD)
-            for name, home in files.items()
+        ranges = [
+            store.range_of(start, stop, is_read=name != PARAM, is_written=name != GRAD)
+            for name, store in files.items()
         ]
-        dtypes = tuple(home.dtype for home in files.values())
-        chunks.append(Chunk(start, stop, start == 0, tuple(pieces), tuple(files), dtypes))
+        dtypes = tuple(store.dtype for store in files.values())
+        chunks.append(Chunk(start, stop, start == 0, tuple(ranges), tuple(files), dtypes))
     return chunks
 
 
@@ -103,14 +104,14 @@ def part_of(own: range, start: int, stop: int) -> range:
 
 
 def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
-    """By name, the homes that are files and pass through buffers."""
+    """By name, the stores that are files and pass through buffers."""
     if bucket.plan.layout.holds_whole_tensors:
         return {}  # a chunk would end within a tensor: its shard is read and written at once
-    homes = {MASTER: bucket.shards.stepped(), GRAD: bucket.grads.home}
+    stores = {MASTER: bucket.shards.stepped(), GRAD: bucket.grads.store}
     if bucket.shards.has_own_master:
-        homes[PARAM] = bucket.shards.follower
-    homes.update((f"state.{key}", home) for key, home in bucket.shards.state_homes.items())
-    return {name: home for name, home in homes.items() if isinstance(home, InFile)}
+        stores[PARAM] = bucket.shards.follower
+    stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
+    return {name: store for name, store in stores.items() if isinstance(store, InFile)}
 
 
 class BucketStep:
@@ -161,7 +162,7 @@ class BucketStep:
         """The chunks in order."""
         chunks = chunks_of(self.bucket, self._grads)
         has_files = (
-            any(chunk.pieces for chunk in chunks) or self.bucket.shards.keeps_states_in_files
+            any(chunk.ranges for chunk in chunks) or self.bucket.shards.keeps_states_in_files
         )
         self.is_in_chunks = has_files
         return [self._job(chunk) for chunk in chunks]
@@ -173,7 +174,7 @@ class BucketStep:
             with record_function(f"zero::step {self._name}"), span, torch.no_grad():
                 self._run(chunk, views)
 
-        return Job(chunk.pieces, run)
+        return Job(chunk.ranges, run)
 
     def _run(self, chunk: Chunk, views: list[Tensor]) -> None:
         memory = chunk.tensors(views)
@@ -267,7 +268,7 @@ class BucketStep:
             elif (view := memory.get(f"state.{key}")) is not None:
                 _write(view[part.start - chunk.start : part.stop - chunk.start], value)
             else:  # made in this step
-                self.bucket.shards.state_home(key, value.dtype).store(part.start, value)
+                self.bucket.shards.state_store(key, value.dtype).write(part.start, value)
         if stepped.state and (not own or part.stop == own.stop):
             self._state[parameter] = {
                 key: known[key] if key in known else self.bucket.shards.look_at_state(index, key)

@@ -184,14 +184,14 @@ class OptimizerStep:
                 if is_last:
                     stepped.append((bucket, future))
 
-            return Job(job.pieces, run)
+            return Job(job.ranges, run)
 
         in_memory: list[Job] = []  # run with the next job that needs a buffer
         in_files: list[Job] = []
         for bucket, future, of_bucket in work:
             for job in of_bucket:
                 in_memory.append(after(job, bucket, future, job is of_bucket[-1]))
-                if job.pieces:
+                if job.ranges:
                     in_files.append(_in_turn(in_memory))
                     in_memory = []
         if in_files:
@@ -213,15 +213,15 @@ class OptimizerStep:
                 for index, parameter in enumerate(bucket.parameters)
                 if parameter.requires_grad and parameter in members
             ]
-            jobs += [Job(chunk.pieces, _ignore) for chunk in chunks_of(bucket, slots) if slots]
-        self._storage.pipeline.prefetch([job for job in jobs if job.pieces])
+            jobs += [Job(chunk.ranges, _ignore) for chunk in chunks_of(bucket, slots) if slots]
+        self._storage.pipeline.prefetch([job for job in jobs if job.ranges])
 
     @property
     def _reads_files(self) -> bool:
         """There are states in files, and no gradients, which are written before the step."""
         buckets = self._order()
         has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
-        return any(bucket.shards.state_homes for bucket in buckets) and not has_grads
+        return any(bucket.shards.state_stores for bucket in buckets) and not has_grads
 
     def _members(self) -> set[nn.Parameter]:
         """The optimizer's parameters.
@@ -271,7 +271,7 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
 
 
 def _in_turn(jobs: list[Job]) -> Job:
-    """One job that runs all of `jobs`, of which only the last has pieces."""
+    """One job that runs all of `jobs`, of which only the last has ranges."""
     *before, last = jobs
 
     def run(views: list[Tensor]) -> None:
@@ -279,7 +279,7 @@ def _in_turn(jobs: list[Job]) -> Job:
             job.run([])
         last.run(views)
 
-    return Job(last.pieces, run)
+    return Job(last.ranges, run)
 
 
 def _ignore(views: list[Tensor]) -> None:

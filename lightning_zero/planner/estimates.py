@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.offload import (
+    MAX_MEANS_ON_THE_WAY,
+    NUM_UPLOAD_BLOCKS,
+    UPLOAD_BLOCK_BYTES,
+    Tier,
+)
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.choices import Choice
 from lightning_zero.planner.optimizers import States
@@ -18,9 +23,6 @@ from lightning_zero.planner.trace import StepTrace, plain_trace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
 __all__ = ["Estimate", "Job", "Machine", "cheapest", "estimate", "take_inventory"]
-
-_UPLOAD_BYTES = 2 * 2**23  # through which stepped parameters go to a device
-_MAX_LANDING = 2
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,8 @@ def _staging_bytes(plan: Plan, accumulates: bool) -> int:
     is_uploaded = any(
         b.tiers.optim is not Tier.DEVICE and b.tiers.param is Tier.DEVICE for b in plan.buckets
     )
-    return _MAX_LANDING * max(means, default=0) + _UPLOAD_BYTES * is_uploaded
+    of_blocks = NUM_UPLOAD_BLOCKS * UPLOAD_BLOCK_BYTES
+    return MAX_MEANS_ON_THE_WAY * max(means, default=0) + of_blocks * is_uploaded
 
 
 def cheapest(estimates: Sequence[Estimate], count: int = 1) -> list[Estimate]:

@@ -18,19 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.names import parameters_by_name
-from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes
+from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffers
 from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.optimizers import KeptStates, States
 
-__all__ = [
-    "BUFFER_ELEMENT_BYTES",
-    "Inventory",
-    "Ranks",
-    "Resting",
-    "has_own_master",
-    "is_elsewhere",
-]
+__all__ = ["Inventory", "Ranks", "Resting"]
 
 
 @dataclass(frozen=True)
@@ -86,9 +79,6 @@ class Ranks:
         sums = [resting.tier_bytes(tier) for resting in self.resting]
         firsts = {first % count for first in range(0, count * ranks_per_node, ranks_per_node)}
         return max(sum(sums[(f + i) % count] for i in range(ranks_per_node)) for f in firsts)
-
-
-BUFFER_ELEMENT_BYTES = 4  # of `OffloadConfig.buffer_size`
 
 
 class Inventory:
@@ -180,19 +170,19 @@ class Inventory:
         layout, dtype = bucket.layout, self.plan.grad_dtype(bucket)
         if not bucket.stage.has_shard(State.OPTIM):  # the mean is whole, in the buffer itself
             return [(Tier.DEVICE, layout.numel * dtype.itemsize)]
-        is_elsewhere_ = is_elsewhere(bucket.tiers.grad, self.is_apart)
-        tier = bucket.tiers.grad if is_elsewhere_ else Tier.DEVICE
+        is_elsewhere = bucket.tiers.grad.is_elsewhere(is_apart=self.is_apart)
+        tier = bucket.tiers.grad if is_elsewhere else Tier.DEVICE
         mean = (tier, self._at_rest(numel, dtype, tier))
         if bucket.stage.has_shard(State.GRAD):
             return [mean]
         # Micro-batches are summed in the mean's dtype; else the whole buffer has the parameters'.
         of_whole = dtype if self.accumulates else bucket.dtype
         whole = (Tier.DEVICE, layout.numel * of_whole.itemsize)
-        is_in_place = of_whole == dtype and not is_elsewhere_
+        is_in_place = of_whole == dtype and not is_elsewhere
         return [whole] if is_in_place else [whole, mean]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
-        if not has_own_master(bucket) or not self._needs_master(bucket):
+        if not bucket.has_own_master or not self._needs_master(bucket):
             return 0
         if not bucket.stage.has_shard(State.OPTIM):
             return bucket.layout.numel * bucket.master_dtype.itemsize
@@ -238,7 +228,7 @@ class Inventory:
         return may and bucket.tiers.optim is Tier.NVME
 
     def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
-        is_padded = tier is Tier.NVME or (tier is Tier.CPU and self.is_apart)
+        is_padded = tier.is_elsewhere(is_apart=self.is_apart)
         return padded_bytes(numel, dtype) if is_padded else numel * dtype.itemsize
 
     # ---------------------------------------------------------------- buffers of files
@@ -247,10 +237,9 @@ class Inventory:
         param, optimizer = self._offloads
         nbytes = 0
         if self.steps_files:
-            has_files = optimizer is not None and optimizer.device != "cpu"
-            nbytes += _pool_bytes(optimizer if has_files else param)
+            nbytes += step_buffers(param, optimizer).bytes_of_buffers
         if any(b.tiers.param is Tier.NVME for b in self.plan.buckets):
-            nbytes += _pool_bytes(param)
+            nbytes += (param or OffloadConfig()).bytes_of_buffers
         return nbytes
 
     @property
@@ -272,7 +261,7 @@ class Inventory:
         param = padded_bytes(numel, bucket.dtype)
         master = padded_bytes(numel, bucket.master_dtype)
         grad = padded_bytes(numel, self.plan.grad_dtype(bucket))
-        if has_own_master(bucket):
+        if bucket.has_own_master:
             if bucket.tiers.optim is Tier.NVME:
                 files.append((True, True, master))
             if param_in_file:
@@ -289,18 +278,3 @@ class Inventory:
             of_file = [padded_bytes(numel * size, torch.uint8) for size in kept.values()]
             files += [(True, True, nbytes) for nbytes in of_file]
         return files
-
-
-def has_own_master(bucket: BucketPlan) -> bool:
-    """The master is another tensor than the parameters, in another dtype."""
-    return bucket.master_dtype != bucket.dtype
-
-
-def is_elsewhere(tier: Tier, is_apart: bool) -> bool:
-    """A tensor of the device must travel to rest in `tier`."""
-    return tier is Tier.NVME or (tier is Tier.CPU and is_apart)
-
-
-def _pool_bytes(config: OffloadConfig | None) -> int:
-    config = config or OffloadConfig()
-    return config.buffer_count * config.buffer_size * BUFFER_ELEMENT_BYTES

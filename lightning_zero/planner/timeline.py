@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.planner.resting import is_elsewhere
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 
 __all__ = ["Peak", "Replay", "Scratch", "replay"]
@@ -51,9 +51,6 @@ class Scratch:
         """Frees all pieces."""
         self._spare.clear()
         self.nbytes = 0
-
-
-_MAX_LANDING = 2  # means on their way to CPU memory or a file
 
 
 @dataclass(frozen=True)
@@ -291,7 +288,7 @@ class Replay:
             sent = mean
         else:
             sent = bucket.dtype.itemsize
-            is_landing = is_elsewhere(bucket.tiers.grad, self._is_apart)
+            is_landing = bucket.tiers.grad.is_elsewhere(is_apart=self._is_apart)
             if is_landing or self._accumulates:
                 self._out = shard * mean
         if self._on_gloo:
@@ -313,5 +310,5 @@ class Replay:
             self._receive.give(memory)
         self._received = []
         if self._out and self._is_apart:
-            self._landing = [*self._landing, self._out][-_MAX_LANDING:]
+            self._landing = [*self._landing, self._out][-MAX_MEANS_ON_THE_WAY:]
         self._out = 0

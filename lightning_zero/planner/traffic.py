@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_zero.layout.offload import Tier, padded_bytes
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.planner.resting import Inventory, is_elsewhere
+from lightning_zero.planner.resting import Inventory
 
 __all__ = ["Rates", "Traffic", "traffic_of"]
 
@@ -123,7 +123,7 @@ def _tiers(
     mean = numel * inventory.plan.grad_dtype(bucket).itemsize
     to_cpu = from_cpu = read = written = stepped = 0
     if bucket.stage.has_shard(State.PARAM):
-        from_cpu += gathers * param * is_elsewhere(tiers.param, is_apart) * is_apart
+        from_cpu += gathers * param * tiers.param.is_elsewhere(is_apart=is_apart) * is_apart
         if tiers.param is Tier.NVME:
             read += gathers * padded_bytes(numel, bucket.dtype)
     if not bucket.is_trainable:

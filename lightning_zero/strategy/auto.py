@@ -27,8 +27,8 @@ from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import States
+from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import available_memory_bytes
-from lightning_zero.tiers.nvme_file import free_bytes
 
 __all__ = [
     "AUTO",

@@ -6,32 +6,31 @@
     buffer 1   r1 .. *1 w1 r4 *4 w4
     buffer 2   r2 .. .. *2 w2 r5 *5 w5
 
-Jobs run on the caller's thread, in order; an actor ([Note: Signals]) begins reads and writes, so
-that the disk does not wait for the caller. What a job reads may have been read before an earlier
-job asked to write it: then it is read again ([Note: Order of transfers]).
+Jobs run on the caller's thread, in order. As soon as a job has run, its writes are asked for and,
+behind them, the reads of the job that gets its buffer next: so the disk never waits for the caller.
+What a job reads may have been read before an earlier job asked to write it: then it is read again
+(see `Transfer.is_stale`).
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from time import perf_counter
 
 from torch import Tensor
 
+from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tiers.memory import ALIGNMENT, BufferPool
-from lightning_zero.tiers.nvme_file import Actor, NvmeFile, Transfer
+from lightning_zero.tiers.nvme import NvmeFile, Transfer
 
-__all__ = ["Job", "Piece", "Pipeline"]
+__all__ = ["FileRange", "Job", "Pipeline"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """Bytes of one file that a job reads, writes or both."""
 
     file: NvmeFile
@@ -40,52 +39,112 @@ class Piece:
     is_written: bool
     is_read: bool = True  # False: the job finds what an earlier one left there
 
+    def __post_init__(self) -> None:
+        assert self.offset % PAGE_BYTES == self.nbytes % PAGE_BYTES == 0, self
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Work on some pieces that are in one buffer together.
+    """Work on some ranges that are in one buffer together.
 
-    `run` gets one uint8 view per piece, in order. When it returns nothing may use the views any
+    `run` gets one uint8 view per range, in order. When it returns nothing may use the views any
     more, no copy on a CUDA stream either.
     """
 
-    pieces: Sequence[Piece]
+    ranges: Sequence[FileRange]
     run: Callable[[list[Tensor]], object]
 
     @property
     def nbytes(self) -> int:
         """Of the buffer that it takes."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(part.nbytes for part in self.ranges)
+
+
+_NO_JOB = Job((), lambda views: None)
+
+
+class _Slot:
+    """A buffer and the transfers that use it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.rest()
+        self.writes: list[Transfer] = []  # of the job before, until somebody has waited for them
+
+    def rest(self) -> None:
+        """Keep nothing alive that a job knew."""
+        self.job = _NO_JOB
+        self.views: list[Tensor] = []
+        self.reads: list[Transfer] = []
+
+    def begin_reads(self, job: Job) -> None:
+        self.job = job
+        self.views = list(self.buffer[: job.nbytes].split([part.nbytes for part in job.ranges]))
+        self.reads = [
+            part.file.read(part.offset, view, after=self.writes)
+            for part, view in zip(job.ranges, self.views, strict=True)
+            if part.is_read
+        ]
+
+    def wait_for_reads(self) -> None:
+        while True:
+            for transfer in self.reads:
+                transfer.wait()
+            if not any(transfer.is_stale for transfer in self.reads):
+                return
+            self.begin_reads(self.job)
+
+    def begin_writes(self) -> None:
+        assert not self.writes
+        for part, view in zip(self.job.ranges, self.views, strict=True):
+            if part.is_written:
+                self.writes.append(part.file.write(part.offset, view))
+        self.rest()
+
+    def finish_writes(self) -> list[Transfer]:
+        """Those that this has waited for, be they good or not."""
+        for transfer in self.writes:
+            transfer.settle()
+        writes, self.writes = self.writes, []
+        return writes
+
+    def drop_reads(self) -> None:
+        for transfer in self.reads:
+            transfer.cancel()
+        for transfer in self.reads:
+            transfer.settle()
+        self.rest()
 
 
 class Pipeline:
-    """Runs jobs through the buffers of a pool that nobody else uses meanwhile.
+    """Runs jobs through buffers that nobody else uses; one thread at a time may call it.
 
-    One thread at a time may call it; only `cancel` may come from another one, and ends `run` there.
-    After an exception, wherever it came from, it can be used again.
+    After an exception of a job or of a transfer it can be used again.
     """
 
     wait_read_s: float  # the caller waited for reads, since construction
     wait_write_s: float  # the caller waited for buffers that were being written, or in `drain`
     compute_s: float  # in `Job.run`
 
-    def __init__(self, pool: BufferPool, recorder: Recorder | None = None) -> None:
+    def __init__(self, buffers: Iterable[Tensor], recorder: Recorder | None = None) -> None:
+        """Take the buffers: uint8, of one size, page-aligned."""
         self._recorder = recorder or Recorder()
         self.wait_read_s = self.wait_write_s = self.compute_s = 0.0
-        self._buffer_bytes = pool.nbytes
-        self._actor = Actor("pipeline")
-        self._traffic = _Traffic(pool, self._actor)
+        self._slots = [_Slot(buffer) for buffer in buffers]
+        self._resting = deque(self._slots)  # the one whose writes were asked for first comes first
+        self._loaded: deque[_Slot] = deque()  # with the next jobs, in order
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
-        """Begin to read the first jobs, as far as free buffers go.
+        """Begin to read the first jobs, as far as buffers go.
 
-        The next `run` begins with them where its jobs have the same pieces; else they are dropped.
+        The next `run` begins with them where its jobs have the same ranges; else they are dropped.
 
         Raises:
             ValueError: A job needs more than a buffer.
         """
         self._check(jobs)
-        self._actor.ask(lambda: self._traffic.prefetch(jobs))
+        self._drop()
+        self._load(iter(jobs))
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs in order; writes may be on their way when it returns.
@@ -96,17 +155,21 @@ class Pipeline:
         Raises:
             OSError: A read, or a write so far, failed.
             ValueError: A job needs more than a buffer.
-            RuntimeError: Others hold all buffers, or another thread called `cancel`.
         """
         self._check(jobs)
-        loads: _Loads = SimpleQueue()
+        begun = [list(slot.job.ranges) for slot in self._loaded]
+        if begun != [list(job.ranges) for job in jobs[: len(begun)]]:
+            self._drop()
+        for slot, job in zip(self._loaded, jobs, strict=False):
+            slot.job = job
+        waiting = iter(jobs[len(self._loaded) :])
         try:
-            self._actor.tell(lambda: self._traffic.begin(jobs, loads))
+            self._load(waiting)
             for _ in jobs:
-                self._run_one(loads)
+                self._run_next()
+                self._load(waiting)
         except BaseException:
-            # The job that failed may have changed its buffer.
-            self._actor.tell(self._traffic.drop)
+            self._drop()  # the job that failed may have changed its buffer
             raise
 
     def drain(self) -> None:
@@ -115,240 +178,57 @@ class Pipeline:
         Raises:
             OSError: One of them failed.
         """
-        idle: SimpleQueue[BaseException | None] = SimpleQueue()
-        with self._waiting_for_writes():
-            self._actor.tell(lambda: self._traffic.when_written(idle))
-            error = idle.get()
-        if error is not None:
-            raise error
+        begin = perf_counter()
+        self._finish_writes(self._slots)
+        self.wait_write_s += perf_counter() - begin
 
     def cancel(self) -> None:
         """Drop what was read, finish what is being written, and forget errors.
 
-        Then no transfer touches a buffer and all are back. Bytes whose write failed are not
-        forgotten: reading them is an error.
+        Then no transfer touches a buffer. Bytes whose write failed are not forgotten: reading them
+        is an error.
         """
-        idle: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._actor.tell(self._traffic.drop)
-        self._actor.tell(lambda: self._traffic.when_written(idle))
-        idle.get()
-
-    @contextmanager
-    def _waiting_for_writes(self) -> Iterator[None]:
-        with (
-            _Clock(self, "wait_write_s"),
-            self._recorder.span(Kind.WRITE, is_wait=True, on_host=True),
-        ):
-            yield
+        self._drop()
+        for slot in self._slots:
+            slot.finish_writes()
 
     def _check(self, jobs: Sequence[Job]) -> None:
+        size = self._slots[0].buffer.numel()
         for job in jobs:
-            if job.nbytes > self._buffer_bytes:
+            if job.nbytes > size:
                 raise ValueError(
-                    f"expected jobs of at most {self._buffer_bytes} bytes, the size of a buffer, "
-                    f"got one of {job.nbytes}; use a larger buffer_size"
+                    f"expected jobs of at most {size} bytes, the size of a buffer, got one of "
+                    f"{job.nbytes}; use a larger buffer_size"
                 )
-            for piece in job.pieces:
-                assert piece.offset % ALIGNMENT == 0, piece
-                assert piece.nbytes % ALIGNMENT == 0, piece
 
-    def _run_one(self, loads: _Loads) -> None:
-        with self._waiting_for_writes():
-            load = loads.get()
-        if isinstance(load, BaseException):
-            raise load
-        with _Clock(self, "wait_read_s"):
-            load.wait()
-            while load.is_stale:
-                self._actor.ask(load.begin_reads)
-                load.wait()
-        with _Clock(self, "compute_s"):
-            load.job.run(load.views)
-        # Waits until the writes are asked for: the next job may have read these bytes before.
-        self._actor.ask(lambda: self._traffic.write(load))
+    def _load(self, waiting: Iterator[Job]) -> None:
+        """Begin to read what has a buffer; the writes of the job that had it may be under way."""
+        while self._resting and (job := next(waiting, None)) is not None:
+            self._resting[0].begin_reads(job)
+            self._loaded.append(self._resting.popleft())
 
+    def _run_next(self) -> None:
+        slot = self._loaded[0]
+        begin = perf_counter()
+        self._finish_writes([slot])
+        written = perf_counter()
+        slot.wait_for_reads()
+        read = perf_counter()
+        slot.job.run(slot.views)
+        self.compute_s += perf_counter() - read
+        self.wait_read_s += read - written
+        self.wait_write_s += written - begin
+        slot.begin_writes()
+        self._resting.append(self._loaded.popleft())
 
-class _Load:
-    """A job that has a buffer."""
-
-    def __init__(self, job: Job, buffer: Tensor) -> None:
-        self.job = job
-        self.buffer = buffer
-        self.views = list(buffer[: job.nbytes].split([piece.nbytes for piece in job.pieces]))
-        self.transfers: list[Transfer] = []
-
-    @property
-    def is_stale(self) -> bool:
-        return any(transfer.is_stale for transfer in self.transfers)
-
-    @property
-    def is_settled(self) -> bool:
-        return all(transfer.is_done for transfer in self.transfers)
-
-    def begin_reads(self) -> None:
-        self.transfers = []
-        for piece, view in zip(self.job.pieces, self.views, strict=True):
-            if piece.is_read:
-                self.transfers.append(piece.file.read(piece.offset, view))
-
-    def begin_writes(self) -> None:
-        self.transfers = []
-        for piece, view in zip(self.job.pieces, self.views, strict=True):
-            if piece.is_written:
-                self.transfers.append(piece.file.write(piece.offset, view))
-
-    def wait(self) -> None:
-        for transfer in self.transfers:
+    def _finish_writes(self, slots: Sequence[_Slot]) -> None:
+        with self._recorder.span(Kind.WRITE, is_wait=True, on_host=True):
+            finished = [transfer for slot in slots for transfer in slot.finish_writes()]
+        for transfer in finished:
             transfer.wait()
 
-    def abandon(self) -> None:
-        """Wait until no transfer touches the buffer; those that have not begun do not begin."""
-        for transfer in self.transfers:
-            transfer.cancel()
-        for transfer in self.transfers:
-            transfer.settle()
-
-
-_Loads = SimpleQueue[_Load | BaseException]
-
-
-class _Traffic:
-    """Which buffer is where. Every method runs on the actor's thread."""
-
-    def __init__(self, pool: BufferPool, actor: Actor) -> None:
-        self._pool = pool
-        self._tell = actor.tell
-        self._waiting: deque[Job] = deque()  # have no buffer yet
-        self._loads: deque[_Load] = deque()  # are read, being read or run, in order
-        self._out: _Loads | None = None  # to the caller that runs, which has got all of the loads
-        self._stores: set[_Load] = set()  # are being written
-        self._errors: list[BaseException] = []  # of writes that nobody has been told of
-        self._idle: list[SimpleQueue[BaseException | None]] = []  # wait for no more stores
-
-    def prefetch(self, jobs: Sequence[Job]) -> None:
-        self.drop()
-        self._waiting.extend(jobs)
-        try:
-            self._fill()
-        except BaseException:
-            self.drop()
-            raise
-
-    def begin(self, jobs: Sequence[Job], out: _Loads) -> None:
-        begun = [list(load.job.pieces) for load in self._loads]
-        expected = [list(job.pieces) for job in jobs[: len(begun)]]
-        # What a caller had that was interrupted may be changed.
-        if self._out is not None or begun != expected or self._errors:
-            self.drop()
-        for load, job in zip(self._loads, jobs, strict=False):
-            load.job = job
-            out.put(load)
-        self._waiting = deque(jobs[len(self._loads) :])
-        self._out = out if jobs else None
-        self._go_on()
-
-    def write(self, load: _Load) -> None:
-        """The job has run.
-
-        Raises:
-            RuntimeError: It was dropped meanwhile.
-        """
-        if load not in self._loads:
-            raise _cancelled()
-        self._loads.remove(load)
-        self._stores.add(load)
-        if not self._loads and not self._waiting:
-            self._out = None  # the caller returns: `drain` tells of errors
-        try:
-            load.begin_writes()
-        except Exception as error:
-            self._errors.append(error)
-            load.abandon()
-        tell, written = self._tell, self._written
-        for transfer in load.transfers:
-            transfer.when_done(lambda: tell(lambda: written(load)))
-        self._written(load)
-
-    def drop(self) -> None:
-        """Give back the buffers of all jobs that have not run."""
-        self._waiting.clear()
-        if self._out is not None:
-            self._out.put(_cancelled())  # a thread may wait there
-            self._out = None
-        while self._loads:
-            load = self._loads.popleft()
-            load.abandon()
-            self._pool.give(load.buffer)
-
-    def when_written(self, idle: SimpleQueue[BaseException | None]) -> None:
-        """Answer with the first error, or None, when nothing is being written."""
-        self._idle.append(idle)
-        self._tell_idle()
-
-    def _written(self, load: _Load) -> None:
-        if load in self._stores and load.is_settled:
-            self._stores.remove(load)
-            self._errors += [t.error for t in load.transfers if t.error is not None]
-            self._pool.give(load.buffer)
-            self._go_on()
-            self._tell_idle()
-
-    def _go_on(self) -> None:
-        """Begin what can begin, and tell the caller what cannot."""
-        try:
-            self._fill()
-        except Exception as error:
-            self._errors.append(error)
-        if self._out is None:
-            return
-        if self._errors:
-            self._out.put(self._errors[0])
-            self._errors.clear()
-        elif self._waiting and not self._loads and not self._stores:
-            self._out.put(
-                RuntimeError(
-                    f"all {self._pool.count} buffers are in use elsewhere; a pipeline needs a pool "
-                    "of its own"
-                )
-            )
-        else:
-            return
-        self._out = None
-        self._waiting.clear()
-
-    def _fill(self) -> None:
-        while self._waiting and not self._errors:
-            buffer = self._pool.take()
-            if buffer is None:
-                return
-            load = _Load(self._waiting.popleft(), buffer)
-            self._loads.append(load)
-            load.begin_reads()
-            if self._out is not None:
-                self._out.put(load)
-
-    def _tell_idle(self) -> None:
-        if self._stores:
-            return
-        while self._idle:
-            self._idle.pop().put(self._errors[0] if self._errors else None)
-            self._errors.clear()
-
-
-def _cancelled() -> RuntimeError:
-    return RuntimeError("the pipeline was cancelled while it ran jobs")
-
-
-class _Clock:
-    """Adds the time in its block to an attribute."""
-
-    def __init__(self, owner: Pipeline, name: str) -> None:
-        self._owner = owner
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.perf_counter() - self._begin
-        setattr(self._owner, self._name, getattr(self._owner, self._name) + spent)
+    def _drop(self) -> None:
+        for slot in self._slots:
+            slot.drop_reads()
+        self._loaded.clear()
+        self._resting = deque(self._slots)

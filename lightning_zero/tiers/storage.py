@@ -1,4 +1,4 @@
-"""The tiers of one rank: makes homes for its shards, owns files and buffers, moves values between.
+"""The tiers of one rank: makes stores for its shards, owns files and buffers, moves values between.
 
 [Note: Apart or together] On a CUDA device the CPU tier is other memory, and what is stepped there
 travels. Where the module computes on the CPU both tiers are the same memory, and nothing is copied.
@@ -12,19 +12,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.offload import OffloadConfig, Tier
+from lightning_zero.layout.offload import (
+    NUM_UPLOAD_BLOCKS,
+    PAGE_BYTES,
+    UPLOAD_BLOCK_BYTES,
+    OffloadConfig,
+    Tier,
+    padded_bytes,
+    step_buffers,
+)
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tiers.home import PAGE_BYTES, Home, InFile, InMemory, padded_bytes
-from lightning_zero.tiers.memory import BufferPool, aligned_empty
-from lightning_zero.tiers.nvme_file import Transfer, free_bytes
-from lightning_zero.tiers.nvme_store import NvmeStore
+from lightning_zero.tiers.disk import free_bytes
+from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
+from lightning_zero.tiers.nvme import NvmeStore, Transfer
 from lightning_zero.tiers.pipeline import Pipeline
+from lightning_zero.tiers.shard_store import InFile, InMemory, ShardStore
 
 __all__ = ["ParamReader", "Storage", "Uploader"]
-
-_BLOCK_BYTES = 2**23
-_NUM_BLOCKS = 2
 
 
 class Uploader:
@@ -32,8 +37,10 @@ class Uploader:
 
     def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._blocks = [aligned_empty(_BLOCK_BYTES, pin=pin) for _ in range(_NUM_BLOCKS)]
-        self._events: list[torch.cuda.Event | None] = [None] * _NUM_BLOCKS
+        self._blocks = [
+            aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin) for _ in range(NUM_UPLOAD_BLOCKS)
+        ]
+        self._events: list[torch.cuda.Event | None] = [None] * NUM_UPLOAD_BLOCKS
         self._next = 0
         self._recorder = recorder
 
@@ -41,7 +48,7 @@ class Uploader:
         """Copies `values` (1-D, CPU) to `target` (1-D, device); the current stream waits for it."""
         current = torch.cuda.current_stream(target.device)
         self._stream.wait_stream(current)  # whoever reads the old values has been queued before
-        step = _BLOCK_BYTES // target.element_size()
+        step = UPLOAD_BLOCK_BYTES // target.element_size()
         span = self._recorder.span
         with torch.cuda.stream(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
             for start in range(0, values.numel(), step):
@@ -53,7 +60,7 @@ class Uploader:
                 block.copy_(values[start : start + step])
                 part.copy_(block, non_blocking=True)
                 self._events[self._next] = self._stream.record_event()
-                self._next = (self._next + 1) % _NUM_BLOCKS
+                self._next = (self._next + 1) % NUM_UPLOAD_BLOCKS
         with span(Kind.TO_DEVICE, name, is_wait=True):
             current.wait_stream(self._stream)
 
@@ -61,13 +68,13 @@ class Uploader:
 class ParamReader:
     """Reads one shard in chunks of at most one buffer, as far ahead as buffers are free."""
 
-    def __init__(self, home: InFile, pool: BufferPool, recorder: Recorder) -> None:
-        self._home = home
+    def __init__(self, store: InFile, pool: BufferPool, recorder: Recorder) -> None:
+        self._store = store
         self._recorder = recorder
         self._pool = pool
-        step = pool.nbytes // home.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
+        step = pool.nbytes // store.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
         self._chunks = [
-            (start, min(start + step, home.numel)) for start in range(0, home.numel, step)
+            (start, min(start + step, store.numel)) for start in range(0, store.numel, step)
         ]
         self._begun: list[tuple[Tensor, Transfer]] = []  # reads of the first chunks
 
@@ -83,20 +90,20 @@ class ParamReader:
             if buffer is None:
                 return False
             chunk = self._chunks[len(self._begun)]
-            self._begun.append((buffer, self._home.begin_fetch(*chunk, buffer)))
+            self._begun.append((buffer, self._store.begin_fetch(*chunk, buffer)))
         return True
 
     def copy_to(self, target: Tensor) -> None:
-        """Fills `target`: 1-D, all elements of the home, on any device. Waits until it is done."""
+        """Fills `target`: 1-D, all elements of the store, on any device. Waits until it is done."""
         try:
             for start, stop in self._chunks:
                 buffer, transfer, is_pooled = self._next(start, stop)
                 try:
                     transfer.wait()
-                    nbytes = (stop - start) * self._home.dtype.itemsize
+                    nbytes = (stop - start) * self._store.dtype.itemsize
                     way = (buffer.device, target.device)
-                    with self._recorder.moving(self._home.name, nbytes, *way):
-                        target[start:stop].copy_(buffer[:nbytes].view(self._home.dtype))
+                    with self._recorder.moving(self._store.name, nbytes, *way):
+                        target[start:stop].copy_(buffer[:nbytes].view(self._store.dtype))
                 finally:
                     if is_pooled:
                         self._pool.give(buffer)
@@ -108,13 +115,11 @@ class ParamReader:
         if self._begun:
             return *self._begun.pop(0), True
         taken = self._pool.take()
-        buffer = taken if taken is not None else self._spare(start, stop)
-        return buffer, self._home.begin_fetch(start, stop, buffer), taken is not None
-
-    def _spare(self, start: int, stop: int) -> Tensor:
-        """Memory for one chunk while all buffers hold what others will need."""
-        nbytes = (stop - start) * self._home.dtype.itemsize
-        return aligned_empty(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, pin=False)
+        if taken is not None:
+            return taken, self._store.begin_fetch(start, stop, taken), True
+        # All buffers hold what others will need.
+        spare = aligned_empty(padded_bytes(stop - start, self._store.dtype), pin=False)
+        return spare, self._store.begin_fetch(start, stop, spare), False
 
     def cancel(self) -> None:
         """Gives buffers back whose content nobody will use."""
@@ -124,16 +129,14 @@ class ParamReader:
         self._begun = []
 
 
-_ELEMENT_BYTES = 4  # of `buffer_size`
-
-
 class Storage:
-    """Homes for the shards of one rank.
+    """Stores for the shards of one rank.
 
     Attributes:
         device: Where the module computes.
         is_apart: The CPU tier is other memory than the device's. See [Note: Apart or together].
         recorder: Of what moves between tiers.
+        buffer_bytes: Of the buffers through which files are read and written.
     """
 
     def __init__(
@@ -151,11 +154,9 @@ class Storage:
         self._rank = rank
         self._param = offload_param or OffloadConfig()
         self._optimizer = offload_optimizer or OffloadConfig()
-        # Steps move states in files; or parameters in files, where states are elsewhere.
-        has_files = offload_optimizer is not None and offload_optimizer.device != "cpu"
-        self._step = self._optimizer if has_files else self._param
+        self._step = step_buffers(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
-        self._pools: list[BufferPool] = []
+        self.buffer_bytes = 0  # of all buffers
         self._pipeline: Pipeline | None = None
         self._param_pool: BufferPool | None = None
         self._uploader: Uploader | None = None
@@ -187,7 +188,7 @@ class Storage:
                     folder,
                 )
 
-    # ---------------------------------------------------------------- homes
+    # ---------------------------------------------------------------- stores
 
     def step_device(self, tier: Tier) -> torch.device:
         """Where an optimizer shard that rests in `tier` is stepped."""
@@ -195,14 +196,14 @@ class Storage:
 
     def is_elsewhere(self, tier: Tier) -> bool:
         """A tensor of the device must travel to rest in `tier`."""
-        return tier is Tier.NVME or (tier is Tier.CPU and self.is_apart)
+        return tier.is_elsewhere(is_apart=self.is_apart)
 
-    def keep_param(self, name: str, values: Tensor, tier: Tier) -> Home:
-        """A home for a parameter shard with these `values` (1-D), which it may take over."""
+    def keep_param(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
+        """A store for a parameter shard with these `values` (1-D), which it may take over."""
         return self._keep(f"{name}.param", values, tier, self._param)
 
-    def keep_master(self, name: str, values: Tensor, tier: Tier) -> Home:
-        """A home for a master with these `values` (1-D), which it may take over."""
+    def keep_master(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
+        """A store for a master with these `values` (1-D), which it may take over."""
         return self._keep(f"{name}.master", values, tier, self._optimizer)
 
     def make_optim(self, name: str, numel: int, dtype: torch.dtype) -> InFile:
@@ -219,26 +220,26 @@ class Storage:
         pin = config.pin_memory and self.device.type == "cuda"
         return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
 
-    def upload(self, values: Tensor, home: Home, start: int, name: str) -> None:
-        """Casts stepped values (1-D, on the CPU or where `home` is) into `home` from `start` on.
+    def upload(self, values: Tensor, store: ShardStore, start: int, name: str) -> None:
+        """Casts stepped values (1-D, on the CPU or where `store` is) into `store` from `start` on.
 
         `name` is the bucket's.
         """
-        target = home.tensor.device if isinstance(home, InMemory) else torch.device("cpu")
+        target = store.tensor.device if isinstance(store, InMemory) else torch.device("cpu")
         if target.type != "cuda" or values.device.type == "cuda":
             with self.recorder.moving(name, values.nbytes, values.device, target):
-                home.store(start, values)
+                store.write(start, values)
             return
         if self._uploader is None:
             pin = self._optimizer.pin_memory
             self._uploader = Uploader(self.device, pin=pin, recorder=self.recorder)
-        self._uploader.send(values, home.fetch(start, start + values.numel()), name)
+        self._uploader.send(values, store.fetch(start, start + values.numel()), name)
 
-    def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> Home:
+    def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> ShardStore:
         if tier is Tier.NVME:
-            home = InFile(self._store(config), name, values.numel(), values.dtype)
-            home.store(0, values)
-            return home
+            store = InFile(self._store(config), name, values.numel(), values.dtype)
+            store.write(0, values)
+            return store
         if tier is Tier.CPU and self.is_apart:
             memory = self._cpu_empty(values.numel(), values.dtype, config)
             memory.copy_(values)
@@ -257,31 +258,25 @@ class Storage:
     def pipeline(self) -> Pipeline:
         """Moves optimizer states between files and memory."""
         if self._pipeline is None:
-            self._pipeline = Pipeline(self._pool(self._step), self.recorder)
+            self._pipeline = Pipeline(self._buffers(self._step), self.recorder)
         return self._pipeline
 
     @property
     def param_pool(self) -> BufferPool:
         """Buffers through which parameters come from files."""
         if self._param_pool is None:
-            self._param_pool = self._pool(self._param)
+            self._param_pool = BufferPool(self._buffers(self._param))
         return self._param_pool
 
     @property
     def step_buffer_bytes(self) -> int:
         """Size of one buffer of `pipeline`."""
-        return self._step.buffer_size * _ELEMENT_BYTES
+        return self._step.bytes_of_a_buffer
 
-    def _pool(self, config: OffloadConfig) -> BufferPool:
+    def _buffers(self, config: OffloadConfig) -> list[Tensor]:
         pin = config.pin_memory and self.device.type == "cuda"
-        pool = BufferPool(config.buffer_count, config.buffer_size * _ELEMENT_BYTES, pin=pin)
-        self._pools.append(pool)
-        return pool
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(pool.count * pool.nbytes for pool in self._pools)
+        self.buffer_bytes += config.bytes_of_buffers
+        return make_buffers(config.buffer_count, config.bytes_of_a_buffer, pin=pin)
 
     @property
     def bytes_read(self) -> int:
@@ -294,12 +289,12 @@ class Storage:
         return sum(store.bytes_written for store in self._stores.values())
 
     def close(self) -> None:
-        """Removes all files; every home in a file is lost. Closing twice is harmless."""
+        """Removes all files; every store in a file is lost. Closing twice is harmless."""
         if self._pipeline is not None:
             self._pipeline.cancel()
-        for pool in self._pools:
-            pool.close()
+        if self._param_pool is not None:
+            self._param_pool.close()
         for store in self._stores.values():
             store.close()
-        self._stores, self._pools = {}, []
+        self._stores, self.buffer_bytes = {}, 0
         self._pipeline = self._param_pool = self._uploader = None

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 from lightning_zero.cli.io_bench import Rates
-from lightning_zero.tiers.nvme_file import NvmeFile
+from lightning_zero.tiers.nvme import NvmeFile
 
 __all__ = ["fio_rates"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.tiers import BufferPool, Job, NvmeFile, NvmeStore, Piece, Pipeline
+from lightning_zero.tiers import FileRange, Job, NvmeFile, NvmeStore, Pipeline, make_buffers
 from tests.benchmarks.fio import fio_rates
 
 NUMEL = 4 * 2**20  # of a chunk
@@ -48,7 +48,7 @@ class Steps:
         self.file = store.create("state", num_chunks * STATES * CHUNK_BYTES)
         self.gradient = torch.randn(NUMEL)
         self.memory = [torch.zeros(STATES, NUMEL) for _ in range(num_chunks)]
-        self.pipeline = Pipeline(BufferPool(num_buffers, STATES * CHUNK_BYTES, pin=False))
+        self.pipeline = Pipeline(make_buffers(num_buffers, STATES * CHUNK_BYTES, pin=False))
         self.step = 0
         self.write_from_memory()
 
@@ -57,7 +57,7 @@ class Steps:
         return [
             Job(
                 [
-                    Piece(self.file, (chunk * STATES + state) * CHUNK_BYTES, CHUNK_BYTES,
+                    FileRange(self.file, (chunk * STATES + state) * CHUNK_BYTES, CHUNK_BYTES,
                           is_written=True, is_read=is_read)
                     for state in range(STATES)
                 ],

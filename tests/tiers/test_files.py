@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.tiers import BufferPool, NvmeStore, aligned_empty
+from lightning_zero.tiers import BufferPool, NvmeStore, aligned_empty, make_buffers
 from tests.tiers.conftest import PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -231,14 +231,14 @@ def test_a_forked_child_can_neither_use_nor_remove_nor_lock(store, filled):
 
 
 def test_buffers_are_not_shared_with_a_forked_child():
-    pool = BufferPool(1, 2 * PAGE, pin=False)
-    buffer = pool.take().fill_(5)
+    (buffer,) = make_buffers(1, 2 * PAGE, pin=False)
+    buffer.fill_(5)
     assert in_a_child(lambda: not buffer.any())
     assert (buffer == 5).all()
 
 
 def test_a_pool_gives_what_it_has():
-    pool = BufferPool(2, 3 * PAGE, pin=False)
+    pool = BufferPool(make_buffers(2, 3 * PAGE, pin=False))
     first, second = pool.take(), pool.take()
     assert first.data_ptr() % PAGE == second.data_ptr() % PAGE == 0
     assert first.numel() == pool.nbytes == 3 * PAGE
@@ -249,7 +249,7 @@ def test_a_pool_gives_what_it_has():
     pool.give(second)
     assert pool.take() is None
     with pytest.raises(ValueError, match="got 0 and 5"):
-        BufferPool(0, 5, pin=False)
+        make_buffers(0, 5, pin=False)
 
 
 def test_wrong_numbers_are_refused(tmp_path):

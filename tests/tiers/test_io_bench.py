@@ -61,7 +61,7 @@ def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
     assert io_bench(tmp_path, "--size", "1MiB") == 2
     assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
     for option, value, text in (
-        ("--size", "four", "a size such as 4GiB, got 'four'"),
+        ("--size", "four", "a size such as 5GiB, 500MB or 1000 (bytes), got 'four'"),
         ("--seconds", "nan", "a number of seconds above 0, got 'nan'"),
         ("--seconds", "0", "a number of seconds above 0, got '0'"),
     ):

@@ -41,7 +41,7 @@ def test_a_timeline_is_as_high_as_what_is_shown(recordings, num_lanes, tmp_path)
 
 
 def block(recording, inches=14.0):
-    return place(recording, 0.0, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
+    return place(recording, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
 
 
 def test_names_are_written_where_there_is_room():
@@ -120,7 +120,9 @@ def test_a_bar_for_each_rank_one_of_data_parallel_and_one_of_the_formula(tmp_pat
     heights = []
     for world_size, stage in ((2, None), (2, STAGES[3]), (4, STAGES[3]), (64, STAGES[3])):
         plot_memory(reports(world_size, ("device", "cpu")), tmp_path / "a.png", stage=stage)
-        heights.append(size_of(tmp_path / "a.png")[1])
+        width, height = size_of(tmp_path / "a.png")
+        assert width == 900
+        heights.append(height)
     more = [height - heights[0] for height in heights]
     assert more == [0, 30, 90, 30]  # of 64 ranks the least and the most
 

@@ -1,0 +1,212 @@
+"""The files of one process that hold shards, in a directory under a shared path.
+
+[Note: Whose directory] Jobs that share a disk must not meet, and what a killed job leaves must go.
+So each process makes a directory with a name of its own and holds `flock` on a file in it, which
+the kernel lets go of when the process ends, however it ends. Who finds a directory whose lock is
+free removes it. Between making a directory and locking it another may find it free: the maker looks
+again after locking, and begins anew if it was removed. A lock on a network disk may hold for one
+machine only, so the name carries the host and the boot, and those of other machines are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.layout.offload import PAGE_BYTES
+from lightning_zero.tiers.memory import aligned_empty
+
+__all__ = [
+    "allocate",
+    "explained",
+    "file_system_of",
+    "free_bytes",
+    "locked_directory",
+    "remove_abandoned",
+    "takes_direct",
+]
+
+_PREFIX = "lightning_zero"
+_LOCK = ".lock"
+_JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+
+
+def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
+    """Make a directory of this process under `path`. See [Note: Whose directory].
+
+    Returns:
+        The directory, and the file descriptor that holds its lock: closing it gives it up.
+
+    Raises:
+        OSError: `path` is missing, no directory, or not writable.
+    """
+    job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "none")
+    for _ in range(100):
+        words = (_PREFIX, job, *_machine(), f"rank{rank}", str(os.getpid()), secrets.token_hex(4))
+        directory = path / ".".join(_word(word) for word in words)
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise _explained(error, path) from None
+        with contextlib.suppress(FileNotFoundError):  # removed already: begin anew
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            if _is_locked(lock, directory / _LOCK):
+                return directory, lock
+            os.close(lock)
+    raise RuntimeError(f"other processes removed every directory made under {path}, 100 times")
+
+
+def remove_abandoned(path: Path) -> list[Path]:
+    """Remove directories under `path` that processes of this machine left when they died.
+
+    Returns:
+        What was removed.
+    """
+    removed: list[Path] = []
+    try:
+        directories = [path / name for name in sorted(os.listdir(path))]
+    except OSError:
+        return removed  # whether `path` can be used is asked elsewhere
+    here = {_word(word) for word in _machine()}
+    for directory in directories:
+        words = directory.name.split(".")
+        if len(words) != 7 or words[0] != _PREFIX or not here & set(words[2:4]):
+            continue
+        # Another user's directory cannot be opened and is not ours to remove.
+        with contextlib.suppress(OSError):
+            if _remove_if_free(directory):
+                removed.append(directory)
+    return removed
+
+
+def _remove_if_free(directory: Path) -> bool:
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        directory.rmdir()  # fails if it is not empty: then it is none of ours
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory)
+        return True
+    finally:
+        os.close(lock)
+
+
+def _is_locked(lock: int, path: Path) -> bool:
+    """Lock it; False if another is about to remove it, or did."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: nobody can find it free
+    return path.exists() and os.fstat(lock).st_ino == path.stat().st_ino
+
+
+def _machine() -> tuple[str, str]:
+    """Host name, which containers change, and boot, which restarts change: either is enough."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname(), boot[:8] or "boot"
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", text)[:60]
+
+
+def _explained(error: OSError, path: Path) -> OSError:
+    reasons = {
+        errno.ENOENT: "does not exist; is the disk mounted? Make the directory first",
+        errno.ENOTDIR: "is no directory; give a directory on a local NVMe disk",
+        errno.EACCES: f"is not writable by user {os.getuid()}",
+        errno.EROFS: "is mounted read-only",
+        errno.ENOSPC: "is full, not even a directory can be made; free space on that disk",
+    }
+    reason = reasons.get(error.errno or 0, f"cannot take a directory: {error.strerror}")
+    return OSError(error.errno, f"the NVMe path {reason}", str(path))
+
+
+def allocate(path: Path, nbytes: int) -> None:
+    """Make a file of `nbytes` zeros that have their room on the disk.
+
+    Raises:
+        OSError: There is no such room, and no file then; or the file cannot be made.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot make a file of {nbytes} bytes: {error.strerror}", str(path)
+        ) from None
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)  # what could be allocated stays allocated otherwise
+        free = free_bytes(path.parent)
+        raise OSError(
+            error.errno,
+            f"cannot allocate {nbytes} bytes ({error.strerror}; {free} bytes are free there); "
+            "free space, take another nvme_path or offload less",
+            str(path),
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def takes_direct(directory: Path) -> bool:
+    """Whether a page can be written and read past the page cache; some refuse only then."""
+    path = directory / "probe"
+    array: Any = aligned_empty(PAGE_BYTES, pin=False).numpy()
+    page = memoryview(array)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        return False
+    try:
+        return os.pwritev(descriptor, [page], 0) == os.preadv(descriptor, [page], 0) == PAGE_BYTES
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+def explained(error: OSError, path: Path, verb: str, offset: int, nbytes: int) -> OSError:
+    """`error`, with what was tried on which bytes of which file."""
+    reason = f"cannot {verb} {nbytes} bytes at offset {offset}: {error.strerror}"
+    return OSError(error.errno, reason, str(path))
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write to the file system of `path`."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system of `path` ("ext4", "tmpfs"); "unknown" where none is told."""
+    best, kind = "", "unknown"
+    resolved = str(path.resolve())
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mounted, this_kind, *_ = line.split(" ")
+            mounted = mounted.replace("\\040", " ")
+            inside = mounted == "/" or f"{resolved}/".startswith(f"{mounted}/")
+            if inside and len(mounted) >= len(best):
+                best, kind = mounted, this_kind
+    return kind
