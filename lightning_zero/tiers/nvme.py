@@ -92,7 +92,9 @@ class Transfer:
                 queue.put(block)
         except BaseException:
             self.cancel()
-            self._finish()
+            with self._lock:  # a thread may end its last block at this moment
+                if not self.is_done:
+                    self._finish()
             raise
         if not blocks:
             self._finish()
