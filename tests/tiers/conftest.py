@@ -46,13 +46,18 @@ def mounted(tmp_path):
 def loop_disk(mounted, tmp_path):
     """An ext4 disk in a file: (its directory, the file). What the file loses the disk loses."""
     image = tmp_path / "disk.img"
+    make_ext4(image, 48 * 2**20)
+    return mounted("-o", "loop", str(image)), image
+
+
+def make_ext4(image, nbytes, *options):
+    """An empty ext4 disk in a file that takes no room of its own; skips where that cannot be."""
     image.touch()
-    os.truncate(image, 48 * 2**20)
+    os.truncate(image, nbytes)
     try:
-        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, timeout=60)
+        subprocess.run(["mkfs.ext4", "-q", *options, str(image)], check=True, timeout=60)
     except FileNotFoundError:
         pytest.skip("needs mkfs.ext4")
-    return mounted("-o", "loop", str(image)), image
 
 
 @pytest.fixture

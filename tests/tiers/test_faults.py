@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_zero.tiers import FileRange, Job, NvmeStore, Pipeline, aligned_empty, make_buffers
-from tests.tiers.conftest import PAGE
+from tests.tiers.conftest import PAGE, make_ext4
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -166,9 +166,7 @@ def test_a_disk_that_fails_to_write_breaks_the_bytes_until_they_are_written(moun
     """The file that holds the disk is on a full one: writes fail for real, then work again."""
     outer = mounted("-t", "tmpfs", "-o", "size=24m", "tmpfs")
     image = outer / "disk.img"
-    image.touch()
-    os.truncate(image, 64 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True, timeout=60)
+    make_ext4(image, 64 * MIB, "-O", "^has_journal")
     disk = mounted("-o", "loop", str(image))
     store = NvmeStore(disk, rank=0)
     file = store.create("state", 8 * MIB)
