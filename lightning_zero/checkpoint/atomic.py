@@ -131,7 +131,8 @@ def begin(target: Path) -> Path:
     recover(target)
     for kind in ("incomplete", "replaced", "removed"):
         for leftover in _left_of(target, kind):
-            _delete(leftover)
+            with contextlib.suppress(OSError):  # a network file system keeps what is in use
+                _delete(leftover)
     temporary = beside(target, "incomplete")
     temporary.mkdir()
     remove_leftovers(target.parent, temporary.stat().st_mtime)
@@ -150,11 +151,12 @@ def put_in_place(temporary: Path, target: Path) -> None:
             break
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
+                recover(target)  # what has stepped aside
                 raise
         replaced.append(beside(target, "replaced"))
         os.rename(target, replaced[-1])  # once more where a reader has put it back
     for path in replaced:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # as in `begin`, where it goes later
             _delete(path)
     _sync_folder(target.parent)
 
@@ -163,10 +165,10 @@ def recover(target: Path) -> None:
     """Puts back what `put_in_place` had set aside when the machine stopped."""
     if os.path.lexists(target) or not target.parent.is_dir():
         return
-    aside = sorted(_left_of(target, "replaced"), key=os.path.getmtime)
+    aside = _left_of(target, "replaced")
     if aside:
         try:
-            os.rename(aside[-1], target)
+            os.rename(max(aside, key=os.path.getmtime), target)
         except OSError:
             if not os.path.lexists(target):  # else another process has been faster
                 raise
@@ -178,9 +180,11 @@ def remove(target: Path) -> None:
         return
     if target.is_dir() and not target.is_symlink():
         aside = beside(target, "removed")
+        os.utime(target)  # else it may look abandoned to the saves of others
         os.rename(target, aside)
         target = aside
-    _delete(target)
+    with contextlib.suppress(FileNotFoundError):
+        _delete(target)
 
 
 def _sync_folder(folder: Path) -> None:

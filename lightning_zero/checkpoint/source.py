@@ -54,6 +54,7 @@ def find_damage(
         One line for each damage in this rank's share.
     """
     path = local_path(path)
+    atomic.recover(path)
     if path.is_dir():
         damage = atomic.find_damage(path, rank=rank, world_size=world_size)
         if not is_sharded(path) or any(line.startswith(METADATA) for line in damage):

@@ -111,7 +111,6 @@ _ALIGNMENT = 64  # of a record in the file, so that a memory map of it is aligne
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # more than the headers of a record take
-_TAIL_BYTES = 65536  # more than the directory of the few records of such a file takes
 NUM_THREADS = 4
 _CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
 # What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
@@ -312,18 +311,48 @@ def find_damage_in_part(
         What is wrong with one of its records.
     """
     with open(path, "rb", buffering=0) as file:
-        tail_bytes = min(length, _TAIL_BYTES)
-        tail_start = start + length - tail_bytes
-        tail = io.BytesIO(os.pread(file.fileno(), tail_bytes, tail_start))
         try:
-            with zipfile.ZipFile(tail) as archive:  # counts from the beginning of the tail
+            with zipfile.ZipFile(_Part(file.fileno(), start, length)) as archive:
                 records = archive.infolist()
         except _UNREADABLE as error:
             if os.pread(file.fileno(), 1, start) == _PICKLE_MAGIC:
                 return None
             return f"the directory of its records is missing or damaged ({error})"
-        lines = (_check_record(path, file.fileno(), tail_start, progress, e) for e in records)
+        lines = (_check_record(path, file.fileno(), start, progress, e) for e in records)
         return next(filter(None, lines), None)
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file as a file of its own, to be read."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd = fd
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise OSError(f"no byte {origin + offset} in a part of {self._length}")
+        self._at = origin + offset
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        size = max(0, min(len(into), self._length - self._at))
+        read = os.pread(self._fd, size, self._start + self._at)
+        into[: len(read)] = read
+        self._at += len(read)
+        return len(read)
 
 
 def has_checksums(path: Path) -> bool:

@@ -112,8 +112,8 @@ class Gradients:
             sharded it exists from the first gradient of a backward to the end of the reduction.
         shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype.
             There is one from the first reduction until `.grad` of every parameter is None, as
-            `zero_grad` leaves it (see `free_zeroed`). A view of `whole` where GRAD is whole and
-            dtypes agree.
+            `zero_grad` leaves it, and `free_zeroed` looks. A view of `whole` where GRAD is whole
+            and dtypes agree.
         replicas: Whether that is the mean over all ranks, or over this group so far.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
         is_local: By slot: `whole` holds a gradient of this parameter.
@@ -305,6 +305,8 @@ class Gradients:
         if self._offloaded is not None:
             numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
             self.replicas.average_offloaded(self._offloaded, numel)
+        elif self.shard is None:  # zeroed on this rank alone: the others average theirs
+            self._adopt(self._zeros())
         self.begin_average()
         self.replicas.finish()
 
@@ -586,13 +588,17 @@ class Gradients:
             return slice_shard(layout, mean, self._comm.mesh.shard_rank)
         return [mean[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
 
+    def _zeros(self) -> Tensor:
+        """As long as the mean."""
+        layout = self._plan.layout
+        own_range = layout.shard(self._comm.mesh.shard_rank)
+        numel = layout.numel if self._is_whole_mean else len(own_range)
+        return torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
+
     def _take_over(self, index: int, grad: Tensor) -> None:
         """Copies a gradient that a user has set into the mean."""
         if self.shard is None:
-            layout = self._plan.layout
-            own_range = layout.shard(self._comm.mesh.shard_rank)
-            numel = layout.numel if self._is_whole_mean else len(own_range)
-            zeros = torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
+            zeros = self._zeros()
             if self._offloaded is not None:
                 self._offloaded.put(zeros, is_added=False)
                 self._offloaded.settle()

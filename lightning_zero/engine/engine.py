@@ -253,8 +253,6 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
         self._worker.drain()
-        for bucket in self.buckets:
-            bucket.free_zeroed()
         shadows = [(s.allocated_bytes(), s.data_parallel_bytes()) for s in self.shadows]
         return count_memory(self.buckets, self.optimizers, self.storage, self.comm, shadows)
 

@@ -87,17 +87,17 @@ class Transfer:
     def begin(self, blocks: Sequence[Callable[[], None]], queue: _Queue) -> None:
         """Queue the work on each block, which calls `end_block`."""
         self._num_left = len(blocks)
-        try:
-            for block in blocks:
-                queue.put(block)
-        except BaseException:
-            self.cancel()
-            with self._lock:  # a thread may end its last block at this moment
-                if not self.is_done:
-                    self._finish()
-            raise
+        for block in blocks:
+            queue.put(block)
         if not blocks:
             self._finish()
+
+    def give_up(self) -> None:
+        """After an interrupt in `begin`: it is done, though a thread may still move a block."""
+        self.cancel()
+        with self._lock:  # a thread may end its last block at this moment
+            if not self.is_done:
+                self._finish()
 
     def end_block(self, error: Exception | None) -> None:
         """A block is moved or, for this reason, given up; then no further one is begun."""
@@ -207,13 +207,17 @@ class NvmeFile:
                 read.is_stale |= is_write and read.overlaps(new)
             if not is_write:
                 self._reads = [weakref.ref(read) for read in (*reads, new)]
-            self._in_flight.append(new)
             size = store.block_bytes
             blocks = [
                 partial(self._run, new, before, offset + start, view[start : start + size])
                 for start in range(0, len(view), size)
             ]
-            new.begin(blocks, store.writing if is_write else store.reading)
+            try:
+                self._in_flight.append(new)
+                new.begin(blocks, store.writing if is_write else store.reading)
+            except BaseException:
+                new.give_up()  # nobody may wait for what was not begun
+                raise
         return new
 
     def _run(
@@ -223,7 +227,7 @@ class NvmeFile:
         stop = offset + len(view)
         failure: Exception | None = None
         try:
-            for other in before:
+            for other in () if transfer.is_cancelled else before:
                 other.settle()
             if transfer.is_cancelled:
                 raise OSError(errno.ECANCELED, "it was given up before it began")
@@ -432,15 +436,16 @@ def _end(threads: list[_Thread], directory: Path, descriptors: list[int], pid: i
         if thread is not threading.current_thread():  # which may collect garbage
             thread.join()
     # The lock, the first descriptor, goes last: until then nobody else looks into the directory.
-    _close_all(descriptors[1:])
+    lock = descriptors[:1]
+    del descriptors[:1]
+    _close_all(descriptors)
     shutil.rmtree(directory, ignore_errors=True)
-    _close_all(descriptors[:1])
-    descriptors.clear()
+    _close_all(lock)
 
 
 def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+    while descriptors:  # emptied, for this runs again in the fork of a fork
+        os.close(descriptors.pop())
 
 
 def _local_rank(rank: int) -> int:

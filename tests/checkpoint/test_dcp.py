@@ -4,7 +4,9 @@ import os
 import pickle
 import random
 import re
+import struct
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -209,6 +211,22 @@ def test_one_wrong_bit_of_a_tensor_is_named_with_its_file(tmp_path):
     os.truncate(tmp_path / ".metadata", 10)
     (line,) = find_damage(tmp_path)
     assert ".metadata cannot be read" in line
+
+
+def test_records_are_looked_for_where_their_directory_says(tmp_path, monkeypatch):
+    save({"x": torch.arange(40_000.0), "y": values((5, 7))}, tmp_path)
+    end_of_zip = zipfile._EndRecData64
+
+    def strict(file, offset, record):  # as later versions of Python look for it
+        file.seek(offset - zipfile.sizeEndCentDir64Locator, 2)
+        place = file.tell()
+        locator = file.read(zipfile.sizeEndCentDir64Locator)
+        signature, _, directory, _ = struct.unpack(zipfile.structEndArchive64Locator, locator)
+        assert signature != zipfile.stringEndArchive64Locator or directory < place
+        return end_of_zip(file, offset, record)
+
+    monkeypatch.setattr(zipfile, "_EndRecData64", strict)
+    assert find_damage(tmp_path) == []
 
 
 def test_damaged_bytes_are_named_when_they_are_read(tmp_path):

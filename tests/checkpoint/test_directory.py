@@ -1,5 +1,6 @@
 """Checkpoint directories that are whole or not there."""
 
+import errno
 import os
 import subprocess
 
@@ -98,6 +99,23 @@ def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path,
     recover(target)
     put_in_place(make(target, "newer"), target)
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_where_the_new_one_cannot_take_the_place_the_old_one_comes_back(tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt"
+    put_in_place(make(target, "old"), target)
+    temporary, replace = make(target, "new"), os.replace
+    errors = iter([None, OSError(errno.EDQUOT, "no room")])
+
+    def fail_at_second(source, place):
+        if (error := next(errors)) is not None:
+            raise error
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", fail_at_second)
+    with pytest.raises(OSError, match="no room"):
+        put_in_place(temporary, target)
+    assert (target / "part").read_text() == "old"
 
 
 def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(tmp_path, monkeypatch):

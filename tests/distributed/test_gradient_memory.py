@@ -35,7 +35,11 @@ def _look(rank, world_size, settings, zero):
         engine.step()
         found.append(grad_bytes())
         kept, values = module[0].weight.grad, module[0].weight.grad.full_tensor()
-        engine.zero_grad() if zero == "engine" else optimizer.zero_grad()
+        if zero == "engine":
+            engine.zero_grad()
+        else:
+            optimizer.zero_grad()
+            loss()  # the next forward sees it
         found.append(grad_bytes())
         assert torch.equal(kept.full_tensor(), values)  # what a user holds stays
     engine.backward(loss())
@@ -67,7 +71,9 @@ def _accumulate(rank, world_size):
     x = torch.ones(2, 32)
     engine.backward(module(x).sum())
     once = module[1].weight.grad.full_tensor()
-    engine.backward(module(x).sum())  # a forward in between frees nothing that is not zeroed
+    loss = module(x).sum()  # a forward in between frees nothing that is not zeroed
+    loss.register_hook(lambda grad: engine.memory_report() and None)  # nor does a look
+    engine.backward(loss)
     assert torch.allclose(module[1].weight.grad.full_tensor(), 2 * once)
     module[0].weight.grad = None  # one of them alone
     module(x)
@@ -78,3 +84,19 @@ def _accumulate(rank, world_size):
 
 def test_gradients_that_are_not_all_zeroed_stay():
     run_ranks(2, _accumulate)
+
+
+def _zero_on_one_rank(rank, world_size):
+    module, _, engine = _engine(stage=2, sharding_group_size=1)
+    with engine.no_sync():
+        engine.backward(module(torch.full((2, 32), 1.0 + rank)).sum())
+    if rank == 0:
+        engine.zero_grad()
+    norm = engine.clip_grad_norm_(1.0)
+    engine.close()
+    return norm.item()
+
+
+def test_replicas_of_which_one_zeroed_its_gradients_do_not_wait_for_it():
+    first, second = run_ranks(2, _zero_on_one_rank)
+    assert first == second

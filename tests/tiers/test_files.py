@@ -230,6 +230,16 @@ def test_a_forked_child_can_neither_use_nor_remove_nor_lock(store, filled):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_fork_of_a_forked_child_has_the_files_of_its_own(store):
+    store.create("state", PAGE)
+
+    def opens_files_and_forks():
+        own = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # numbers that became free
+        return in_a_child(lambda: all(os.fstat(number) for number in own))
+
+    assert in_a_child(opens_files_and_forks)
+
+
 def test_buffers_are_not_shared_with_a_forked_child():
     (buffer,) = make_buffers(1, 2 * PAGE, pin=False)
     buffer.fill_(5)
