@@ -27,7 +27,7 @@ from tests.distributed.fault_matrix import (
     tuples_of,
 )
 
-pytestmark = pytest.mark.timeout(90 + 120 * SLOWDOWN)
+pytestmark = pytest.mark.timeout(60 + 120 * SLOWDOWN)
 
 SAMPLE = [
     Cell("exception", "mid_forward", "2workers", "zero3", "popen", 1),
