@@ -61,18 +61,21 @@ class Peak:
         gathered_bytes: Whole parameters of units that rest as shards.
         bucket_bytes: Whole gradients on their way, and what reductions receive.
         activation_bytes: Of the module.
+        freed_bytes: Shards of gradients that rest, and have been zeroed at this moment.
         num_gathers: By bucket, gathers before use in one micro-batch.
     """
 
     gathered_bytes: int = 0
     bucket_bytes: int = 0
     activation_bytes: int = 0
+    freed_bytes: int = 0
     num_gathers: Counter[str] = field(default_factory=Counter)
 
     @property
     def total_bytes(self) -> int:
-        """Of all three."""
-        return self.gathered_bytes + self.bucket_bytes + self.activation_bytes
+        """Of all, without what has been freed."""
+        needed = self.gathered_bytes + self.bucket_bytes + self.activation_bytes
+        return needed - self.freed_bytes
 
 
 def replay(
@@ -142,6 +145,7 @@ class Replay:
         self._reducing: str | None = None
         self._received: list[int] = []
         self._out = 0
+        self._freed: dict[str, int] = {}  # by bucket: bytes of its zeroed shard of gradients
         self._landing: list[int] = []
         self._scratch = Scratch(keeps=not self._is_apart)
         self._receive = Scratch(keeps=self._on_gloo)
@@ -170,7 +174,7 @@ class Replay:
             for bucket in self._units[name]
         )
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
-        now = Peak(gathered, buckets, activation_bytes)
+        now = Peak(gathered, buckets, activation_bytes, sum(self._freed.values()))
         if now.total_bytes > self._most.total_bytes:
             self._most = now
 
@@ -185,6 +189,7 @@ class Replay:
                     self._whole.discard(name)
             case Event.TURN:
                 self._is_backward, self._cursor = True, 0
+                self._zero_gradients()
                 self._unshard("")
             case Event.BACKWARD:
                 self._unshard(name)
@@ -272,6 +277,17 @@ class Replay:
         self._finish_reduction()
         self._reduce(bucket)
 
+    def _zero_gradients(self) -> None:
+        """As the Trainer does between forward and backward: shards of gradients are freed."""
+        for bucket in self._plan.buckets:
+            dtype, stage = self._plan.grad_dtype(bucket), bucket.stage
+            is_alone = stage.has_shard(State.GRAD) or dtype != bucket.dtype  # not in the whole
+            is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_alone
+            rests_here = not bucket.tiers.grad.is_elsewhere(is_apart=self._is_apart)
+            if is_shard and rests_here and not self._accumulates:
+                numel = len(bucket.layout.shard(self._rank))
+                self._freed[bucket.name] = numel * dtype.itemsize
+
     def _has_all(self, unit: UnitPlan) -> bool:
         buckets = self._units[unit.name]
         return all(
@@ -284,6 +300,7 @@ class Replay:
         size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
         shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name
+        self._freed.pop(bucket.name, None)
         if not bucket.stage.has_shard(State.OPTIM):
             sent = mean
         else:

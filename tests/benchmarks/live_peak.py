@@ -60,13 +60,13 @@ def peak_of_last_step(
     sampler = _LateSampler(engine.module, optimizer)
     for number in range(num_steps):
         is_last = number == num_steps - 1
-        engine.zero_grad()
         if is_last:
             gc.collect()
             sampler.is_looking = True
         # What autograd keeps is seen by the walk only where Python has kept it.
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             loss = step(engine.module)
+            engine.zero_grad()  # where the Trainer does so
             with _CopySampler(sampler) if is_last else nullcontext():
                 engine.backward(loss)
         engine.step()
