@@ -328,13 +328,6 @@ class Communicator:
         self._channels.append(channel)
         return channel
 
-    def fail(self, error: Exception) -> None:
-        """As `Control.fail`; where the others cannot be told, they find this rank gone."""
-        try:
-            self.control.fail(error)
-        except RuntimeError:
-            self.abort()
-
     def abort(self, error: BaseException | None = None) -> None:
         """Makes the other ranks fail where they wait for this one. Does not wait for them.
 

@@ -1,23 +1,22 @@
 """The control plane: what ranks tell each other besides data, between CPUs, over gloo.
 
-Single integers, small masks and objects, so that all ranks, whatever their group, agree on what
-comes next without making a device wait.
+Rounds of a few integers (rounds.py), small masks and objects, so that all ranks, whatever their
+group, agree on what comes next without making a device wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
-from zlib import crc32
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_zero.comm.rounds import Heard, Judge, Rounds
 from lightning_zero.comm.watchdog import (
-    PeerAbortedError,
     RanksApartError,
     Watchdog,
     cut_connections,
@@ -25,30 +24,11 @@ from lightning_zero.comm.watchdog import (
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 
-__all__ = ["Control", "PeerFailedError", "Round", "topic_of"]
-
-_FAILED = -1
-_NO_MARK = 2**62
+__all__ = ["Control", "PeerFailedError"]
 
 
 class PeerFailedError(RanksApartError):
     """Another rank failed where all go on together; the text tells how."""
-
-
-class Round(NamedTuple):
-    """What `Control.agree` found."""
-
-    lowest: int  # request of all ranks
-    fewest: int  # reductions that any rank has issued
-    highest: int  # request of all ranks
-    is_alike: bool = True  # those that sent a mark sent the same one
-    is_same_topic: bool = True  # those that sent a topic sent the same one
-    wish: int | None = None  # the lowest of those that sent one
-
-
-def topic_of(name: str) -> int:
-    """A number for what ranks meet for, so that they find out whether it is the same."""
-    return crc32(name.encode())
 
 
 class Control:
@@ -83,12 +63,23 @@ class Control:
         self._backend = backend
         self._timeout = timeout
         self._group: Any = None
+        self._width = 0
+        self._rounds = self._make_rounds()
         self.open()
 
     def open(self) -> None:
         """Makes the group, where there is a world."""
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(timeout=self._timeout, backend=self._backend)
+        self._rounds.close()
+        self._rounds = self._make_rounds()
+
+    def _make_rounds(self) -> Rounds:
+        is_alone = self.size == 1 or self._backend == "fake"
+        group = None if is_alone else self._group
+        rounds = Rounds(group, rank=self.rank, size=self.size, on_error=self.give_up)
+        rounds.widen(self._width)
+        return rounds
 
     @property
     def is_open(self) -> bool:
@@ -107,6 +98,9 @@ class Control:
             PeerAbortedError: One of them, or this one, has failed.
             RuntimeError: One does not come.
         """
+        if self.size == 1:
+            yield
+            return
         waiting = self.watchdog.waiting(name, is_one_way=is_one_way)
         with waiting, self._recorder.span(Kind.AGREE, name, is_wait=True):
             yield
@@ -170,88 +164,47 @@ class Control:
 
     # ---------------------------------------------------------------- rounds
 
-    def agree(
-        self,
-        request: int,
-        num_issued: int = 0,
-        mark: int | None = None,
-        *,
-        topic: int | None = None,
-        wish: int | None = None,
-        name: str = "the next round",
-    ) -> Round:
-        """One round.
+    @property
+    def num_rounds(self) -> int:
+        """That this rank has begun since the group was made. Local."""
+        return self._rounds.num_begun
+
+    def widen(self, num_bytes: int) -> None:
+        """Makes room for `num_bytes` in every saying, the same on every rank. Local."""
+        self._width = max(self._width, num_bytes)
+        self._rounds.widen(num_bytes)
+
+    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
+        """One round: see `Rounds.say`. Whoever calls it is `waiting`."""
+        return self._rounds.say(numbers, mask, judge)
+
+    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
+        """As `say`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
+        return self._rounds.begin(numbers, mask, judge)
+
+    def agree(self, value: int, name: str = "the next round") -> int:
+        """The lowest value of any rank.
 
         Args:
-            request: What this rank asks for; not negative.
-            num_issued: How many reductions it has issued in this backward.
-            mark: Of what it trains; all ranks that send one should send the same.
-            topic: What the request is about, likewise.
-            wish: Of which the lowest is told. These three are of less than 62 bits.
-            name: What this rank waits for, to be read by people.
-
-        Raises:
-            PeerAbortedError: Another rank has failed.
-            PeerFailedError: Another rank called `fail`.
+            value: Of this rank; of less than 63 bits.
+            name: What it waits for, to be read by people.
         """
-        return self.begin_agreement(request, num_issued, mark, topic=topic, wish=wish, name=name)()
-
-    def begin_agreement(
-        self,
-        request: int,
-        num_issued: int = 0,
-        mark: int | None = None,
-        *,
-        topic: int | None = None,
-        wish: int | None = None,
-        name: str = "the next round",
-    ) -> Callable[[], Round]:
-        """As `agree`, but what it returns waits for the other ranks, and raises."""
-        if self.size == 1:
-            return lambda: Round(request, num_issued, request, wish=wish)
-        numbers = [request, -request, num_issued, *_both_ways(mark), *_both_ways(topic)]
-        agreed = torch.tensor([*numbers, _NO_MARK if wish is None else wish], dtype=torch.int64)
-        with self.watchdog.waiting(name):
-            work = dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        return lambda: self._end_agreement(request, work, agreed, name)
-
-    def _end_agreement(self, request: int, work: Any, agreed: Tensor, name: str) -> Round:
         with self.waiting(name):
-            work.wait()
-        lowest, highest, fewest, *marks, wish = agreed.tolist()
-        if lowest == _FAILED and request != _FAILED:
-            self._raise_failure(None)
-        return Round(
-            lowest,
-            fewest,
-            -highest,
-            is_alike=_is_one(*marks[:2]),
-            is_same_topic=_is_one(*marks[2:]),
-            wish=None if wish == _NO_MARK else wish,
-        )
+            return self.say([value], b"").numbers[0]
 
     # ---------------------------------------------------------------- failure
 
-    def fail(self, error: Exception) -> None:
-        """Tells the other ranks, at their next `agree`, why this one fails; they raise it too.
+    def give_up(self, error: Exception) -> None:
+        """Lets the other ranks fail, wherever they wait. Local, from any thread."""
+        self.watchdog.abort(error)
 
-        The caller raises `error` afterwards. All ranks can go on together where that is caught on
-        all of them. Where ranks fail at once, each raises its own.
+    def failed(self, text: str) -> Exception:
+        """What to raise where another rank has failed, and all go on together. Local."""
+        return PeerFailedError(text)
 
-        Raises:
-            RuntimeError: They cannot be told.
-        """
-        if self.size == 1 or isinstance(error, (PeerAbortedError, PeerFailedError)):
-            return
-        with suppress(PeerAbortedError, PeerFailedError):
-            self.agree(_FAILED)
-            self._raise_failure(error)
-
-    def _raise_failure(self, error: Exception | None) -> None:
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        for rank, failure in enumerate(self.gather_objects(text)):
-            if failure is not None:
-                raise PeerFailedError(f"rank {rank} failed, and all ranks with it: {failure}")
+    def apart(self, text: str) -> Exception:
+        """What to raise where ranks have come to different points. Local."""
+        return RanksApartError(text)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -283,14 +236,6 @@ class Control:
     def close(self) -> None:
         """Destroys the group. Local: ranks may come here at different times."""
         group, self._group = self._group, None
+        self._rounds.close()
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-def _both_ways(mark: int | None) -> tuple[int, int]:
-    """The least of the first is the least mark of all, and that of the second, turned, the most."""
-    return (_NO_MARK, _NO_MARK) if mark is None else (mark, -mark)
-
-
-def _is_one(least: int, most: int) -> bool:
-    return least == _NO_MARK or least == -most

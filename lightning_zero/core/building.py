@@ -404,7 +404,7 @@ class Building:
         return whole[: piece.shape.numel()]
 
     def _round(self, request: int) -> int:
-        agreed = self._comm.control.agree(request).lowest
+        agreed = self._comm.control.agree(request)
         if agreed < _DONE:
             self._check_alike(agreed)
             piece = self._pieces[agreed]

@@ -12,7 +12,7 @@ to which every rank must come with the same name of it, or all fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Moment, Schedule
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -63,11 +64,11 @@ class Lockstep:
     def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
         self.is_in_loop = False
         self._schedule = schedule
-        self._gathering = schedule.gathering
+        self._order = schedule.order
         self._comm = comm
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
-        comm.meet = self.meet_for
+        comm.meet = self._order.announce
         for bucket in buckets:
             bucket.lockstep = self
 
@@ -77,27 +78,41 @@ class Lockstep:
         schedule = self._schedule
         if schedule.moment is Moment.BACKWARD:
             raise RuntimeError("lockstep() was entered in the middle of a backward; do so before.")
+        self._order.interrupt("lockstep()")
         self._depth += 1
+        self._loosen()
         try:
             schedule.open()
             yield
-            self._gathering.meet(self._gathering.done)
+            self._order.meet(self._order.waits.done, "the end of lockstep on all ranks")
         except BaseException as error:
             self._tell(error)
             schedule.reset()
             raise
         finally:
             self._depth -= 1
+            self._loosen()
         self._told = None
         schedule.close()
+
+    def _loosen(self) -> None:
+        """Ranks may leave one after the other."""
+        self._order.is_loose = self.is_in_loop or self._depth > 0
 
     def _tell(self, error: BaseException) -> None:
         """Lets the other ranks fail too, once."""
         if error is self._told:
             return
         self._told = error
-        if isinstance(error, Exception) and not self._gathering.is_mid_round:
-            self._comm.fail(error)
+        if isinstance(error, RanksApartError):
+            return  # they know more
+        if isinstance(error, Exception) and not self._order.is_mid_event:
+            try:
+                self._order.fail(error)
+            except RanksApartError:
+                return
+            except RuntimeError as failure:  # they cannot be told: they find this rank gone
+                self._comm.abort(failure)
         else:
             self._comm.abort(error)  # others may wait for data of this rank, which goes away
 
@@ -105,13 +120,19 @@ class Lockstep:
         """Before a loop of steps, of which each rank takes as many as it likes. Collective."""
         self._schedule.prepare()
         self.is_in_loop = True
+        self._loosen()
 
     def end_loop(self) -> None:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
-            self._gathering.meet(self._gathering.left)
-            self._gathering.release_all()
-            self.is_in_loop = False
+            self._order.meet(self._order.waits.left, "the end of the loop on all ranks")
+            self._schedule.gathering.release_all()
+            self.leave_loop()
+
+    def leave_loop(self) -> None:
+        """The loop is over, or has failed. Local."""
+        self.is_in_loop = False
+        self._loosen()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable object, on every rank. Collective, outside of a loop."""
@@ -122,17 +143,28 @@ class Lockstep:
         if self.is_in_loop or self._depth:
             self.meet_for(name)
 
-    def meet_for(self, name: str, wish: int | None = None) -> int | None:
-        """Before something that all ranks do together, such as another collective, or a batch.
+    def meet_for(self, name: str) -> int | None:
+        """Before something that all ranks do together, such as another collective.
 
         Args:
             name: What that is: the same on every rank.
-            wish: Of this rank, if it has one; of less than 62 bits.
 
         Returns:
-            The lowest wish of any rank.
+            The lowest wish of any rank; see `wishes`.
 
         Raises:
             RuntimeError: Another rank has come to something else.
         """
-        return self._gathering.meet_for(name, wish)
+        return self._order.meet_for(name)
+
+    def wishes(self, wish: Callable[[], int | None]) -> None:
+        """From now on `wish` tells what this rank wishes, of less than 62 bits, if anything."""
+        self._order.wish = wish
+
+    def pass_boundary(self, name: str) -> int | None:
+        """Between two batches: the lowest wish of any rank. Collective, but waits for nobody.
+
+        Args:
+            name: What comes: the same on every rank.
+        """
+        return self._order.pass_boundary(name)

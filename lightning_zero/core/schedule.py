@@ -1,6 +1,8 @@
 """Time: which bucket is gathered, released and reduced when.
 
-[Note: Who waits for whom]
+[Note: Streams] In which order gathers and reductions are issued, and why no rank waits for ever, is
+told in order.py. On this rank:
+
 * A gather is issued on the side stream after everything queued on the compute stream, which
   allocated the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer
   is written only after its former user, and read only after its gather.
@@ -11,30 +13,11 @@
   pending collective keeps its tensors alive.
 * The forward after a step waits for the gather of a bucket when one of its parameters is first
   used.
-
-[Note: Same order on every rank] No collective is decided on by this rank's data alone.
-* Gathers before use go in rounds of `Control.agree`. A rank asks for a unit; the lowest
-  request of all ranks goes first; every rank takes part in its gather, and a rank that wanted
-  another asks again. A rank that has finished its backward asks for nothing but goes on taking part
-  until all have. Ranks whose branches differ gather more than they need, and none hangs.
-  Where groups of ranks hold shards of their own, a gather moves data within a group only, but all
-  agreements stay those of all ranks: averages over replicas, and a failure, concern all of them,
-  and one order on all is enough for each.
-* Likewise a rank that has left a loop in which ranks use the module a different number of times
-  (lockstep.py) takes part until all have left it. Any other collective of the strategy, and every
-  batch of training, first waits for a round in which every rank asks for the same.
-* Reductions have one fixed order. The *eager* buckets, those that the last backward touched on some
-  rank, are reduced by every rank in every backward: as soon as their last gradient is there, at the
-  latest when this rank's backward ends. Then ranks agree by one mask which parameters anybody
-  touched, and reduce what is left in the same order. Which are eager depends on what is trainable,
-  which is compared (gathering.py).
-* A rank waits for a reduction in the middle of a backward only when a round has told that all ranks
-  have issued it; until then it goes on taking part in gathers. So no rank can wait for one that
-  waits for it. Where nothing is gathered before use, a rank needs no other to reach the end of its
-  backward, and may simply wait: what all ranks have issued completes though none of them waits.
 * The average of a reduced shard over replicas is issued when the reduction is finished, in the same
   order on every rank. Nobody waits for it before all ranks have ended their backward and so issued
   it, and meanwhile nobody writes to that shard. It takes no memory of its own.
+* Where groups of ranks hold shards of their own, a gather moves data within a group only, but the
+  order is that of all ranks: averages over replicas, and a failure, concern all of them.
 """
 
 from __future__ import annotations
@@ -50,9 +33,10 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.gathering import Gathering, Trained
+from lightning_zero.core.gathering import Gathering
 from lightning_zero.core.hooks import Hooks, check_all_hooked, is_compiled
 from lightning_zero.core.module_buffers import SharedBuffers
+from lightning_zero.core.order import Order
 from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.unit import Call, Unit
 from lightning_zero.layout.config import ZeroConfig
@@ -77,6 +61,7 @@ class Schedule:
     Attributes:
         moment: What the loop is doing.
         units: The root first.
+        order: Of all ranks.
         gathering: Makes units whole.
         reducing: Reduces gradients.
         shared: Buffers.
@@ -94,9 +79,17 @@ class Schedule:
     ) -> None:
         self.moment = Moment.IDLE
         self.units = list(units)
-        trained = Trained(buckets, comm.control)
-        self.gathering = Gathering(units, trained, comm.recorder, config)
-        self.reducing = Reducing(buckets, self.gathering, trained, comm, config)
+        self.order = Order(
+            comm.control,
+            self,
+            numels=[unit.numel for unit in units],
+            num_buckets=len(buckets),
+            names=[slot.name for bucket in buckets for slot in bucket.plan.layout.slots],
+            ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+        )
+        self.gathering = Gathering(units, self.order, comm.recorder, config)
+        self.reducing = Reducing(buckets, self.order, comm, config)
+        self._ends_step = True  # the backward that comes, or is under way
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
@@ -124,11 +117,23 @@ class Schedule:
             self.shared.are_fresh = True  # a backward that follows has saved them
         self.moment = Moment.FORWARD
         self._recorder.phase(Kind.FORWARD)
-        self.gathering.begin_forward()
+        self._begin_pass()
         self.prepare()
         # A forward in training may change them (BatchNorm), whether a backward follows or not.
         self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.gathering.unshard_held()
+
+    def _begin_pass(self) -> None:
+        """All ranks come here, if there is anything in this forward that they do together."""
+        self._ends_step = not self.is_accumulating
+        if self.order.is_training:
+            return  # one more forward before its backward
+        if not torch.is_grad_enabled():
+            if self.gathering.is_needed:
+                self.order.begin("a forward")
+        elif self.gathering.is_needed or self.reducing.reduces(ends_step=self._ends_step):
+            kind = f"a forward and its backward{'' if self._ends_step else ', of several'}"
+            self.order.begin(kind, self.reducing.trainable())
 
     def prepare(self) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
@@ -160,7 +165,7 @@ class Schedule:
             return
         self._recorder.phase(None)
         if not torch.is_grad_enabled():
-            self.gathering.meet_and_release()
+            self.gathering.release_all()
             self.moment = Moment.IDLE
         elif not self._awaits_backward:
             for unit in self.units:
@@ -216,7 +221,7 @@ class Schedule:
             return False
         if self._config.reshard_after_forward is False:
             return True
-        return self.gathering.is_at_end_of_forward
+        return self.gathering.stays_after_forward(unit)
 
     # ---------------------------------------------------------------- out of turn
 
@@ -278,6 +283,10 @@ class Schedule:
             check_all_hooked(self._module)
         self.moment = Moment.BACKWARD
         self._recorder.phase(Kind.BACKWARD)
+        self._ends_step = reduces
+        if self.reducing.reduces(ends_step=reduces):
+            trainable = self.reducing.trainable()
+            self.order.turn(trainable, "a backward", self.reducing.eager(trainable))
         self.reducing.begin(ends_step=reduces)
         self.gathering.begin_backward()
         self.gathering.unshard_held()
@@ -331,11 +340,26 @@ class Schedule:
             self.reducing.complete(bucket)
 
     def _end_backward(self) -> None:
-        self.reducing.end()
-        self.gathering.end_backward()
+        self.reducing.end(ends_step=self._ends_step)
+        self.gathering.forget()
+        self.gathering.release_all()
         self._awaits_backward = False
         self.moment = Moment.FORWARD if self._depth else Moment.IDLE
         self._recorder.phase(Kind.FORWARD if self._depth else None)
+
+    # ---------------------------------------------------------------- what the order decides
+
+    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
+        """See `Events`."""
+        self.gathering.issue(self.units[unit], is_kept=is_kept)
+
+    def issue_reduction(self, bucket: int) -> None:
+        """See `Events`."""
+        self.reducing.reduce(self._buckets[bucket])
+
+    def turn(self) -> None:
+        """See `Events`."""
+        self.reducing.begin(ends_step=self._ends_step)
 
     # ---------------------------------------------------------------- failures
 
@@ -358,6 +382,7 @@ class Schedule:
         self._depth = 0
         self.moment = Moment.IDLE
         self._recorder.forget()
+        self.order.forget()
         self.gathering.forget()
         errors: list[Exception] = []
         for bucket in self._buckets:

@@ -279,7 +279,7 @@ class Engine:
         """
         self._worker.drain()  # it waits for no rank, and needs the groups that go
         self.optimizers.reset()
-        self.lockstep.is_in_loop = False
+        self.lockstep.leave_loop()
         if not self.comm.rally(deadline, error):
             return False
         self.schedule.recover()

@@ -50,9 +50,17 @@ __all__ = ["BatchBoundary", "RequeuedExit", "Requeueing", "name_of_batch", "with
 # There is no hook between batches that may end a training, nor one for the handler.
 _AGREE = "_broadcast_sigterm_tensor"
 _HANDLE = "_sigterm_notifier_fn"
-_STOP, _GO_ON = 0, 1  # what a rank wishes; the lowest of all ranks counts
 
 _log = logging.getLogger(__name__)
+
+
+class Wish(IntEnum):
+    """What a rank wishes for all, between two batches; the lowest of all ranks counts."""
+
+    LEAVE = 0  # the place is taken away
+    REQUEUE = 1  # the time will soon be up
+    STOP = 2
+    NOTHING = 3
 
 
 class BatchBoundary:
@@ -68,6 +76,7 @@ class BatchBoundary:
         """Before Lightning installs its handlers. Local."""
         self.end()
         self._trainer, self._lockstep, self._is_told = trainer, lockstep, False
+        lockstep.wishes(self._wish)
         self._replace(trainer.fit_loop.epoch_loop, _AGREE, self.agree)
         self._replace(trainer._signal_connector, _HANDLE, partial(self._note, trainer))
 
@@ -82,6 +91,12 @@ class BatchBoundary:
         setattr(owner, name, function)
         self._replaced.append((owner, name))
 
+    def _wish(self) -> Wish:
+        assert self._trainer is not None
+        signals = self._trainer._signal_connector
+        asked = signals.request if isinstance(signals, _Signals) else Wish.NOTHING
+        return min(asked, Wish.STOP if self._is_told else Wish.NOTHING)
+
     def agree(self) -> None:
         """Whether all ranks go on. Collective: every rank, before the same batch.
 
@@ -91,8 +106,7 @@ class BatchBoundary:
         """
         assert self._trainer is not None
         assert self._lockstep is not None
-        wish = _STOP if self._is_told else _GO_ON
-        if self._lockstep.meet_for(name_of_batch(self._trainer), wish) == _STOP:
+        if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == Wish.STOP:
             rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
             with suppress(RanksApartError):  # so that none goes away before all know
                 self._lockstep.meet_for("the stop of all ranks")
@@ -133,14 +147,6 @@ class RequeuedExit(SIGTERMException):
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
-
-
-class Request(IntEnum):
-    """What a rank asks for; the lowest of all ranks counts."""
-
-    LEAVE = 0  # the place is taken away
-    REQUEUE = 1  # the time will soon be up
-    NOTHING = 2
 
 
 class Requeueing:
@@ -216,17 +222,20 @@ class Requeueing:
         _wait_until_seen(self.path, _SEEN_WITHIN_S)
         return str(self.path)
 
-    def at_boundary(self, request: Request) -> None:
+    def at_boundary(self) -> Wish:
         """Asks the other ranks whether to stop here. Collective: every rank.
+
+        Returns:
+            What was wished, where training goes on.
 
         Raises:
             RequeuedExit: They stop; everything is saved.
         """
         engine = self.trainer.strategy.engine  # type: ignore[attr-defined]
         batch = name_of_batch(self.trainer, is_over=True)
-        agreed = Request(engine.lockstep.meet_for(batch, request))
-        if agreed is Request.NOTHING:
-            return
+        agreed = engine.lockstep.pass_boundary(batch)
+        if agreed not in (Wish.LEAVE, Wish.REQUEUE):
+            return Wish.NOTHING
         rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")
         strategy: Any = self.trainer.strategy
         strategy.finish_saving(warns=True)  # an earlier failure must not cost this save
@@ -238,13 +247,14 @@ class Requeueing:
         why_not = strategy.broadcast(self._requeue(agreed))
         if why_not is None:
             raise RequeuedExit
-        goes_on = "ends" if agreed is Request.LEAVE else "trains on"
+        goes_on = "ends" if agreed == Wish.LEAVE else "trains on"
         rank_zero_warn(
             f"The job is not requeued ({why_not}) and {goes_on}; {self.path} is saved, and "
             "fit(ckpt_path=...) goes on from it."
         )
-        if agreed is Request.LEAVE:
+        if agreed == Wish.LEAVE:
             raise RequeuedExit
+        return Wish.REQUEUE
 
     def _save_metrics(self) -> None:
         try:
@@ -253,12 +263,12 @@ class Requeueing:
         except Exception as error:  # the others wait for this rank, and the checkpoint is saved
             rank_zero_warn(f"the metrics were not saved: {type(error).__name__}: {error}")
 
-    def _requeue(self, request: Request) -> str | None:
+    def _requeue(self, request: int) -> str | None:
         """Rank 0 asks SLURM; what speaks against it, or None."""
         if not self.trainer.is_global_zero:
             return None  # nobody reads it
         # SIGTERM also comes from scancel and after the time limit, and is then the job's end.
-        if request is Request.LEAVE and (state := _job_state()) != "RUNNING":
+        if request == Wish.LEAVE and (state := _job_state()) != "RUNNING":
             return f"it is {state}"
         done = _scontrol("requeue", _job_name())
         if done.returncode == 0:
@@ -275,13 +285,13 @@ class _Signals(_SignalConnector):
     def __init__(self, requeueing: Requeueing) -> None:
         super().__init__(requeueing.trainer)
         self.requeueing = requeueing
-        self.request = Request.NOTHING
+        self.request = Wish.NOTHING
 
     @contextlib.contextmanager
     def flagged(self) -> Iterator[None]:
         """From before the set-up, which may take long and must not be killed, to the end."""
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        requests = {environment.requeue_signal: Request.REQUEUE, signal.SIGTERM: Request.LEAVE}
+        requests = {environment.requeue_signal: Wish.REQUEUE, signal.SIGTERM: Wish.LEAVE}
         earlier = {signum: signal.getsignal(signum) for signum in requests}
 
         def flag(signum: int, frame: FrameType | None) -> None:
@@ -342,9 +352,9 @@ class _Signals(_SignalConnector):
 
     def _stop_if_asked(self) -> None:
         request = self.request
-        self.requeueing.at_boundary(request)
-        if request is not Request.NOTHING:  # else one that has come since would be lost
-            self.request = Request.NOTHING
+        done = self.requeueing.at_boundary()
+        if done is Wish.REQUEUE and request is Wish.REQUEUE:  # else it has come since
+            self.request = Wish.NOTHING
 
 
 def _next_fit() -> int:

@@ -1,0 +1,836 @@
+"""The order in which gathers and reductions are issued: one on all ranks, agreed on once.
+
+[Note: Who waits for whom] Every rank issues the same gathers and reductions in the same order, its
+*events*. No event is decided on by what one rank alone knows. A *pass* is what comes between two
+boundaries: a forward and its backward in training, a forward elsewhere. It has a *key*: what kind of
+pass it is, which parameters are trained, what the pass before it was.
+
+* A pass whose key is new is *asked for*: a rank that needs a unit asks in a round (comm/rounds.py);
+  of all requests the lowest goes first, and every rank takes part in that gather. The round also
+  tells how many reductions, in the order of `eager`, every rank is ready for; all issue them then.
+  A rank that has ended its pass goes on answering until all have. So all events of all ranks are
+  decided by rounds, and every rank logs the same ones.
+* A log that was the same twice running becomes the *plan* of its key, with gathers moved ahead of
+  the reductions in front of them (`hoisted`). A pass with a plan has no rounds: every rank issues
+  the plan, each event when it needs it, or is ready for it, or needs one behind it.
+* A rank that needs a unit which is not in the rest of its plan issues that rest, with what there is,
+  and asks for it. The others answer in the round at the end of their pass. Gradients that come after
+  their reduction are *late*: reduced once more, after the end. Where that happens often the plan is
+  given up, and twice as many equal logs are needed for the next.
+
+Why nobody waits in a circle:
+
+1. In a pass with a plan all ranks issue its events in the order of the plan, and all of them before
+   they enter a round that ends the pass, or ask in one. In a pass without, all issue what a round
+   has told before they enter the next.
+2. A rank waits for the data of events only that it has issued itself. So of all ranks that wait for
+   data the one that has issued least waits for an event which all have issued: it completes.
+3. A rank waits for a round only when it has issued all events up to that round. Whoever has not come
+   to it computes, or waits for data, which comes by 2.
+4. Whether a pass has a plan follows from its key and from the results of rounds, which are the same
+   on all ranks. A key that does not follow from the rounds before it (`_following`) is compared in a
+   round that is waited for before the first event; one that does, in a round that nobody waits for,
+   so that ranks which come to different points find it out though some of them wait for data.
+
+A boundary is a round in which nobody asks for a unit any more. Such rounds carry, besides, what any
+rank has touched, what a rank wishes (to stop, say) and marks of what is trained and of all that was
+done together before: what differs there is an error on all ranks.
+
+In a *loose* context, which ranks leave one after the other (lockstep.py), a rank that has left takes
+part in the passes of the others, in the same way: it issues their plans, or answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from lightning_zero.comm.rounds import Heard, Judge
+
+__all__ = ["Events", "Order", "Round", "Talk", "Waits", "hoisted"]
+
+_NOTHING = 2**62  # said by a rank that has nothing to compare
+_ALIKE = 2  # equal logs that make a plan
+_MOST_ALIKE = 64
+_TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
+_CONTEXT = 8  # passes from which the next one is foretold
+_MOST_LOGGED = 100_000  # events
+_MOST_TEXT = 1024  # bytes, of a failure
+_MOST_BOUNDARIES = 8  # between batches, without a round
+
+
+class Talk(Protocol):
+    """How ranks speak: `comm.control.Control`."""
+
+    rank: int
+    size: int
+
+    def widen(self, num_bytes: int) -> None:
+        """Makes room in every saying."""
+
+    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
+        """One round."""
+
+    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
+        """One round, while this rank goes on."""
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Around waiting for other ranks."""
+
+    def give_up(self, error: Exception) -> None:
+        """Lets the other ranks fail, wherever they wait."""
+
+    def failed(self, text: str) -> Exception:
+        """For another rank's failure."""
+
+    def apart(self, text: str) -> Exception:
+        """For ranks that have come to different points."""
+
+
+class Events(Protocol):
+    """Who does what this decides on."""
+
+    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
+        """Issues the gather of a unit, which stays whole until its use or not."""
+
+    def issue_reduction(self, bucket: int) -> None:
+        """Issues the reduction of a bucket, with the gradients that there are."""
+
+    def turn(self) -> None:
+        """From here on come reductions."""
+
+
+class Round(NamedTuple):
+    """What all ranks have said in one round."""
+
+    lowest: int  # request
+    highest: int
+    num_ready: int  # reductions that all are ready for
+    key: int  # of those that sent one, the lowest
+    is_same_key: bool
+    is_same_flags: bool
+    is_same_past: bool
+    wish: int | None  # the lowest
+    has_deviated: bool  # any
+    is_in_vain: bool  # all have left gathers of the plan unused
+    is_loose: bool  # any
+    is_alike_loose: bool  # all are, or none
+    failed: int  # the lowest rank that has, or their number
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Round:
+        """As `Order._numbers` has put it."""
+        low, high, ready, key, *marks, wish, deviated, in_vain, loose, all_loose, failed = numbers
+        most_key, flags, most_flags, past, most_past = marks
+        return cls(
+            lowest=low,
+            highest=-high,
+            num_ready=ready,
+            key=key,
+            is_same_key=key == _NOTHING or key == -most_key,
+            is_same_flags=flags == _NOTHING or flags == -most_flags,
+            is_same_past=past == _NOTHING or past == -most_past,
+            wish=None if wish == _NOTHING else wish,
+            has_deviated=deviated < 0,
+            is_in_vain=in_vain > 0,
+            is_loose=loose < 0,
+            is_alike_loose=loose == -all_loose,
+            failed=failed,
+        )
+
+
+@dataclass
+class _Pass:
+    key: int | None  # None: nothing is learned from it
+    is_training: bool = False
+    plan: tuple[int, ...] | None = None
+    is_learned: bool = True  # the plan comes from logs
+    saying: Future[Heard] | None = None  # the round of its beginning
+    is_begun: bool = True  # that one has been heard, or need not be before an event
+    cursor: int = 0
+    log: list[int] = field(default_factory=list)
+    has_turned: bool = False
+    eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
+    ready: set[int] = field(default_factory=set)
+    num_reduced: int = 0
+    used: set[int] = field(default_factory=set)  # units
+    has_deviated: bool = False
+    is_in_vain: bool = False
+
+
+@dataclass
+class _Known:
+    """Of one key."""
+
+    log: tuple[int, ...] = ()
+    num_alike: int = 0
+    num_needed: int = _ALIKE
+    plan: tuple[int, ...] | None = None
+    trust: int = _TRUST
+
+
+class Waits(NamedTuple):
+    """The requests of ranks that ask for no unit; see `Order`."""
+
+    begin: int  # a pass
+    together: int  # something else that all ranks do
+    done: int  # has ended its step, or its backward
+    left: int  # has left a loop of steps
+
+
+class Order:
+    """The events of this rank. See [Note: Who waits for whom].
+
+    A request is one integer, of which the lowest of all ranks goes first:
+
+        0 .. n-1       a unit, in forward by its place in the layout
+        n .. 2n-1      a unit, in backward from the end of the layout on
+        2n .. 2n+3     `Waits`
+
+    Args:
+        talk: Between the ranks.
+        events: Does what is decided.
+        numels: Elements of each unit; 0 for one that is not gathered.
+        num_buckets: That are reduced.
+        names: Of the parameters, whose `requires_grad` are the flags of a pass.
+        ahead: Elements to gather ahead of use; None: one unit; 0: none.
+
+    Attributes:
+        waits: Requests.
+        wish: Tells what this rank wishes; the lowest counts.
+        is_loose: Ranks may leave one after the other.
+        is_mid_event: This rank takes part in an event that it has not issued in full.
+    """
+
+    def __init__(
+        self,
+        talk: Talk,
+        events: Events,
+        *,
+        numels: Sequence[int],
+        num_buckets: int,
+        names: Sequence[str] = (),
+        ahead: int | None = None,
+    ) -> None:
+        self._talk = talk
+        self._events = events
+        self._numels = list(numels)
+        self._num = len(self._numels)
+        self._gathers = any(self._numels)
+        self._names = list(names)
+        self._ahead = ahead
+        first = 2 * self._num
+        self.waits = Waits(first, first + 1, first + 2, first + 3)
+        self.wish: Callable[[], int | None] = lambda: None
+        self.is_loose = False
+        self.is_mid_event = False
+        self._pass: _Pass | None = None
+        self._ended: _Pass | None = None  # until a boundary has been heard
+        self._unheard: list[Future[Heard]] = []  # sayings that nobody waits for
+        self._known: dict[int, _Known] = {}
+        self._following: dict[tuple[int, ...], int] = {}
+        self._context: tuple[int, ...] = ()
+        self._last_log = 0  # a hash of what the last training pass has issued
+        self._past = 0  # a hash of what was done together
+        self._flags: bytes = b""
+        self._flags_mark = _NOTHING
+        self._heard_wish: int | None = None
+        self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
+        talk.widen(max(2 * num_buckets + len(self._names), talk.size, _MOST_TEXT))
+
+    # ---------------------------------------------------------------- passes
+
+    @property
+    def has_plan(self) -> bool:
+        """This pass follows one, and there is something left of it."""
+        one = self._pass
+        return one is not None and one.plan is not None and one.cursor < len(one.plan)
+
+    @property
+    def is_training(self) -> bool:
+        """A pass of training is open."""
+        return self._pass is not None and self._pass.is_training
+
+    def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
+        """A pass begins. Collective.
+
+        Args:
+            kind: Of pass: the same on every rank.
+            flags: In training: what is trained.
+        """
+        is_training = flags is not None
+        is_settled = self._pass is None and self._ended is None and not self.is_loose
+        self._leave()
+        if flags is not None:
+            self._look(flags)
+            key = _hash(kind, self._flags_mark, self._last_log)
+        else:
+            self._flags_mark = _NOTHING
+            key = _hash(kind)
+        one = self._pass = _Pass(key, is_training)
+        is_foretold = False
+        if is_training:
+            is_foretold = is_settled and self._following.get(self._context) == key
+            if len(self._following) > _MOST_LOGGED:
+                self._following.clear()
+            self._following[self._context] = key
+            self._context = (*self._context, key)[-_CONTEXT:]
+        one.is_begun = False
+        one.saying = self._begin_saying(self.waits.begin, key)
+        if is_foretold:
+            self._unheard.append(one.saying)
+            one.is_begun = True
+            one.plan = self._plan_of(key)
+
+    def _look(self, flags: Sequence[bool]) -> None:
+        self._flags = bytes(flags)
+        self._flags_mark = _hash(self._flags)
+
+    def _plan_of(self, key: int | None) -> tuple[int, ...] | None:
+        known = self._known.get(key) if key is not None else None
+        return known.plan if known is not None else None
+
+    def _confirm(self) -> _Pass:
+        """Before an event: all ranks have begun the same pass, where that is not foretold."""
+        one = self._pass
+        if one is None:
+            one = self._pass = _Pass(None)
+        if one.is_begun:
+            return one
+        assert one.saying is not None
+        heard = self._hear(one.saying, "the beginning of a pass")
+        while heard.lowest < self.waits.begin:
+            self._answer(heard)
+            heard = self._say(self.waits.begin, one.key, "the beginning of a pass")
+        self._learn(heard)
+        one.is_begun = True
+        if not heard.is_same_key:
+            one.key = None
+        if one.is_learned:
+            one.plan = self._plan_of(one.key)
+        return one
+
+    def turn(self, flags: Sequence[bool], kind: str, eager: Sequence[int]) -> None:
+        """Backward begins. Collective.
+
+        Args:
+            flags: What is trained now.
+            kind: Of the pass that begins where none is open, or its flags were others.
+            eager: Buckets that will be reduced, in this order, if there is no plan: the same on
+                every rank.
+        """
+        if not self.is_training or bytes(flags) != self._flags:
+            self.begin(kind, flags)
+        one = self._pass
+        assert one is not None
+        if not one.eager:
+            one.eager = list(eager)
+        if not self._gathers and one.plan is None:
+            one.plan, one.is_learned = tuple(map(self._reduction, eager)), False
+            one.has_turned = True
+            return
+        if one.has_turned:
+            return
+        if one.plan is not None and self._turn in islice(one.plan, one.cursor, None):
+            self._advance(one.plan.index(self._turn, one.cursor) + 1, None)
+        one.has_turned = True
+
+    def end(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
+        """Backward has ended: the boundary. Collective. `conclude` follows.
+
+        Args:
+            mask: Tells what this rank has touched, when it has issued all it can.
+            finish: Is called while the round is under way.
+
+        Returns:
+            What any rank has touched.
+        """
+        self._leave()
+        done = self.waits.done
+        saying = self._begin_saying(done, None, mask())
+        finish()
+        name = "the end of the backward on all ranks"
+        heard = self._hear(saying, name)
+        while True:
+            self._answer(heard)
+            if heard.lowest >= done:
+                break
+            heard = self._say(done, None, name, mask())
+        self._heard_wish, self._num_boundaries = heard.wish, 0
+        self._heard = heard
+        return self._heard_mask
+
+    def conclude(self, *, is_complete: bool) -> None:
+        """After `end`: all that was touched had been reduced before it, the same on every rank."""
+        if not is_complete and self._ended is not None and self._ended.plan is None:
+            self._ended.key = None  # its log lacks what comes now
+        self._learn(self._heard, is_incomplete=not is_complete)
+
+    def _leave(self) -> None:
+        """This rank has ended its pass: issues what is left of the plan."""
+        if self._pass is None:
+            return
+        one = self._confirm()
+        if one.plan is not None:
+            stop = len(one.plan)
+            if one.is_training and not one.has_turned and self._turn in one.plan:
+                stop = one.plan.index(self._turn)  # a boundary in mid-forward
+            self._advance(stop, None)
+        self._ended, self._pass = one, None
+
+    def _learn(self, heard: Round, *, is_incomplete: bool = False) -> None:
+        """At a boundary: from the pass that it has ended, the same on every rank."""
+        one, self._ended = self._ended, None
+        if one is None:
+            return
+        log = tuple(one.log)
+        if one.is_training:
+            self._last_log = 0 if not one.is_learned else _hash(one.plan or log)
+        if one.key is None or not one.is_learned or len(log) >= _MOST_LOGGED:
+            return
+        known = self._known.setdefault(one.key, _Known())
+        if one.plan is None:
+            known.num_alike = known.num_alike + 1 if log == known.log else 1
+            known.log = log
+            if known.num_alike >= known.num_needed:
+                known.plan, known.trust = hoisted(log, self._numels, self._ahead), _TRUST
+            return
+        change = -4 if heard.has_deviated or is_incomplete else -1 if heard.is_in_vain else 1
+        known.trust = min(known.trust + change, _MOST_TRUST)
+        if known.trust < 0:
+            known.plan, known.log, known.num_alike = None, (), 0
+            known.num_needed = min(2 * known.num_needed, _MOST_ALIKE)
+
+    def forget(self) -> None:
+        """After an exception: nothing is under way, and nothing known. Local."""
+        self._pass = self._ended = None
+        self._unheard.clear()
+        self._known.clear()
+        self._following.clear()
+        self._context = ()
+        self._last_log = 0
+        self._num_boundaries = _MOST_BOUNDARIES
+        self.is_mid_event = False
+
+    # ---------------------------------------------------------------- events
+
+    @property
+    def _turn(self) -> int:
+        """The event at which a backward begins; gathers are below, reductions above."""
+        return self._num
+
+    def _reduction(self, bucket: int) -> int:
+        return self._num + 1 + bucket
+
+    def use(self, unit: int, *, may_repeat: bool) -> None:
+        """This rank uses `unit` now.
+
+        Args:
+            unit: Which.
+            may_repeat: If the pass has used it already and will not again, another one begins, as
+                with each token that is generated.
+        """
+        if self._pass is None:
+            self._pass = _Pass(None)
+        if may_repeat and unit in self._pass.used and unit not in self.upcoming():
+            self.begin("another forward of a step")
+        self._pass.used.add(unit)
+
+    def want(self, unit: int, *, is_backward: bool) -> None:
+        """Issues the gather of a unit that this rank needs now, or answers others once.
+
+        Call it until the unit is whole.
+        """
+        one = self._confirm()
+        if one.plan is not None:
+            with_unit = (
+                place for place in range(one.cursor, len(one.plan)) if one.plan[place] == unit
+            )
+            place = next(with_unit, None)
+            if place is not None:
+                self._advance(place + 1, unit)
+                return
+            one.has_deviated = True
+            self._advance(len(one.plan), None)
+        request = 2 * self._num - 1 - unit if is_backward else unit
+        self._answer(self._say(request, None, f"the gather of unit {unit}"), is_kept=True)
+
+    def ready(self, bucket: int) -> None:
+        """All gradients of `bucket` are there: it is reduced when those before it are."""
+        one = self._confirm()
+        one.ready.add(bucket)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Issues reductions that are next in the plan and ready."""
+        one = self._pass
+        while one is not None and one.plan is not None and one.cursor < len(one.plan):
+            event = one.plan[one.cursor]
+            if event <= self._turn or event - self._turn - 1 not in one.ready:
+                return
+            self._advance(one.cursor + 1, None)
+
+    @property
+    def next_unit(self) -> int | None:
+        """The unit whose gather is the next event of the plan."""
+        if not self.has_plan:
+            return None
+        one = self._confirm()
+        assert one.plan is not None
+        event = one.plan[one.cursor]
+        return event if event < self._turn else None
+
+    def gather_ahead(self) -> None:
+        """Issues the gather of `next_unit`, which this rank will need."""
+        one = self._confirm()
+        assert one.plan is not None
+        self._advance(one.cursor + 1, one.plan[one.cursor])
+        self.go_on()
+
+    def upcoming(self) -> Iterator[int]:
+        """Units that the plan will gather."""
+        one = self._pass
+        if one is not None and one.plan is not None:
+            yield from (e for e in islice(one.plan, one.cursor, None) if e < self._turn)
+
+    def is_last_of_forward(self, unit: int) -> bool:
+        """Backward begins with the unit that forward has gathered last: it may stay whole."""
+        one = self._pass
+        if one is None or one.plan is None or one.has_turned or one.cursor >= len(one.plan):
+            return False
+        if one.plan[one.cursor] != self._turn:
+            return False
+        gathers = (e for e in reversed(one.plan[: one.cursor]) if e < self._turn)
+        return next(gathers, None) == unit
+
+    def _advance(self, stop: int, wanted: int | None) -> None:
+        """Issues events of the plan up to `stop`; the last one may be the unit that is wanted."""
+        one = self._confirm()
+        assert one.plan is not None
+        while one.cursor < stop:
+            event = one.plan[one.cursor]
+            one.cursor += 1
+            is_wanted = event == wanted and one.cursor == stop
+            if event < self._turn:
+                one.is_in_vain |= not is_wanted
+            elif event > self._turn and event - self._turn - 1 not in one.ready:
+                one.has_deviated = True
+            self._issue(event, is_kept=is_wanted)
+
+    def _issue(self, event: int, *, is_kept: bool = False) -> None:
+        one = self._ended or self._pass
+        if one is not None and len(one.log) < _MOST_LOGGED:
+            one.log.append(event)
+        self.is_mid_event = True
+        if event < self._turn:
+            self._events.issue_gather(event, is_kept=is_kept)
+        elif event == self._turn:
+            if one is not None:
+                one.has_turned = True
+            self._events.turn()
+        else:
+            if one is not None:
+                one.num_reduced += 1
+            self._events.issue_reduction(event - self._turn - 1)
+        self.is_mid_event = False
+
+    def _answer(self, heard: Round, *, is_kept: bool = False) -> None:
+        """Issues what a round has told: reductions that all are ready for, then the gather."""
+        one = self._ended or self._pass
+        if one is not None and one.plan is None:
+            is_backward = self._num <= heard.lowest < self.waits.begin or heard.num_ready
+            if is_backward and self._turn not in one.log:
+                one.log.append(self._turn)  # where all ranks have turned
+            while one.num_reduced < min(heard.num_ready, len(one.eager)):
+                self._issue(self._reduction(one.eager[one.num_reduced]))
+        if heard.lowest < self.waits.begin:
+            lowest = heard.lowest
+            unit = lowest if lowest < self._num else 2 * self._num - 1 - lowest
+            self._issue(unit, is_kept=is_kept)
+
+    # ---------------------------------------------------------------- boundaries
+
+    def meet(self, request: int, name: str) -> None:
+        """Takes part in what other ranks still ask for, until none is behind `request`.
+
+        Args:
+            request: One of `waits`.
+            name: What this rank waits for, to be read by people.
+        """
+        topic = _hash(name) if request == self.waits.together else None
+        one, kept = self._pass, None
+        if one is not None and one.is_training and request == self.waits.together:
+            kept = _Pass(_hash(one.key or 0, topic or 0), is_training=True)  # goes on behind it
+            kept.has_turned, kept.eager, kept.ready = one.has_turned, one.eager, one.ready
+        self._leave()
+        while True:
+            heard = self._say(request, topic, name)
+            self._answer(heard)
+            if heard.lowest < self.waits.begin:
+                continue
+            self._learn(heard)
+            if heard.lowest >= request:
+                break
+            if heard.lowest == self.waits.begin:  # others begin a pass: it is followed
+                key = heard.key if heard.is_same_key else None
+                self._pass = _Pass(key, plan=self._plan_of(key))
+                self._leave()
+        if request == self.waits.together:
+            self._past = _hash(self._past, topic or 0)
+        if kept is not None:
+            kept.plan = self._plan_of(kept.key)
+            kept.num_reduced = one.num_reduced if one is not None else 0
+            self._pass = kept
+        self._heard_wish = heard.wish
+
+    def interrupt(self, name: str) -> None:
+        """`meet` before something within a pass of training, which ends there. Collective."""
+        if self.is_training:
+            self.meet(self.waits.together, name)
+            self._pass = None
+
+    def announce(self, name: str) -> None:
+        """Before a collective that all ranks come to: `meet`, which nobody waits for if need be."""
+        if self._pass is not None or self._ended is not None or self.is_loose:
+            self.meet(self.waits.together, name)
+            return
+        topic = _hash(name)
+        self._unheard.append(self._begin_saying(self.waits.together, topic))
+        self._past = _hash(self._past, topic)
+
+    def note(self, name: str) -> None:
+        """All ranks come to `name` here; found out at the next round if not. Local."""
+        self._past = _hash(self._past, name)
+
+    def pass_boundary(self, name: str) -> int | None:
+        """Between two batches: the lowest wish of any rank, as the last boundary has told it.
+
+        Collective. Holds a round of its own where there has been none for long.
+        """
+        self._num_boundaries += 1
+        is_settled = self._pass is None and self._ended is None and not self.is_loose
+        if self._talk.size > 1 and is_settled and self._num_boundaries <= _MOST_BOUNDARIES:
+            self.note(name)
+        else:
+            self.meet(self.waits.together, name)
+        wish, self._heard_wish = self._heard_wish, None
+        return wish
+
+    def meet_for(self, name: str) -> int | None:
+        """`meet` before something that all ranks do together: the lowest wish of any rank."""
+        self.meet(self.waits.together, name)
+        return self._heard_wish
+
+    def fail(self, error: Exception) -> None:
+        """Tells the other ranks, in their next round, why this one fails; they raise it too.
+
+        The caller raises `error` afterwards.
+
+        Raises:
+            RuntimeError: They cannot be told.
+        """
+        self._leave()
+        self._failure = f"{type(error).__name__}: {error}"
+        try:
+            numbers, judge = self._numbers(-1, None, failed=True), self._judge(-1, "")
+            with self._talk.waiting("the failure of this rank"):
+                heard = self._talk.say(numbers, b"", judge)
+        finally:
+            self._failure = ""
+        if heard.error is not None:
+            raise heard.error
+
+    # ---------------------------------------------------------------- rounds
+
+    _failure = ""
+    _heard: Round
+    _heard_mask = b""
+
+    def _numbers(self, request: int, key: int | None, *, failed: bool = False) -> list[int]:
+        one = self._ended or self._pass
+        ready = 0
+        if one is not None and one.plan is None:
+            is_done = request >= self.waits.done
+            ready = len(one.eager) if is_done else _prefix(one.eager, one.ready)
+        elif one is not None:
+            ready = len(one.eager)
+        of_last = self._ended or one
+        compares = not self.is_loose and self.waits.begin <= request <= self.waits.done
+        wish = self.wish()
+        return [
+            request,
+            -request,
+            ready,
+            *(([_NOTHING]) if key is None else [key]),
+            _NOTHING if key is None else -key,
+            *_both_ways(self._flags_mark if compares else None),
+            *_both_ways(self._past if compares else None),
+            _NOTHING if wish is None else wish,
+            -int(of_last is not None and of_last.has_deviated),
+            int(of_last is not None and of_last.is_in_vain),
+            -int(self.is_loose),
+            int(self.is_loose),
+            self._talk.rank if failed else self._talk.size,
+        ]
+
+    def _begin_saying(self, request: int, key: int | None, mask: bytes = b"") -> Future[Heard]:
+        name = "the next forward or backward"
+        numbers = self._numbers(request, key)
+        return self._talk.begin_saying(numbers, mask, self._judge(request, name))
+
+    def _say(self, request: int, key: int | None, name: str, mask: bytes = b"") -> Round:
+        judge = self._judge(request, name)
+        with self._talk.waiting(name):
+            heard = self._talk.say(self._numbers(request, key), mask, judge)
+        return self._take(heard)
+
+    def _hear(self, saying: Future[Heard], name: str) -> Round:
+        with self._talk.waiting(name):
+            heard = saying.result()
+        return self._take(heard)
+
+    def _take(self, heard: Heard) -> Round:
+        earlier = [saying for saying in self._unheard if saying.done()]  # all that came before
+        self._unheard = [saying for saying in self._unheard if not saying.done()]
+        for error in (*(saying.result().error for saying in earlier), heard.error):
+            if error is not None:
+                raise error
+        self._heard_mask = heard.mask
+        return Round.of(heard.numbers)
+
+    def _judge(self, request: int, name: str) -> Judge:
+        """What is wrong with a round, the same on every rank; from any thread."""
+
+        def judge(heard: Heard) -> Exception | None:
+            told = Round.of(heard.numbers)
+            if told.failed < self._talk.size:
+                return self._told_failure(told.failed)
+            if told.lowest < self.waits.begin:
+                return None
+            if not told.is_alike_loose:
+                is_apart = True
+            elif told.is_loose:
+                is_together = told.lowest == self.waits.together
+                is_apart = is_together and (told.highest > told.lowest or not told.is_same_key)
+            else:
+                if not told.is_same_flags:
+                    return self._told_flags()
+                is_alike = told.is_same_key and told.is_same_past
+                is_apart = told.lowest < told.highest or not is_alike
+            if not is_apart:
+                return None
+            error = self._talk.apart(_alone(name))
+            self._talk.give_up(error)
+            return error
+
+        return judge
+
+    def _told_failure(self, rank: int) -> Exception | None:
+        text = self._failure.encode()[:_MOST_TEXT] if rank == self._talk.rank else b""
+        heard = self._talk.say([], text)
+        if self._failure:
+            return None  # it raises its own
+        told = heard.mask.rstrip(b"\0").decode(errors="replace")
+        return self._talk.failed(f"rank {rank} failed, and all ranks with it: {told}")
+
+    def _told_flags(self) -> Exception:
+        """Names the first parameter of which ranks differ."""
+        flags = self._flags if self._flags_mark != _NOTHING else b""
+        say = self._talk.say
+        some = say([], flags).mask
+        others = say([], bytes(not flag for flag in flags)).mask
+        place = next((i for i, pair in enumerate(zip(some, others, strict=True)) if all(pair)), 0)
+        own = bytes(self._talk.rank) + bytes([1 + flags[place]] if flags else [0])
+        everyone = say([], own).mask[: self._talk.size]
+        told = [flag == 2 for flag in everyone if flag]
+        return RuntimeError(
+            f"requires_grad of parameter {self._names[place]} differs by rank: {told}, in the order"
+            " of ranks; freeze and unfreeze the same parameters on all ranks, between the same two "
+            "steps."
+        )
+
+
+def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tuple[int, ...]:
+    """The plan of a log: gathers come before the reductions that they need not wait for.
+
+    A unit that forward gathers last and backward first is gathered once.
+
+    Args:
+        log: Events; see `Order`.
+        numels: Elements of each unit.
+        ahead: A gather passes the reductions since the gather before it; with a number, also those
+            before earlier ones, as long as their units have no more elements. 0: none.
+    """
+    turn = len(numels)
+    plan: list[int] = []
+    since: list[int] = []  # reductions between each gather and the one before it
+    units: list[int] = []
+    num_since = 0
+    last_of_forward: int | None = None
+    for event in log:
+        if event > turn:
+            num_since += 1
+            plan.append(event)
+            continue
+        if event == turn:
+            last_of_forward = units[-1] if units else None
+            plan.append(event)
+            since, units, num_since = [], [], 0
+            continue
+        if event == last_of_forward and not num_since:
+            last_of_forward = None
+            units.append(event)
+            since.append(0)
+            continue
+        last_of_forward = None
+        units.append(event)
+        since.append(num_since)
+        num_since = 0
+        passed, together = 0, 0
+        for num, unit in zip(reversed(since), reversed(units), strict=True):
+            together += numels[unit]
+            if ahead is not None and together > ahead:
+                break
+            passed += num
+            if ahead is None:
+                break
+        place = len(plan)
+        while passed and plan[place - 1] > turn:
+            place, passed = place - 1, passed - 1
+        plan.insert(place, event)
+    return tuple(plan)
+
+
+def _prefix(eager: Sequence[int], ready: set[int]) -> int:
+    """How many of the first are ready."""
+    return next((i for i, bucket in enumerate(eager) if bucket not in ready), len(eager))
+
+
+def _both_ways(mark: int | None) -> tuple[int, int]:
+    """The lowest of the second, turned, is the highest mark of all."""
+    return (_NOTHING, _NOTHING) if mark is None or mark == _NOTHING else (mark, -mark)
+
+
+def _hash(*parts: object) -> int:
+    """The same in every process, of less than 62 bits."""
+    digest = blake2b(digest_size=7)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+        digest.update(b"\0")
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _alone(name: str) -> str:
+    return (
+        f"this rank has come to {name}, and another rank to something else: it has fewer or more "
+        "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
+        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "
+        "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
+        "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
+        "enter `with lightning_zero.lockstep(module)` on every rank."
+    )
