@@ -388,12 +388,12 @@ class Order:
         one, self._ended = self._ended, None
         if one is None:
             return
-        log = tuple(one.log)
+        log = tuple(one.log) if one.is_learned else ()
+        known = self._known.setdefault(one.key, _Known()) if one.key is not None else _Known()
         if one.is_training:
-            self._last_log = 0 if not one.is_learned else _hash(one.plan or log)
+            self._last_log = _hash(log if one.plan is None else known.log)
         if one.key is None or not one.is_learned or len(log) >= _MOST_LOGGED:
             return
-        known = self._known.setdefault(one.key, _Known())
         if one.plan is None:
             known.num_alike = known.num_alike + 1 if log == known.log else 1
             known.log = log

@@ -1,0 +1,422 @@
+"""The order of gathers and reductions, run by N ranks of which a scheduler lets one go on at a time.
+
+The ranks run the engine's own code; only messages and tensors are played. A rank may have to wait
+for a round or for the data of an event; where all that have not ended wait, they would for ever.
+"""
+
+import random
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_zero.comm.rounds import Heard
+from lightning_zero.core.order import Order, hoisted
+
+NUM_UNITS = 5
+
+
+class Deadlock(Exception):
+    """Every rank that has not ended waits."""
+
+
+class Failed(RuntimeError):
+    """Another rank has failed."""
+
+
+class World:
+    """What ranks have said and issued, and which of them goes on."""
+
+    def __init__(self, size, rng):
+        self.size = size
+        self.rng = rng
+        self.said = [[] for _ in range(size)]
+        self.issued = [[] for _ in range(size)]
+        self._needs = [lambda: True] * size  # what each waits for
+        self._is_over = [False] * size
+        self._turn = threading.Condition()
+        self._now = None
+        self.error = None
+
+    def run(self, program):
+        threads = [
+            threading.Thread(target=self._run, args=(rank, program)) for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        with self._turn:
+            self._pass_on()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, rank, need):
+        """Lets others go on, and returns when `need` is met."""
+        with self._turn:
+            self._needs[rank] = need
+            self._pass_on()
+            self._turn.wait_for(lambda: self._now == rank or self.error is not None)
+            if self.error is not None:
+                raise self.error
+
+    def _run(self, rank, program):
+        try:
+            self._begin(rank)
+            program(rank)
+        except BaseException as error:
+            with self._turn:
+                self.error = self.error or error
+        with self._turn:
+            self._is_over[rank] = True
+            self._pass_on()
+
+    def _begin(self, rank):
+        with self._turn:
+            self._turn.wait_for(lambda: self._now == rank or self.error is not None)
+
+    def _pass_on(self):
+        ready = [r for r in range(self.size) if not self._is_over[r] and self._needs[r]()]
+        if not ready and not all(self._is_over):
+            self.error = self.error or Deadlock(self.where())
+        self._now = self.rng.choice(ready) if ready else None
+        self._turn.notify_all()
+
+    def where(self):
+        said = [len(sayings) for sayings in self.said]
+        return f"rounds {said}, events {[len(events) for events in self.issued]}"
+
+
+class Talk:
+    """One rank's, in a world."""
+
+    def __init__(self, world, rank):
+        self.world, self.rank, self.size = world, rank, world.size
+        self.num_awaited = 0
+
+    def widen(self, num_bytes):
+        self.width = num_bytes
+
+    def say(self, numbers, mask=b"", judge=None):
+        self.num_awaited += 1
+        return self.begin_saying(numbers, mask, judge).result()
+
+    def begin_saying(self, numbers, mask, judge):
+        sayings = self.world.said[self.rank]
+        sayings.append((list(numbers), mask))
+        return Saying(self, len(sayings) - 1, judge)
+
+    @contextmanager
+    def waiting(self, name):
+        yield
+
+    def give_up(self, error):
+        pass
+
+    def failed(self, text):
+        return Failed(text)
+
+    def apart(self, text):
+        return AssertionError(text)
+
+
+class Saying:
+    def __init__(self, talk, number, judge):
+        self._talk, self._number, self._judge = talk, number, judge
+
+    def done(self):
+        return all(len(sayings) > self._number for sayings in self._talk.world.said)
+
+    def result(self):
+        self._talk.world.wait(self._talk.rank, self.done)
+        said = [sayings[self._number] for sayings in self._talk.world.said]
+        numbers = [min(of_all) for of_all in zip(*(numbers for numbers, _ in said), strict=True)]
+        width = max(len(mask) for _, mask in said)
+        masks = [mask.ljust(width, b"\0") for _, mask in said]
+        heard = Heard(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
+        return heard if self._judge is None else heard._replace(error=self._judge(heard))
+
+
+class Rank:
+    """A module of units, each with one bucket, in the hands of an `Order`."""
+
+    def __init__(self, world, rank, kind=Order):
+        self.world, self.rank = world, rank
+        self.talk = Talk(world, rank)
+        self.order = kind(
+            self.talk, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
+        )
+        self.whole: set[int] = set()
+        self.reducing = None
+        self.gradients = Counter()  # by bucket: that have come, less those that are reduced
+        self.reduced = Counter()
+
+    # what an order asks for
+
+    def issue_gather(self, unit, *, is_kept):
+        self._issue(("gather", unit))
+        if is_kept:
+            self.whole.add(unit)
+        elif unit not in self.whole:
+            self._await(len(self.world.issued[self.rank]) - 1)
+
+    def issue_reduction(self, bucket):
+        self.finish()
+        self._issue(("reduce", bucket))
+        self.reducing = len(self.world.issued[self.rank]) - 1
+        self.reduced[bucket] += self.gradients.pop(bucket, 0)
+
+    def turn(self):
+        pass
+
+    def finish(self):
+        if self.reducing is not None:
+            number, self.reducing = self.reducing, None
+            self._await(number)
+
+    def _issue(self, event):
+        self.world.issued[self.rank].append(event)
+
+    def _await(self, number):
+        """Waits for the data of an event."""
+        issued = self.world.issued
+        self.world.wait(self.rank, lambda: all(len(events) > number for events in issued))
+        assert len({events[number] for events in issued}) == 1, "ranks issue different events"
+
+    # what a module does
+
+    def use(self, unit, *, is_backward=False, may_repeat=False):
+        self.order.use(unit, may_repeat=may_repeat)
+        while unit not in self.whole:
+            self.order.want(unit, is_backward=is_backward)
+        gathers = self.world.issued[self.rank]
+        self._await(max(i for i, event in enumerate(gathers) if event == ("gather", unit)))
+        if self.order.next_unit is not None and self.order.next_unit not in self.whole:
+            self.order.gather_ahead()
+        return unit
+
+    def step(self, units, dense=()):
+        """One forward and backward over `units`, which is then reduced."""
+        if not self.order.is_training:
+            self.order.begin("training", [True])
+        for unit in units:
+            self.use(unit)
+            if not self.order.is_last_of_forward(unit):
+                self.whole.discard(unit)
+        self.order.turn([True], "backward", list(reversed(range(NUM_UNITS))))
+        expected = Counter(units)
+        for unit in reversed(units):
+            self.use(unit, is_backward=True)
+            self.whole.discard(unit)
+            self.gradients[unit] += 1
+            expected[unit] -= 1
+            if not expected[unit]:
+                self.order.ready(unit)
+        mask = self.order.end(self._mask, self.finish)
+        rest = [unit for unit in range(NUM_UNITS) if mask[unit]]
+        self.order.conclude(is_complete=not rest)
+        for unit in rest:
+            self.issue_reduction(unit)
+        self.finish()
+        self.whole.clear()
+        assert not self.gradients, "a gradient was not reduced"
+
+    def _mask(self):
+        return bytes(self.gradients[unit] > 0 for unit in range(NUM_UNITS))
+
+    def evaluate(self, passes):
+        """A loop of as many forwards as this rank likes."""
+        self.order.is_loose = True
+        for units in passes:
+            self.order.begin("forward")
+            for unit in units:
+                self.use(unit)
+                self.whole.discard(unit)
+            self.whole.clear()
+        self.order.meet(self.order.waits.left, "the end of the loop")
+        self.order.is_loose = False
+
+
+MODES = ["same", "drop", "shuffled", "rare", "twice", "repeated"]
+
+
+def units_of(rng, mode):
+    """The units that a rank uses in a pass."""
+    every = list(range(NUM_UNITS))
+    if mode == "drop" or (mode == "rare" and rng.random() < 0.2):
+        every = [unit for unit in every if rng.random() < 0.7]
+    if mode == "shuffled":
+        rng.shuffle(every)
+    if mode == "twice":
+        every *= 1 + (rng.random() < 0.3)
+    return [0, 1, 1, *every] if mode == "repeated" else every
+
+
+def run(size, seed, mode, kind=Order, num_steps=12):
+    """A training with an evaluation in it; the rounds that the last step has waited for."""
+    rng = random.Random(seed)
+    world = World(size, random.Random(seed + 1))
+    of_ranks = [random.Random(f"{seed} {rank}") for rank in range(size)]
+    evaluates_after = rng.randrange(num_steps)
+    awaited = [0] * size
+
+    def program(rank):
+        one = Rank(world, rank, kind)
+        own = of_ranks[rank]
+        for step in range(num_steps):
+            before = one.talk.num_awaited
+            one.step(units_of(own, mode))
+            awaited[rank] = one.talk.num_awaited - before
+            if step == evaluates_after:
+                one.evaluate([units_of(own, mode) for _ in range(own.randrange(4))])
+            if step % 3 == 0:
+                one.order.announce("a norm")
+            one.order.pass_boundary(f"batch {step}")
+
+    world.run(program)
+    for one, other in pairwise(world.issued):
+        assert one == other
+    return awaited
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES))
+def test_no_rank_waits_for_ever_whatever_branches_they_take(size, seed, mode):
+    run(size, seed, mode)
+
+
+@pytest.mark.parametrize("mode", ["same", "repeated"])
+def test_ranks_that_are_alike_soon_wait_for_no_round_but_the_last(mode):
+    assert run(4, 0, mode) == [0] * 4  # `end` begins its round, which has been said by then
+
+
+class AsksAtOnce(Order):
+    """Breaks rule 1: asks in a round before it has issued its plan."""
+
+    def want(self, unit, *, is_backward):
+        one = self._confirm()
+        if one.plan is not None and unit not in one.plan[one.cursor :]:
+            one.plan = None
+        super().want(unit, is_backward=is_backward)
+
+
+class LeavesEarly(Order):
+    """Breaks rule 1: ends its pass before it has issued its plan."""
+
+    def _leave(self):
+        if self._pass is not None:
+            self._ended, self._pass = self._confirm(), None
+
+
+class SkipsEvents(Order):
+    """Breaks rule 1: issues only what it needs."""
+
+    def _advance(self, stop, wanted):
+        one = self._confirm()
+        if wanted is not None:
+            one.cursor = max(one.cursor, stop - 1)
+        super()._advance(stop, wanted)
+
+
+class HoldsBack(Order):
+    """Breaks rule 1 of passes without a plan: does not reduce what a round has told."""
+
+    def _answer(self, heard, *, is_kept=False):
+        super()._answer(heard._replace(num_ready=0) if self.rank_is_odd else heard, is_kept=is_kept)
+
+    @property
+    def rank_is_odd(self):
+        return self._talk.rank % 2
+
+
+class GoesAhead(Order):
+    """Breaks rule 4: follows its plan though others may still ask in the pass before."""
+
+    def begin(self, kind, flags=None):
+        super().begin(kind, flags)
+        one = self._pass
+        if not one.is_begun and self._plan_of(one.key) is not None:
+            one.is_begun, one.plan = True, self._plan_of(one.key)
+
+
+class LearnsAlone(Order):
+    """Breaks rule 4: gives its plan up by what this rank alone has seen."""
+
+    def _learn(self, heard, *, is_incomplete=False):
+        own = self._ended is not None and self._ended.has_deviated
+        super()._learn(heard._replace(has_deviated=own), is_incomplete=is_incomplete)
+
+
+@pytest.mark.parametrize(
+    "kind", [AsksAtOnce, LeavesEarly, SkipsEvents, HoldsBack, GoesAhead, LearnsAlone]
+)
+def test_a_rule_that_is_broken_is_found_out(kind):
+    for seed in range(60):
+        try:
+            run(3, seed, ["rare", "drop", "shuffled"][seed % 3], kind)
+        except (Deadlock, AssertionError, IndexError):
+            return
+    pytest.fail("nothing went wrong")
+
+
+def _fail_in_a_loop(size, failing, seed):
+    world = World(size, random.Random(seed))
+    told = {}
+
+    def program(rank):
+        one = Rank(world, rank)
+        for _ in range(4):
+            one.step(range(NUM_UNITS))
+        one.order.is_loose = True
+        try:
+            for number in range(5):
+                one.order.begin("forward")
+                for unit in range(NUM_UNITS):
+                    if rank == failing and number == 3 and unit == 2:
+                        one.order.fail(ValueError("bad sample"))
+                        raise ValueError("bad sample")
+                    one.use(unit)
+                    one.whole.discard(unit)
+            one.order.meet(one.order.waits.done, "the end")
+        except (Failed, ValueError) as error:
+            told[rank] = str(error)
+        one.order.forget()
+        one.order.is_loose = False
+        one.whole.clear()
+        for _ in range(4):
+            one.step(range(NUM_UNITS))
+
+    world.run(program)
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_learn_why_one_fails_and_go_on(size):
+    told = _fail_in_a_loop(size, 1, 0)
+    assert told.pop(1) == "bad sample"
+    expected = "rank 1 failed, and all ranks with it: ValueError: bad sample"
+    assert set(told.values()) == {expected}
+    assert len(told) == size - 1
+
+
+TURN = 3  # of three units
+
+
+@pytest.mark.parametrize(
+    ("log", "ahead", "plan"),
+    [
+        # Forward 0 1 2, backward 2 1 0: the last unit stays, the others come one reduction earlier.
+        ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], None, [0, 1, 2, TURN, 1, 6, 0, 5, 4]),
+        ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], 0, [0, 1, 2, TURN, 6, 1, 5, 0, 4]),
+        ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], 2, [0, 1, 2, TURN, 1, 0, 6, 5, 4]),
+        ([0, 1, 2], None, [0, 1, 2]),
+        ([TURN, 6, 5, 4], None, [TURN, 6, 5, 4]),
+        ([], None, []),
+    ],
+)
+def test_gathers_come_before_reductions_they_need_not_wait_for(log, ahead, plan):
+    assert hoisted(log, [1, 1, 1], ahead) == tuple(plan)
