@@ -37,7 +37,7 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
-from lightning_zero.core.step_worker import Stepping, StepWorker
+from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.writes import Fingerprint, Rewritten, equal, own_elements
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
@@ -129,7 +129,8 @@ class Bucket:
         store, settle = self.offloaded_grad, self.wait_for_step
         self.grads = Gradients(plan, parameters, comm, grad_dtype, store, self.cuts, settle)
         self._pending: Pending | None = None
-        self._stepping: Stepping | None = None  # a worker steps this bucket
+        # A worker steps this bucket: waits for it, and returns why it has failed.
+        self._stepping: Callable[[], BaseException | None] | None = None
         self._rewritten = Rewritten(self.parameters, plan.layout)
         self._make_whole = make_whole
         if filled is not None and filled.tensor.dtype == plan.dtype:
@@ -363,11 +364,12 @@ class Bucket:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
         return self.shards.owned(index)
 
-    def begin_step(self, stepping: Stepping | None = None) -> None:
+    def begin_step(self, stepping: Callable[[], BaseException | None] | None = None) -> None:
         """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
 
         Args:
-            stepping: Done when a worker has ended the step; None: the caller ends it.
+            stepping: Waits until a worker has ended the step, see `StepLoop.add`; None: the caller
+                ends it.
         """
         self.finish_gather()
         self.absorb_changes()
@@ -392,15 +394,11 @@ class Bucket:
         Raises:
             RuntimeError: The step failed.
         """
-        stepping = self._stepping
-        if stepping is None:
+        if self._stepping is None:
             return
         with self.comm.recorder.span(Kind.STEP, self.plan.name, is_wait=True):
-            error = stepping.exception()  # an interrupt leaves the step to the next who waits
+            error = self._stepping()  # an interrupt leaves the step to the next who waits
             self._stepping = None
-            event = stepping.result() if error is None else None
-            if event is not None:
-                torch.cuda.current_stream(self.device).wait_event(event)
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
 
