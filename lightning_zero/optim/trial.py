@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.optim.clone import copy_of, raw_step, settings_of
 
 __all__ = [
     "CannotShardError",
@@ -39,7 +39,6 @@ __all__ = [
     "Trial",
     "find_whole_tensors",
     "probe",
-    "raw_step",
     "run_trial",
 ]
 
@@ -75,13 +74,6 @@ class Trial:
     num_steps: int = len(_SCALES)
 
 
-def raw_step(optimizer: Optimizer) -> None:
-    """The step function itself, under the wrapper that torch puts around it to call hooks."""
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer)
-
-
 def run_trial(
     optimizer: Optimizer, device: torch.device, dtype: torch.dtype, trial: Trial
 ) -> Tensor:
@@ -113,7 +105,8 @@ class _Run:
         # Compiling takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
-            self._clone = _clone_without_state(optimizer)
+            groups = [{**_trial_settings(g), "params": []} for g in optimizer.param_groups]
+            self._clone = copy_of(optimizer, groups)
             self._fill_groups(optimizer)
             for scale in _SCALES[: trial.num_steps]:
                 self._step(scale)
@@ -221,21 +214,12 @@ def _large_shape(shape: _Shape) -> _Shape:
     return tuple(sizes)
 
 
-def _clone_without_state(optimizer: Optimizer) -> Optimizer:
-    clone: Optimizer = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-    clone.state = defaultdict(dict)
-    clone._optimizer_step_pre_hooks = OrderedDict()
-    clone._optimizer_step_post_hooks = OrderedDict()
-    clone.param_groups = []
-    for group in optimizer.param_groups:
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
-            lr = settings["lr"]
-            settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
-        clone.param_groups.append({**settings, "params": []})
-    return clone
+def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = copy.deepcopy(settings_of(group))
+    if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
+        lr = settings["lr"]
+        settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+    return settings
 
 
 def _copy_initial_state(
