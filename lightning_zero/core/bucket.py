@@ -25,7 +25,7 @@ checkpoints need not know which of the two they look at.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
@@ -43,6 +43,7 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, widest
+from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.guarded import (
     Placement,
     guard,
@@ -52,11 +53,11 @@ from lightning_zero.tensors.guarded import (
 )
 from lightning_zero.tensors.lazy import StoredTensor
 from lightning_zero.tensors.meta import leave_out
-from lightning_zero.tensors.sharded import Cut, ShardedTensor
+from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 
-__all__ = ["Bucket", "Masters", "Phase", "bucket_of", "check_can_be_held"]
+__all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
@@ -774,23 +775,3 @@ class Masters:
 def bucket_of(placement: Placement) -> Bucket:
     """Where an engine holds a parameter; of an average, what answers the same questions."""
     return cast("Bucket", placement.bucket)
-
-
-def check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
-    """Before parameters are planned for.
-
-    Raises:
-        ValueError: One cannot lie in a flat buffer with others.
-    """
-    for name, parameter in named.items():
-        if parameter.layout is not torch.strided:
-            kind = f"layout {parameter.layout}"
-        elif parameter.is_floating_point() and parameter.element_size() == 1:
-            kind = f"dtype {parameter.dtype}"
-        else:
-            continue
-        raise ValueError(
-            f"parameter {name} has {kind}, which has no place among parameters that are sent, cut "
-            "and stepped in flat buffers; if it is not trained, make it a buffer: "
-            "module.register_buffer(...). Else keep it dense, in at least 16 bits."
-        )

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,22 +49,7 @@ from lightning_zero.tensors.guarded import (
     unguard,
 )
 
-__all__ = ["Building", "PartialParameter", "PartsOwner", "move_all_but_parameters", "partial_of"]
-
-
-class PartsOwner(Protocol):
-    """What makes pieces whole; see `Building`."""
-
-    device: torch.device
-
-    def make_whole(self, piece: PartialParameter) -> None:
-        """The parameter is whole and plain again. Collective."""
-
-    def gather(self, piece: PartialParameter) -> Tensor:
-        """All values, 1-D. Collective."""
-
-    def free(self, piece: PartialParameter) -> None:
-        """The part is not needed any more. Local."""
+__all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_of"]
 
 
 class PartialParameter:
@@ -79,9 +64,7 @@ class PartialParameter:
         bits: Sum over the bits of the whole values that were cut last.
     """
 
-    def __init__(
-        self, building: PartsOwner, name: str, index: int, parameter: nn.Parameter
-    ) -> None:
+    def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
         self.name = name
         self.index = index
         self.shape = parameter.shape

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["StoredTensor", "read_flat", "values_reader"]
+__all__ = ["StoredTensor", "read_flat", "values_reader", "written_by"]
 
 _Read = Callable[[int, int], Tensor]
 
@@ -61,16 +61,7 @@ class StoredTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = dict(
-            zip((argument.name for argument in func._schema.arguments), args, strict=False)
-        )
-        given.update(kwargs)
-        written = [
-            given.get(argument.name)
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if any(isinstance(value, StoredTensor) for value in tree_leaves(written)):
+        if any(isinstance(value, StoredTensor) for value in written_by(func, args, kwargs)):
             raise RuntimeError(
                 f"{func.__name__} would write to a tensor whose values rest in a file; work on a "
                 "copy: tensor.clone()."
@@ -95,6 +86,19 @@ def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.numel() > 1 and not any(tensor.stride()):
         return tensor.as_strided((stop - start,), (0,))  # one number, whatever the shape
     return tensor.reshape(-1)[start:stop]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors to which an operator of torch writes."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False))
+    given.update(kwargs)
+    written = [
+        given.get(argument.name)
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def values_reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
 from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.buffer import Scratch
 from lightning_zero.tiers import InFile, InMemory, ShardStore, Storage, Transfer
 
 __all__ = ["GradQueue", "OffloadedGrad"]
@@ -26,7 +27,10 @@ class GradQueue:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._queue: list[OffloadedGrad] = []
-        self._spare: list[Tensor] = []  # CPU memory of means that have landed, uint8
+        # CPU memory of means on their way: page-locking it anew takes longer than the copy.
+        self.scratch = Scratch(
+            torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_MEANS_ON_THE_WAY
+        )
         is_cuda = storage.device.type == "cuda"
         self._stream = torch.cuda.Stream(storage.device) if is_cuda else None
 
@@ -40,23 +44,6 @@ class GradQueue:
         """`grad` has landed or was dropped."""
         if grad in self._queue:
             self._queue.remove(grad)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory for a mean on its way: 1-D; `give` it back."""
-        nbytes = numel * dtype.itemsize
-        fitting = [memory for memory in self._spare if memory.numel() >= nbytes]
-        if not fitting:
-            return self.storage.cpu_empty(numel, dtype)
-        chosen = min(fitting, key=Tensor.numel)
-        self._spare = [memory for memory in self._spare if memory is not chosen]
-        return chosen[:nbytes].view(dtype)
-
-    def give(self, memory: Tensor) -> None:
-        """Keeps memory that `take` gave for the next mean: page-locking it anew takes longer."""
-        if len(self._spare) < MAX_MEANS_ON_THE_WAY:
-            whole = torch.empty(0, dtype=torch.uint8)
-            storage = memory.untyped_storage()
-            self._spare.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
 
     def copy(self, source: Tensor, target: Tensor, name: str) -> torch.cuda.Event | None:
         """Copies the mean of bucket `name` from the device to CPU memory beside the computation."""
@@ -140,7 +127,7 @@ class OffloadedGrad:
             event = self._queue.copy(mean, self.store.tensor, self._name)
             self._transit = _Transit(self.store.tensor, mean, event, is_added)
         elif storage.is_apart:
-            staging = self._queue.take(self._numel, self._dtype)
+            staging = self._queue.scratch.take(self._numel, self._dtype)
             event = self._queue.copy(mean, staging, self._name)
             self._transit = _Transit(staging, mean, event, is_added, is_staged=True)
         else:
@@ -161,7 +148,7 @@ class OffloadedGrad:
         if transit.transfer is not None:
             transit.transfer.wait()
         if transit.is_staged:
-            self._queue.give(transit.values)
+            self._queue.scratch.give(transit.values)
 
     def _leave(self) -> _Transit | None:
         transit, self._transit = self._transit, None
@@ -195,4 +182,4 @@ class OffloadedGrad:
         if transit.transfer is not None:
             transit.transfer.settle()
         if transit.is_staged:
-            self._queue.give(transit.values)
+            self._queue.scratch.give(transit.values)
