@@ -214,13 +214,13 @@ class Building:
         own = _random_states(self.device)
         first = self._comm.control.broadcast_object(own)
         differs = any(not torch.equal(a, b) for a, b in zip(own, first, strict=True))
-        if differs:
-            _set_random_states(self.device, first)
-        try:
-            yield
-        finally:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=differs):
             if differs:
-                _set_random_states(self.device, own)
+                torch.set_rng_state(first[0])
+                for state in first[1:]:
+                    torch.cuda.set_rng_state(state, self.device)
+            yield
 
     def settle(self) -> None:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
@@ -447,9 +447,3 @@ def _random_states(device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
-
-
-def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

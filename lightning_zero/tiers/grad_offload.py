@@ -122,37 +122,35 @@ class OffloadedGrad:
         """
         self.settle()
         self._queue.admit(self)
-        storage = self._queue.storage
+        values, is_staged = mean, False
         if isinstance(self.store, InMemory) and not is_added:
-            event = self._queue.copy(mean, self.store.tensor, self._name)
-            self._transit = _Transit(self.store.tensor, mean, event, is_added)
-        elif storage.is_apart:
-            staging = self._queue.scratch.take(self._numel, self._dtype)
-            event = self._queue.copy(mean, staging, self._name)
-            self._transit = _Transit(staging, mean, event, is_added, is_staged=True)
-        else:
-            self._transit = _Transit(mean, mean, None, is_added)
+            values = self.store.tensor
+        elif self._queue.storage.is_apart:
+            values, is_staged = self._queue.scratch.take(self._numel, self._dtype), True
+        event = None if values is mean else self._queue.copy(mean, values, self._name)
+        self._transit = _Transit(values, mean, event, is_added, is_staged)
+        if values is mean:
             self._land(self._transit)
 
     def settle(self) -> None:
         """Waits until the mean rests here."""
-        transit = self._leave()
-        if transit is None:
-            return
-        if transit.event is not None:
+        transit = self._end_transit()
+        if transit is not None:
+            if transit.transfer is None:
+                self._land(transit)
+            if transit.transfer is not None:
+                transit.transfer.wait()
+            if transit.is_staged:
+                self._queue.scratch.give(transit.values)
+
+    def _end_transit(self) -> _Transit | None:
+        """What was on its way; it is in CPU memory by now."""
+        transit, self._transit = self._transit, None
+        self._queue.leave(self)
+        if transit is not None and transit.event is not None:
             recorder = self._queue.storage.recorder
             with recorder.span(Kind.TO_CPU, self._name, is_wait=True):
                 transit.event.synchronize()
-        if transit.transfer is None:
-            self._land(transit)
-        if transit.transfer is not None:
-            transit.transfer.wait()
-        if transit.is_staged:
-            self._queue.scratch.give(transit.values)
-
-    def _leave(self) -> _Transit | None:
-        transit, self._transit = self._transit, None
-        self._queue.leave(self)
         return transit
 
     def _land(self, transit: _Transit) -> None:
@@ -174,12 +172,8 @@ class OffloadedGrad:
 
     def drop(self) -> None:
         """Forgets what is on its way, after an exception."""
-        transit = self._leave()
-        if transit is None:
-            return
-        if transit.event is not None:
-            transit.event.synchronize()
-        if transit.transfer is not None:
+        transit = self._end_transit()
+        if transit is not None and transit.transfer is not None:
             transit.transfer.settle()
-        if transit.is_staged:
+        if transit is not None and transit.is_staged:
             self._queue.scratch.give(transit.values)
