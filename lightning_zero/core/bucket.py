@@ -51,7 +51,7 @@ from lightning_zero.tensors.guarded import (
     set_placement,
     unguard,
 )
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers import ShardStore
@@ -347,7 +347,7 @@ class Bucket:
 
     def owns(self, tensor: Tensor) -> bool:
         """`tensor` is a view of the whole buffer."""
-        if tensor.layout is not torch.strided or isinstance(tensor, StoredTensor):
+        if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
             return False
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -567,7 +567,7 @@ class _RestingPart:
         """See `Part`."""
         self.bucket.settle()
         part = self.bucket.shards.look(self.index)
-        return part.read() if isinstance(part, StoredTensor) else part.detach()
+        return part.read() if isinstance(part, LazyTensor) else part.detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """See `Part`."""
@@ -607,7 +607,7 @@ class Masters:
     def exact_parts(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
 
-        Views of memory, or StoredTensors where the shard rests in a file. Local, but for a gather
+        Views of memory, or LazyTensors where the shard rests in a file. Local, but for a gather
         under way, which is waited for.
         """
         store = self._store()
@@ -754,7 +754,7 @@ class Masters:
         bucket.point_at_masters(self._shards.cut(self._stepped))
         for index, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
             if grad is not None and self._shards.is_stepped[index]:
-                grad = grad.read() if isinstance(grad, StoredTensor) else grad
+                grad = grad.read() if isinstance(grad, LazyTensor) else grad
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
     def leave_step(self, *, is_changed: bool) -> None:

@@ -40,7 +40,7 @@ from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.cut import Cut
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import OffloadedGrad
@@ -617,7 +617,7 @@ class _MeanPart:
 
     def read(self) -> Tensor:
         """See `Part`."""
-        return self.values.read() if isinstance(self.values, StoredTensor) else self.values
+        return self.values.read() if isinstance(self.values, LazyTensor) else self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """See `Part`."""

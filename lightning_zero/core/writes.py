@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.layout.flat import Layout, Slot
+from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.tensors.guarded import has_placement, placement_of
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = ["Fingerprint", "Rewritten", "equal", "is_same_memory", "own_elements", "whole_values"]
 
@@ -135,7 +135,7 @@ class Rewritten:
         layout: Of that bucket.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._parameters = parameters
         self._layout = layout
         self._versions: list[int] = []  # by slot, since `watch`: a write counts them up
@@ -195,7 +195,7 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
     part = bucket.masters.exact_parts()[placement.index]
-    values = part.read() if isinstance(part, StoredTensor) else part.detach()
+    values = part.read() if isinstance(part, LazyTensor) else part.detach()
     words = (values + 0).view(_WORDS[values.element_size()])  # + 0: there are two zeros
     return words.sum(dtype=torch.int64).reshape(1).to(bucket.device)
 

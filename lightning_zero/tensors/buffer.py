@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.flat import Layout
+from lightning_zero.layout.flat import FlatLayout
 
 __all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard", "widest"]
 
@@ -32,7 +32,7 @@ class FlatBuffer:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -141,7 +141,7 @@ class Scratch:
         self._spare.clear()
 
 
-def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
+def slice_shard(layout: FlatLayout, shard: Tensor, rank: int) -> list[Tensor]:
     """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
     return [shard[part.start : part.stop] for part in layout.parts(rank)]
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.flat import Layout, Slot
+from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.layout.mesh import Mesh
 
 __all__ = ["Cut", "OwnPart", "Part"]
@@ -48,7 +48,7 @@ class Cut:
     """
 
     slot: Slot
-    layout: Layout
+    layout: FlatLayout
     comm: Sharers
 
     @property

@@ -99,7 +99,7 @@ class OffloadedGrad:
 
     @property
     def shard(self) -> Tensor:
-        """The mean: 1-D, a CPU tensor or a StoredTensor, the same object every time."""
+        """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
         if self._shown is None:
             self._shown = self.store.look(0, self._numel)
         return self._shown
@@ -110,7 +110,7 @@ class OffloadedGrad:
         return self._store.nbytes if self._store is not None else 0
 
     def look(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop): a view, or a StoredTensor."""
+        """Elements [start, stop): a view, or a LazyTensor."""
         return self.store.look(start, stop)
 
     def put(self, mean: Tensor, *, is_added: bool) -> None:
