@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from tests.deepspeed_format import TrainedModule, write_deepspeed
 from tests.distributed.ranks import free_port
 
@@ -83,7 +83,7 @@ def test_a_part_of_a_tensor_is_read_from_the_ranks_that_have_it(tmp_path, stage)
     module, optimizer = trained()
     write_deepspeed(tmp_path, module, optimizer, stage=stage, world_size=3)
     opened = open_checkpoint(tmp_path)["state_dict"]
-    assert any(isinstance(value, StoredTensor) for value in opened.values())
+    assert any(isinstance(value, LazyTensor) for value in opened.values())
     for name, value in module.state_dict().items():
         for start, stop in ((0, value.numel()), (1, value.numel() - 1), (2, 2)):
             part = read_flat(opened[name], start, stop)

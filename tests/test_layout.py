@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.layout.flat import ALIGN_NUMEL, Layout, assign_owners
+from lightning_zero.layout.flat import ALIGN_NUMEL, FlatLayout, assign_owners
 from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -14,7 +14,7 @@ WORLDS = st.integers(1, 9)
 
 
 def lay_out(shapes, world_size):
-    return Layout.of([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size)
+    return FlatLayout.of([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size)
 
 
 @given(SHAPES, WORLDS)
@@ -71,7 +71,7 @@ def test_memory_comes_back_with_zero_padding(shapes, world_size):
 def place(shapes, world_size):
     owners = assign_owners([math.prod(shape) for shape in shapes], world_size)
     named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
-    return Layout.of_whole_tensors(named, owners, world_size), owners
+    return FlatLayout.of_whole_tensors(named, owners, world_size), owners
 
 
 @given(SHAPES, WORLDS)

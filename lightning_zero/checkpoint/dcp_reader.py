@@ -1,7 +1,7 @@
 """Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
 
 The files of ranks are mapped into memory. Each item in them is a small file of `torch.save`, of
-which the elements are a record without gaps. A tensor is a `StoredTensor`: a flat range of it is a
+which the elements are a record without gaps. A tensor is a `LazyTensor`: a flat range of it is a
 view of the map where one item holds it, and else a copy of what the items hold, whatever boxes the
 writer's ranks had. torch's own reader reads the whole of every item that it needs a part of.
 """
@@ -35,7 +35,7 @@ from lightning_zero.checkpoint.torch_file import (
     silent,
 )
 from lightning_zero.tensors.composite import put_together
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
@@ -60,9 +60,9 @@ class _Items:
         self._maps: dict[str, mmap.mmap] = {}  # by file
         self._items: dict[MetadataIndex, Tensor] = {}  # of the shape of their boxes, in the maps
         self._layouts: dict[bytes, _Layout] = {}  # by pickle, of which many items have the same
-        self._tensors: dict[object, StoredTensor] = {}  # by where they lie
+        self._tensors: dict[object, LazyTensor] = {}  # by where they lie
 
-    def tensor(self, name: str, entry: TensorStorageMetadata) -> StoredTensor:
+    def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; names of the same data, as of tied weights, give the same object."""
         dtype = entry.properties.dtype
         places = [self._places[MetadataIndex(name, c.offsets)] for c in entry.chunks]
@@ -71,7 +71,7 @@ class _Items:
         def read(start: int, stop: int) -> Tensor:
             return self._read_range(name, entry, start, stop)
 
-        return self._tensors.setdefault(where, StoredTensor.of(entry.size, dtype, read))
+        return self._tensors.setdefault(where, LazyTensor.of(entry.size, dtype, read))
 
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""

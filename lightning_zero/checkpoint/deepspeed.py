@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.torch_file import open_torch_file
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["Group", "Saved", "is_deepspeed", "open_deepspeed", "open_files"]
 
@@ -358,7 +358,7 @@ def _joined(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     def read(start: int, stop: int) -> Tensor:
         return torch.cat([pieces[0][:0], *_cut(pieces, start, stop)])
 
-    return StoredTensor.of(shape, pieces[0].dtype, read)
+    return LazyTensor.of(shape, pieces[0].dtype, read)
 
 
 # ---------------------------------------------------------------------------------- optimizer

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.hugging_face import (
 )
 from lightning_zero.checkpoint.summary import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = ["Format", "Plan", "plan", "release"]
 
@@ -177,7 +177,7 @@ def _cast(weights: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, An
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
             key = identity(value)
             if key not in cast:
-                cast[key] = StoredTensor.of(value.shape, dtype, _reader(name, value, dtype))
+                cast[key] = LazyTensor.of(value.shape, dtype, _reader(name, value, dtype))
             result[name] = cast[key]
     return result
 

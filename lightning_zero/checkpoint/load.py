@@ -107,7 +107,7 @@ def load_module(
 
     Args:
         module: Any module; its parameters may be held by an engine.
-        state_dict: Whole tensors by name, `StoredTensor`s or plain ones.
+        state_dict: Whole tensors by name, `LazyTensor`s or plain ones.
         strict: As for `load_state_dict`.
         awaited: Gets, by name, what is meant for parameters and buffers on the meta device, for
             `await_values`. None: those are an error.

@@ -9,7 +9,7 @@
     directory of PyTorch Distributed Checkpoint             dcp           all
 
 Nothing is read that nobody asks for: tensors are mapped into memory from their file or are
-`StoredTensor`s, so a rank that takes its own part of each reads that part only.
+`LazyTensor`s, so a rank that takes its own part of each reads that part only.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["format_of", "identity", "nbytes", "summarize", "tensors_in", "total_nbytes"]
 
 
 def identity(tensor: Tensor) -> object:
     """Equal for two tensors that are the same one; both must be alive."""
-    if isinstance(tensor, StoredTensor) or tensor.layout != torch.strided or not tensor.numel():
+    if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided or not tensor.numel():
         return id(tensor)
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 

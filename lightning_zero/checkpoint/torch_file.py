@@ -2,7 +2,7 @@
 
 [Note: Torch files] They are zip archives: `data.pkl`, a pickle that refers to storages by number,
 and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not
-look at the checksums, `find_damage` does. `write_torch_file` reads a `StoredTensor` in pieces
+look at the checksums, `find_damage` does. `write_torch_file` reads a `LazyTensor` in pieces
 when its record is written, so a tree may be larger than memory; storages in memory are written from
 where they are, without a copy.
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.serialization import location_tag
 
 from lightning_zero.checkpoint.atomic import replacing
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = [
     "NUM_THREADS",
@@ -139,7 +139,7 @@ class TorchFile:
         nbytes: Size of the file, or a little more.
 
     Args:
-        tree: Anything that `torch.save` takes; tensors may be StoredTensors.
+        tree: Anything that `torch.save` takes; tensors may be LazyTensors.
     """
 
     def __init__(self, tree: object) -> None:
@@ -186,17 +186,17 @@ def pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class _StoredStorage:
-    """Stands in a pickle for the storage of a StoredTensor."""
+    """Stands in a pickle for the storage of a LazyTensor."""
 
-    tensor: StoredTensor
+    tensor: LazyTensor
     empty: Any  # the storage of a plain tensor of this dtype, without elements
 
 
-_Storage = torch.UntypedStorage | StoredTensor
+_Storage = torch.UntypedStorage | LazyTensor
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps storages out of the pickle, as `torch.save` does, and values of StoredTensors too."""
+    """Keeps storages out of the pickle, as `torch.save` does, and values of LazyTensors too."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream, protocol=2)
@@ -204,7 +204,7 @@ class _Pickler(pickle.Pickler):
         self._number_of: dict[int, str] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, StoredTensor):
+        if not isinstance(value, LazyTensor):
             return NotImplemented
         # How torch writes a tensor differs by dtype, so a plain one is asked.
         empty = torch.empty(0, dtype=value.dtype)

@@ -9,7 +9,8 @@
     alike       facts that must be the same on every rank, compared
     watchdog    a thread per rank that hears of another's end, and ends every wait for it
     peers       the processes of this node, watched by the kernel
-    doing       what each rank is doing, for whoever waits too long
+    doing       what this rank is doing, and what it waits for
+    reports     the same of all ranks, for whoever waits too long
     rank_store  the store through which the watchdogs talk
 
 Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`.

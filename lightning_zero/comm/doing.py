@@ -6,15 +6,17 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Doing", "frame_of", "is_in_collective", "report", "user_frames"]
+__all__ = ["Doing", "Wait", "Waits", "is_one_way", "report"]
 
 _NUM_FRAMES = 3
 # The innermost Python frame of a thread that waits in a collective which the engine did not call.
@@ -72,6 +74,91 @@ class Doing:
         moment = self.moment or "outside of the engine"
         wait = f"waits for {self.wait}" if self.wait else "computes, or waits for no other rank"
         return (f"{moment}; {wait}", *(f"    {frame}" for frame in self.frames))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For other ranks."""
+
+    name: str
+    since: float  # time.monotonic()
+    is_engines: bool = True
+    is_for_data: bool = False  # which may take its time
+    is_one_way: bool = False  # others may have done their part, and be gone
+    has_failed: bool = False  # nothing comes any more
+    ranks: tuple[int, ...] | None = None  # that take part; None: all
+
+    def needs(self, rank: int | None) -> bool:
+        """Whether it cannot end without `rank`, or where ranks wait for each other."""
+        return rank is None or self.ranks is None or rank in self.ranks
+
+
+class Waits:
+    """Waits of this process: those that the engine announces, and those in torch.distributed.
+
+    Args:
+        main: The thread in which the user's code runs.
+    """
+
+    def __init__(self, main: int) -> None:
+        self._main = main
+        self._announced: dict[int, Wait] = {}  # by thread
+        self._outside: tuple[Any, Wait] | None = None  # a wait that nobody has announced
+
+    def __bool__(self) -> bool:
+        """Whether any is announced."""
+        return bool(self._announced)
+
+    @contextmanager
+    def announced(self, wait: Wait) -> Iterator[None]:
+        """While this thread waits."""
+        thread = threading.get_ident()
+        outer = self._announced.get(thread)
+        self._announced[thread] = wait
+        try:
+            yield
+        finally:
+            if outer is None:
+                self._announced.pop(thread, None)
+            else:
+                self._announced[thread] = outer
+
+    def mark_failed(self) -> None:
+        """What this thread waits for does not come any more."""
+        thread = threading.get_ident()
+        self._announced[thread] = replace(self._announced[thread], has_failed=True)
+
+    def of_main(self) -> Wait | None:
+        """What the main thread waits for, in the engine or in torch.distributed."""
+        frame = frame_of(self._main)
+        if (wait := self._announced.get(self._main)) is not None:
+            return wait
+        if not is_in_collective(frame):
+            self._outside = None
+            # On CUDA autograd has a thread of its own, in which its hooks wait.
+            return min(list(self._announced.values()), key=lambda each: each.since, default=None)
+        assert frame is not None
+        mark = (id(frame), frame.f_lasti)
+        if self._outside is None or self._outside[0] != mark:
+            name, ranks = collective_of(frame), ranks_of_collective(frame)
+            wait = Wait(
+                name,
+                time.monotonic(),
+                is_engines=False,
+                is_for_data=ranks is not None or is_one_way(name),
+                is_one_way=is_one_way(name),
+                ranks=ranks,
+            )
+            self._outside = (mark, wait)
+        return self._outside[1]
+
+    def doing(self, moment: str) -> Doing:
+        """What the main thread is doing, at this moment of the engine."""
+        frames, wait = user_frames(frame_of(self._main)), self.of_main()
+        if wait is None:
+            return Doing(moment, "", 0.0, False, frames)
+        waited_s = time.monotonic() - wait.since
+        return Doing(moment, wait.name, waited_s, wait.is_for_data, frames, wait.since)
 
 
 def frame_of(thread: int) -> FrameType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-__all__ = ["HostedStore"]
+import torch.distributed as dist
+
+__all__ = ["HostedStore", "store_of_ranks"]
 
 _LOOK_S = 0.05
 
@@ -58,3 +61,23 @@ class HostedStore:
             except BaseException as error:
                 answer.set_exception(error)
         self._store = None
+
+
+def store_of_ranks(rank: int, is_rank_0_gone: Callable[[], bool]) -> Any:
+    """The store of WORLD, by a connection of its own: a request waits for the one before it.
+
+    Args:
+        rank: Of this process.
+        is_rank_0_gone: See `HostedStore`.
+    """
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = default.clone()
+    return HostedStore(store, is_rank_0_gone) if rank and _is_with_rank_0(store) else store
+
+
+def _is_with_rank_0(store: Any) -> bool:
+    """Whether it goes with the process of rank 0; else it is in files, or torchrun has it."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return hasattr(store, "port") and not is_torchruns

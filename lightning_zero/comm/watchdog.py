@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -36,18 +36,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.doing import (
-    Doing,
-    collective_of,
-    frame_of,
-    is_in_collective,
-    is_one_way,
-    ranks_of_collective,
-    report,
-    user_frames,
-)
+from lightning_zero.comm.doing import Wait, Waits
 from lightning_zero.comm.peers import Peers, Roll, how_ended
-from lightning_zero.comm.rank_store import HostedStore
+from lightning_zero.comm.rank_store import HostedStore, store_of_ranks
+from lightning_zero.comm.reports import Reports
 
 __all__ = [
     "PeerAbortedError",
@@ -68,8 +60,6 @@ _STORE_CONFIRM_S = 3.0  # from the end of the store
 _END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: what it has sent may still come
 _SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's are cut, too
 _LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
-_ANSWER_S = 3.0  # for all ranks to say what they are doing
-_AGAIN_S = 10.0  # between two looks at ranks that seem to wait for each other
 _AT_END = "has come to the end of its script"
 _TOGETHER, _LOST = "together", "lost"  # how a rally ends
 
@@ -100,21 +90,6 @@ class Verdict:
     is_dead: bool = False
 
 
-@dataclass(frozen=True)
-class _Wait:
-    name: str
-    since: float  # time.monotonic()
-    is_engines: bool = True
-    is_for_data: bool = False  # which may take its time
-    is_one_way: bool = False  # others may have done their part, and be gone
-    has_failed: bool = False  # nothing comes any more
-    ranks: tuple[int, ...] | None = None  # that take part; None: all
-
-    def needs(self, rank: int | None) -> bool:
-        """Whether it cannot end without `rank`, or where ranks wait for each other."""
-        return rank is None or self.ranks is None or rank in self.ranks
-
-
 class Watchdog:
     """Watches the other ranks for the thread that makes it.
 
@@ -132,7 +107,6 @@ class Watchdog:
             a failure are left alone, as long as all ranks live.
         how_ended: Tells how a process has ended that this one has started, such as "ended with exit
             code 3"; None where it does not know.
-
     """
 
     def __init__(
@@ -145,15 +119,13 @@ class Watchdog:
         rallies: bool = False,
         how_ended: Callable[[int], str | None] = lambda pid: None,
     ) -> None:
-        self._describe: weakref.WeakMethod[Callable[[], str]] | None = None
         self._rank = rank
         self._size = size
         self._name = f"lightning_zero/{name}"
-        self._report_after_s = report_after_s
+        self._waits = Waits(threading.get_ident())
+        self._reports = Reports(self._name, rank, size, report_after_s, self._waits)
         self._rallies = rallies
         self._how_ended = how_ended
-        self._main = threading.get_ident()
-        self._waits: dict[int, _Wait] = {}  # by thread
         # Weak: an engine that nobody closes goes all the same.
         self._cuts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._lock = threading.Lock()  # of `_cuts`, and while they are called
@@ -173,18 +145,12 @@ class Watchdog:
         self._num_read = 0
         self._roll_of_ends = Roll("lightning_zero/ends")  # of all runs
         self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
-        self._outside: tuple[Any, _Wait] | None = None  # a wait that the engine has not announced
-        self._reported: _Wait | None = None
-        self._texts: list[str] = []  # keys of reports that others will write
-        self._second_look: tuple[float, list[float]] | None = None
         self._peers: Peers  # where there is a thread
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
             self._peers = Peers()
-            self._store = _clone(dist.distributed_c10d._get_default_store())
-            if rank > 0 and _is_with_rank_0(self._store):
-                self._store = HostedStore(self._store, self._peers.is_rank_0_gone)
+            self._store = store_of_ranks(rank, self._peers.is_rank_0_gone)
             self._thread = _Thread(self)
             self._thread.start()
             _stop_at_exit(self)
@@ -228,7 +194,7 @@ class Watchdog:
 
     def describe_by(self, describe: Callable[[], str]) -> None:
         """From now on `describe`, a method, tells what the engine does, from another thread."""
-        self._describe = weakref.WeakMethod(describe)
+        self._reports.describe_by(describe)
 
     @contextmanager
     def waiting(
@@ -253,35 +219,29 @@ class Watchdog:
         """
         if self._death is not None or self._aborts:
             self.raise_if_failed()
-        thread = threading.get_ident()
-        outer = self._waits.get(thread)
-        self._waits[thread] = _Wait(
-            name, time.monotonic(), is_engines, is_for_data or is_one_way, is_one_way
-        )
-        try:
-            yield
-        except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except RuntimeError as error:
-            is_in_vain = _is_of_connection(error)
-            if is_in_vain:  # which is seen before the news of its cause
-                self._waits[thread] = replace(self._waits[thread], has_failed=True)
-                self.await_verdict()
-            self.raise_if_failed(error)
-            if not is_in_vain:
+        wait = Wait(name, time.monotonic(), is_engines, is_for_data or is_one_way, is_one_way)
+        with self._waits.announced(wait):
+            try:
+                yield
+            except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except RuntimeError as error:
+                if _is_of_connection(error):  # which is seen before the news of its cause
+                    self._waits.mark_failed()
+                    self.await_verdict()
+                    self.raise_if_failed(error)
+                    raise self._waited_in_vain(name) from error
+                self.raise_if_failed(error)
                 raise  # what was to be sent could not be pickled, say
-            raise RanksApartError(
-                f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
-                "same point. Every rank must run forward and backward together, with equally many "
-                "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
-                "would run on one rank alone; inside `with lightning_zero.lockstep(module)` on "
-                "every rank, ranks may run different numbers of them)."
-            ) from error
-        finally:
-            if outer is None:
-                self._waits.pop(thread, None)
-            else:
-                self._waits[thread] = outer
+
+    def _waited_in_vain(self, name: str) -> RanksApartError:
+        return RanksApartError(
+            f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
+            "same point. Every rank must run forward and backward together, with equally many "
+            "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
+            "would run on one rank alone; inside `with lightning_zero.lockstep(module)` on every "
+            "rank, ranks may run different numbers of them)."
+        )
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
         """Raises PeerAbortedError where there is a verdict."""
@@ -316,8 +276,7 @@ class Watchdog:
         if self.verdict is not None:
             return
         text = "stopped" if error is None else f"raised {summary(error)}"
-        entry = {"kind": "abort", "epoch": self._epoch, "text": f"rank {self._rank} {text}"}
-        self._order(partial(self._append, entry))
+        self._order(partial(self._append, {"kind": "abort", "text": f"rank {self._rank} {text}"}))
 
     def rally(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has come here, also without any connection.
@@ -329,15 +288,13 @@ class Watchdog:
             self._order(partial(self._decide, self._epoch, 0.0))  # nobody shall wait there
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
-        thread = threading.get_ident()
-        self._waits[thread] = _Wait("the other ranks to come together again", time.monotonic())
-        try:
+        with self._waits.announced(
+            Wait("the other ranks to come together again", time.monotonic())
+        ):
             outcome = self._order(partial(self._come, epoch))
             while outcome is None and self._is_on_watch():
                 time.sleep(0.02)
                 outcome = self._order(partial(self._decide, epoch, until))
-        finally:
-            self._waits.pop(thread, None)
         if outcome != _TOGETHER or self.is_lost:
             return False
         self._judged_at = None
@@ -439,7 +396,7 @@ class Watchdog:
 
     def _append(self, entry: dict[str, Any]) -> None:
         """Appends to the log, and reads it up to there."""
-        mine = json.dumps({**entry, "by": self._rank}).encode()
+        mine = json.dumps({**entry, "epoch": self._epoch, "by": self._rank}).encode()
         while self._store is not None:
             key = f"{self._name}/news/{self._num_read}"
             found = self._store.compare_set(key, "", mine.decode())
@@ -464,17 +421,14 @@ class Watchdog:
         elif kind == "dead":
             self._bury(news["rank"], news["text"])
         elif kind == "report":
-            self._answer(number, news)
+            self._reports.answer(self._store, number, news, self._append)
 
     def _bury(self, rank: int | None, text: str) -> None:
         if self._death is None:
             before = self._aborts.get(self._epoch)
-            is_known = before is not None and before.rank == rank
-            self._death = (
-                replace(before, is_dead=True)
-                if is_known and before is not None
-                else Verdict(rank, text, is_dead=True)
-            )
+            if before is not None and before.rank == rank:
+                text = before.text
+            self._death = Verdict(rank, text, is_dead=True)
             self._judge()
 
     def _judge(self) -> None:
@@ -529,7 +483,7 @@ class Watchdog:
 
     def _look_at_peers(self) -> None:
         """Tells all of a process of this node that has ended before its time."""
-        now, wait, gone = time.monotonic(), self._wait_of_main(), self._peers.gone()
+        now, wait, gone = time.monotonic(), self._waits.of_main(), self._peers.gone()
         if not self._is_needed and not self._waits and wait is None:
             return
         if gone or wait is not None:
@@ -560,49 +514,17 @@ class Watchdog:
 
     # ---------------------------------------------------------------- the main thread's waits
 
-    def _wait_of_main(self) -> _Wait | None:
-        """For other ranks, in the engine or in torch.distributed."""
-        frame = frame_of(self._main)
-        if (wait := self._waits.get(self._main)) is not None:
-            return wait
-        if not is_in_collective(frame):
-            self._outside = None
-            # On CUDA autograd has a thread of its own, in which its hooks wait.
-            return min(list(self._waits.values()), key=lambda each: each.since, default=None)
-        assert frame is not None
-        mark = (id(frame), frame.f_lasti)
-        if self._outside is None or self._outside[0] != mark:
-            name = collective_of(frame)
-            ranks = ranks_of_collective(frame)
-            wait = _Wait(
-                name,
-                time.monotonic(),
-                is_engines=False,
-                is_for_data=ranks is not None or is_one_way(name),
-                is_one_way=is_one_way(name),
-                ranks=ranks,
-            )
-            self._outside = (mark, wait)
-        return self._outside[1]
-
     def _look_at_main(self) -> None:
-        now, wait = time.monotonic(), self._wait_of_main()
+        wait = self._waits.of_main()
         judged_at, verdict = self._judged_at, self.verdict  # a rally ends them meanwhile
         if judged_at is not None and verdict is not None:
             if wait is not None and not wait.is_engines and wait.needs(verdict.rank):
                 self._wake_main(wait, verdict, judged_at)
             return
-        if self._report_after_s is None or self._store is None:
-            return
-        is_long = wait is not None and now - wait.since > self._report_after_s
-        if is_long and wait is not self._reported:
-            self._reported = wait
-            self._append({"kind": "report"})
-        if self._second_look is not None and now > self._second_look[0]:
-            self._append({"kind": "report", "is_again": True})
-        self._read_texts()
+        if self._store is not None:
+            self._reports.look(self._store, wait, self._append)
 
-    def _wake_main(self, wait: _Wait, verdict: Verdict, judged_at: float) -> None:
+    def _wake_main(self, wait: Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""
         is_together_or_not = self._rallies and self._is_needed
         if not (is_together_or_not or verdict.is_dead or wait.since < judged_at):
@@ -618,77 +540,6 @@ class Watchdog:
             _say(f"{self._explain(verdict)}; it waits in {wait.name}, and is ended.")
             os._exit(1)
 
-    # ---------------------------------------------------------------- reports
-
-    def _doing(self) -> Doing:
-        frame, wait = frame_of(self._main), self._wait_of_main()
-        describe = self._describe() if self._describe is not None else None
-        moment = describe() if describe is not None else ""
-        frames = user_frames(frame)
-        if wait is None:
-            return Doing(moment, "", 0.0, False, frames)
-        waited = time.monotonic() - wait.since
-        return Doing(moment, wait.name, waited, wait.is_for_data, frames, wait.since)
-
-    def _answer(self, number: int, news: dict[str, Any]) -> None:
-        """Tells what this rank is doing; the one that asked reads all, and writes the report."""
-        self._reported = self._wait_of_main()
-        key = f"{self._name}/doing/{number}"
-        self._store.set(f"{key}/{self._rank}", json.dumps(self._doing().as_dict()))
-        if news["by"] == self._rank:
-            self._write_report(key, news)
-        elif not news.get("is_again"):
-            self._texts.append(f"{key}/text")
-
-    def _write_report(self, key: str, news: dict[str, Any]) -> None:
-        answers = self._collect(key)
-        if news.get("is_again"):
-            self._look_again(answers)
-            return
-        who = f"rank {news['by']} has waited {self._report_after_s:g} s for other ranks"
-        text = report(f"{who}; what every rank is doing:", answers)
-        self._store.set(f"{key}/text", text)
-        self._log_report(text, is_alone=answers[0] is None)
-        if _may_be_circle(answers):
-            again = time.monotonic() + min(_AGAIN_S, self._report_after_s or _AGAIN_S)
-            self._second_look = (again, [a.since for a in answers if a is not None])
-
-    def _collect(self, key: str) -> list[Doing | None]:
-        answers: list[Doing | None] = [None] * self._size
-        until = time.monotonic() + _ANSWER_S
-        while None in answers and time.monotonic() < until:
-            for rank, answer in enumerate(answers):
-                if answer is None and self._store.check([f"{key}/{rank}"]):
-                    text = self._store.get(f"{key}/{rank}")
-                    answers[rank] = Doing.of_dict(json.loads(text))
-            time.sleep(0.02)
-        return answers
-
-    def _look_again(self, answers: list[Doing | None]) -> None:
-        """Ends a wait of all ranks for each other, which has not moved since the last look."""
-        assert self._second_look is not None
-        _, before = self._second_look
-        self._second_look = None
-        now = [answer.since for answer in answers if answer is not None]
-        if not _may_be_circle(answers) or now != before:
-            return
-        text = report("all ranks wait for each other, in different places:", answers)
-        end = (
-            "\nCall collectives of your own at the same point on every rank; in stage 3, outside "
-            "of code that only some ranks run."
-        )
-        entry = {"kind": "abort", "epoch": self._epoch, "text": text + end, "is_own": False}
-        self._append(entry)
-
-    def _read_texts(self) -> None:
-        for key in [key for key in self._texts if self._store.check([key])]:
-            self._texts.remove(key)
-            self._log_report(self._store.get(key).decode())
-
-    def _log_report(self, text: str, *, is_alone: bool = False) -> None:
-        """For people to see on rank 0, or where that one does not answer; else for the log."""
-        _log.log(logging.WARNING if self._rank == 0 or is_alone else logging.INFO, "%s", text)
-
 
 class _Thread(threading.Thread):
     """Is itself the record of the watches of this process: see `stop_those_that_left`."""
@@ -696,25 +547,6 @@ class _Thread(threading.Thread):
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog.run, daemon=True, name="lightning-zero-watchdog")
         self.watchdog = watchdog
-
-
-def _may_be_circle(answers: list[Doing | None]) -> bool:
-    """Whether every rank waits, not all for the same, and none for data under way."""
-    waits = {None if a is None or a.is_for_data or not a.wait else a.wait for a in answers}
-    return None not in waits and len(waits) > 1
-
-
-def _clone(store: Any) -> Any:
-    """The same with a connection of its own: a request on one waits for the one before it."""
-    return store.clone()
-
-
-def _is_with_rank_0(store: Any) -> bool:
-    """Whether it goes with the process of rank 0; else it is in files, or torchrun has it."""
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return hasattr(store, "port") and not is_torchruns
 
 
 def next_name(rank: int) -> str:
@@ -731,7 +563,9 @@ def cut_connections(group: Any) -> None:
     Destroying a group of gloo does not while anything, a transfer or a traceback, refers to it. A
     receive that times out does; but where the peer has gone it fails, and closes nothing else.
     """
-    backends = _backends_of(group)
+    dist.get_backend(group)  # raises where it is destroyed
+    # Of a group with one for each kind of device the name tells none of them.
+    backends = {group._get_backend(device).name().lower() for device in group._device_types}
     if "nccl" in backends:
         dist.distributed_c10d._abort_process_group(group)
     if "gloo" not in backends:
@@ -741,12 +575,6 @@ def cut_connections(group: Any) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
-
-
-def _backends_of(group: Any) -> set[str]:
-    """Of a group that may have one for each kind of device, whose name tells none of them then."""
-    dist.get_backend(group)  # raises where it is destroyed
-    return {group._get_backend(device).name().lower() for device in group._device_types}
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -25,7 +25,7 @@ checkpoints need not know which of the two they look at.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
@@ -37,12 +37,13 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
-from lightning_zero.core.step_worker import Stepping, StepWorker
+from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.writes import Fingerprint, Rewritten, equal, own_elements
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, widest
+from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.guarded import (
     Placement,
     guard,
@@ -50,13 +51,13 @@ from lightning_zero.tensors.guarded import (
     set_placement,
     unguard,
 )
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
-from lightning_zero.tensors.sharded import Cut, ShardedTensor
+from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 
-__all__ = ["Bucket", "Masters", "Phase", "bucket_of", "check_can_be_held"]
+__all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
@@ -129,7 +130,8 @@ class Bucket:
         store, settle = self.offloaded_grad, self.wait_for_step
         self.grads = Gradients(plan, parameters, comm, grad_dtype, store, self.cuts, settle)
         self._pending: Pending | None = None
-        self._stepping: Stepping | None = None  # a worker steps this bucket
+        # A worker steps this bucket: waits for it, and returns why it has failed.
+        self._stepping: Callable[[], BaseException | None] | None = None
         self._rewritten = Rewritten(self.parameters, plan.layout)
         self._make_whole = make_whole
         if filled is not None and filled.tensor.dtype == plan.dtype:
@@ -345,7 +347,7 @@ class Bucket:
 
     def owns(self, tensor: Tensor) -> bool:
         """`tensor` is a view of the whole buffer."""
-        if tensor.layout is not torch.strided or isinstance(tensor, StoredTensor):
+        if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
             return False
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -363,11 +365,12 @@ class Bucket:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
         return self.shards.owned(index)
 
-    def begin_step(self, stepping: Stepping | None = None) -> None:
+    def begin_step(self, stepping: Callable[[], BaseException | None] | None = None) -> None:
         """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
 
         Args:
-            stepping: Done when a worker has ended the step; None: the caller ends it.
+            stepping: Waits until a worker has ended the step, see `StepLoop.add`; None: the caller
+                ends it.
         """
         self.finish_gather()
         self.absorb_changes()
@@ -392,15 +395,11 @@ class Bucket:
         Raises:
             RuntimeError: The step failed.
         """
-        stepping = self._stepping
-        if stepping is None:
+        if self._stepping is None:
             return
         with self.comm.recorder.span(Kind.STEP, self.plan.name, is_wait=True):
-            error = stepping.exception()  # an interrupt leaves the step to the next who waits
+            error = self._stepping()  # an interrupt leaves the step to the next who waits
             self._stepping = None
-            event = stepping.result() if error is None else None
-            if event is not None:
-                torch.cuda.current_stream(self.device).wait_event(event)
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
 
@@ -568,7 +567,7 @@ class _RestingPart:
         """See `Part`."""
         self.bucket.settle()
         part = self.bucket.shards.look(self.index)
-        return part.read() if isinstance(part, StoredTensor) else part.detach()
+        return part.read() if isinstance(part, LazyTensor) else part.detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """See `Part`."""
@@ -608,7 +607,7 @@ class Masters:
     def exact_parts(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
 
-        Views of memory, or StoredTensors where the shard rests in a file. Local, but for a gather
+        Views of memory, or LazyTensors where the shard rests in a file. Local, but for a gather
         under way, which is waited for.
         """
         store = self._store()
@@ -755,7 +754,7 @@ class Masters:
         bucket.point_at_masters(self._shards.cut(self._stepped))
         for index, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
             if grad is not None and self._shards.is_stepped[index]:
-                grad = grad.read() if isinstance(grad, StoredTensor) else grad
+                grad = grad.read() if isinstance(grad, LazyTensor) else grad
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
     def leave_step(self, *, is_changed: bool) -> None:
@@ -776,23 +775,3 @@ class Masters:
 def bucket_of(placement: Placement) -> Bucket:
     """Where an engine holds a parameter; of an average, what answers the same questions."""
     return cast("Bucket", placement.bucket)
-
-
-def check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
-    """Before parameters are planned for.
-
-    Raises:
-        ValueError: One cannot lie in a flat buffer with others.
-    """
-    for name, parameter in named.items():
-        if parameter.layout is not torch.strided:
-            kind = f"layout {parameter.layout}"
-        elif parameter.is_floating_point() and parameter.element_size() == 1:
-            kind = f"dtype {parameter.dtype}"
-        else:
-            continue
-        raise ValueError(
-            f"parameter {name} has {kind}, which has no place among parameters that are sent, cut "
-            "and stepped in flat buffers; if it is not trained, make it a buffer: "
-            "module.register_buffer(...). Else keep it dense, in at least 16 bits."
-        )

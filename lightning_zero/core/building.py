@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,22 +49,7 @@ from lightning_zero.tensors.guarded import (
     unguard,
 )
 
-__all__ = ["Building", "PartialParameter", "PartsOwner", "move_all_but_parameters", "partial_of"]
-
-
-class PartsOwner(Protocol):
-    """What makes pieces whole; see `Building`."""
-
-    device: torch.device
-
-    def make_whole(self, piece: PartialParameter) -> None:
-        """The parameter is whole and plain again. Collective."""
-
-    def gather(self, piece: PartialParameter) -> Tensor:
-        """All values, 1-D. Collective."""
-
-    def free(self, piece: PartialParameter) -> None:
-        """The part is not needed any more. Local."""
+__all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_of"]
 
 
 class PartialParameter:
@@ -79,9 +64,7 @@ class PartialParameter:
         bits: Sum over the bits of the whole values that were cut last.
     """
 
-    def __init__(
-        self, building: PartsOwner, name: str, index: int, parameter: nn.Parameter
-    ) -> None:
+    def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
         self.name = name
         self.index = index
         self.shape = parameter.shape
@@ -231,13 +214,13 @@ class Building:
         own = _random_states(self.device)
         first = self._comm.control.broadcast_object(own)
         differs = any(not torch.equal(a, b) for a, b in zip(own, first, strict=True))
-        if differs:
-            _set_random_states(self.device, first)
-        try:
-            yield
-        finally:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=differs):
             if differs:
-                _set_random_states(self.device, own)
+                torch.set_rng_state(first[0])
+                for state in first[1:]:
+                    torch.cuda.set_rng_state(state, self.device)
+            yield
 
     def settle(self) -> None:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
@@ -464,9 +447,3 @@ def _random_states(device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
-
-
-def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

@@ -38,9 +38,10 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.writes import is_same_memory
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
-from lightning_zero.tensors.sharded import Cut, ShardedTensor
+from lightning_zero.tensors.buffer import FlatBuffer
+from lightning_zero.tensors.cut import Cut
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import OffloadedGrad
 
@@ -151,6 +152,9 @@ class Gradients:
         self.settle = settle
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
+        self._rank = comm.mesh.shard_rank
+        self._parts = plan.layout.parts(self._rank)  # by slot, within this rank's shard
+        self._numel = len(plan.layout.shard(self._rank))
         self.whole: FlatBuffer | None = None
         self.shard: Tensor | None = None
         self.slices: list[Tensor] = []
@@ -262,10 +266,9 @@ class Gradients:
             self._pending = self._comm.all_reduce(whole.tensor, self._plan.name)
             return
         if self._is_in_place:
-            self._out = whole.shard(self._comm.mesh.shard_rank)
+            self._out = whole.shard(self._rank)
         elif self.shard is None or self._holds_mean or self._offloaded is not None:
-            numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
-            self._out = torch.empty(numel, dtype=self._dtype, device=whole.tensor.device)
+            self._out = torch.empty(self._numel, dtype=self._dtype, device=whole.tensor.device)
         else:
             self._out = self.shard
         self._pending = self._comm.reduce_scatter(
@@ -303,8 +306,7 @@ class Gradients:
     def average(self) -> None:
         """Completes the mean over all ranks. Collective, at the end of backward; waits."""
         if self._offloaded is not None:
-            numel = len(self._plan.layout.shard(self._comm.mesh.shard_rank))
-            self.replicas.average_offloaded(self._offloaded, numel)
+            self.replicas.average_offloaded(self._offloaded, self._numel)
         elif self.shard is None:  # zeroed on this rank alone: the others average theirs
             self._adopt(self._zeros())
         self.begin_average()
@@ -420,16 +422,14 @@ class Gradients:
         """
         assert self.shard is not None
         if indices is None and self._offloaded is not None:
-            self._offloaded.apply_(
-                change, 0, len(self._plan.layout.shard(self._comm.mesh.shard_rank))
-            )
+            self._offloaded.apply_(change, 0, self._numel)
         elif indices is None:
             change(self.shard)
         for index in indices or ():
             if self._offloaded is None:
                 change(self.slices[index])
             else:
-                part = self._plan.layout.parts(self._comm.mesh.shard_rank)[index]
+                part = self._parts[index]
                 self._offloaded.apply_(change, part.start, part.stop)
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
@@ -455,10 +455,6 @@ class Gradients:
             parameter.grad = None
             self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
         self._close()
-
-    def is_mean(self, index: int, values: Tensor) -> bool:
-        """Whether `values` are what there is of the mean of slot `index` at this moment."""
-        return bool(self.slices) and self.slices[index] is values
 
     @property
     def store(self) -> ShardStore | None:
@@ -548,7 +544,7 @@ class Gradients:
         if self.whole is not None:
             wide.tensor.copy_(self.whole.tensor)
         if self.shard is not None and self._offloaded is None:
-            own = wide.shard(self._comm.mesh.shard_rank)
+            own = wide.shard(self._rank)
             own.copy_(self.shard)
             self._adopt(own)
         self.whole = wide
@@ -578,21 +574,16 @@ class Gradients:
     def _look(self) -> list[Tensor]:
         """By slot, what the store shows of the mean."""
         assert self._offloaded is not None
-        layout, rank = self._plan.layout, self._comm.mesh.shard_rank
-        parts = layout.parts(rank)
-        return [self._offloaded.look(part.start, part.stop) for part in parts]
+        return [self._offloaded.look(part.start, part.stop) for part in self._parts]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
-        layout = self._plan.layout
         if not self._is_whole_mean:
-            return slice_shard(layout, mean, self._comm.mesh.shard_rank)
-        return [mean[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+            return [mean[part.start : part.stop] for part in self._parts]
+        slots = self._plan.layout.slots
+        return [mean[slot.start : slot.stop].view(slot.shape) for slot in slots]
 
     def _zeros(self) -> Tensor:
-        """As long as the mean."""
-        layout = self._plan.layout
-        own_range = layout.shard(self._comm.mesh.shard_rank)
-        numel = layout.numel if self._is_whole_mean else len(own_range)
+        numel = self._plan.layout.numel if self._is_whole_mean else self._numel
         return torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
 
     def _take_over(self, index: int, grad: Tensor) -> None:
@@ -626,12 +617,12 @@ class _MeanPart:
 
     def read(self) -> Tensor:
         """See `Part`."""
-        return self.values.read() if isinstance(self.values, StoredTensor) else self.values
+        return self.values.read() if isinstance(self.values, LazyTensor) else self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """See `Part`."""
         self.grads.settle()
-        if self.grads.is_mean(self.index, self.values):
+        if self.grads.slices and self.grads.slices[self.index] is self.values:
             self.grads.apply_(write, [self.index])
         else:
             write(self.values)

@@ -20,7 +20,7 @@ from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
 from lightning_zero.tensors.composite import is_composite
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tiers import InFile, InMemory, ParamReader, ShardStore, Storage
 
 __all__ = ["SCALAR_KEYS", "Shards", "is_elementwise_state"]
@@ -276,7 +276,7 @@ class Shards:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
         own = self.own_ranges[index]
         for key, value in state.items():
-            if is_elementwise_state(key, value, len(own)) and not isinstance(value, StoredTensor):
+            if is_elementwise_state(key, value, len(own)) and not isinstance(value, LazyTensor):
                 self.state_store(key, value.dtype).write(own.start, value)
                 state[key] = self.look_at_state(index, key)
 

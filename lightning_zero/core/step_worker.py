@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["StepWorker", "Stepping", "fail", "mark"]
+__all__ = ["StepLoop", "StepWorker"]
 
-# Its result: an event after which the new values may be read, on a CUDA device.
-Stepping = Future["torch.cuda.Event | None"]
+
+class StepLoop:
+    """Steps of buckets, one after the other, of which others wait for number k.
+
+    Args:
+        device: Where the module computes.
+        kept: What the steps read. On a CUDA device it is of the pool of another stream than theirs,
+            and must not be freed before that one has waited for them.
+    """
+
+    def __init__(self, device: torch.device, kept: object = None) -> None:
+        self._device = device
+        self._kept = kept if device.type == "cuda" else None
+        self._num_buckets = 0
+        self._events: list[torch.cuda.Event | None] = []  # of the buckets that are stepped
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def add(self) -> Callable[[], BaseException | None]:
+        """One more bucket; waits until it is stepped, and returns why it was not."""
+        self._num_buckets += 1
+        return partial(self._wait, self._num_buckets - 1)
+
+    @property
+    def num_stepped(self) -> int:
+        """The first ones, of which at least all work is queued on a stream."""
+        return len(self._events)
+
+    def advance(self) -> None:
+        """The next bucket is stepped, when the current stream has done what is queued there."""
+        is_cuda = self._device.type == "cuda"
+        event = torch.cuda.current_stream(self._device).record_event() if is_cuda else None
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Those that are not stepped will not be."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _wait(self, number: int) -> BaseException | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_stepped > number or self._error is not None)
+        if self.num_stepped <= number:
+            return self._error
+        if (event := self._events[number]) is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return None
 
 
 class StepWorker:
-    """Runs steps in the order in which they are handed over, one at a time.
+    """Runs loops in the order in which they are handed over, one at a time.
 
     On a CUDA device it has a stream of its own, so that neither its copies wait for the forward
     that is queued meanwhile, nor that forward for copies of what it does not need yet.
@@ -28,8 +79,8 @@ class StepWorker:
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
 
-    def submit(self, run: Callable[[], None], stepping: Sequence[Stepping]) -> None:
-        """Runs `run`, which fulfils the futures `stepping`; if it fails, all that are left fail."""
+    def submit(self, loop: StepLoop, run: Callable[[], None]) -> None:
+        """Runs `run`, which advances `loop`; if it raises, the loop fails."""
         ready = None
         if self._stream is not None:
             ready = torch.cuda.current_stream(self._device).record_event()
@@ -39,7 +90,7 @@ class StepWorker:
                 with self._on_stream(ready):
                     run()
             except BaseException as error:
-                fail(stepping, error)
+                loop.fail(error)
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
@@ -53,29 +104,29 @@ class StepWorker:
         return torch.cuda.stream(self._stream)
 
     def drain(self) -> None:
-        """Waits until nothing is left to run; failures are told by the futures."""
+        """Nothing is left to run, and the current stream comes after it. Loops tell of failures."""
         if self._last is not None:
             self._last.result()
             self._last = None
+        if self._executor is not None and self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def close(self) -> None:
-        """Waits, and ends the thread."""
+    def close(self, outliving: Iterable[Tensor] = ()) -> None:
+        """Waits, and ends the thread.
+
+        Args:
+            outliving: Tensors that steps may have made, in the pool of the stream. From now on they
+                are used on the current one, and their memory is not for whoever gets the stream
+                next before that is over.
+        """
         self.drain()
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
-
-
-def fail(stepping: Sequence[Stepping], error: BaseException) -> None:
-    """Fails the futures that are not fulfilled yet."""
-    for future in stepping:
-        if not future.done():
-            future.set_exception(error)
-
-
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """The result of a step whose work is queued on the current stream."""
-    if device.type != "cuda":
-        return None
-    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
-    return event
+        if self._executor is None:
+            return
+        self._executor.shutdown()
+        self._executor = None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            for tensor in outliving:
+                if tensor.is_cuda:
+                    tensor.record_stream(current)

@@ -1,5 +1,15 @@
 """What somebody has written to a parameter, or put in the place of its data; and equality.
 
+[Note: Two ways to see a write]
+
+    Rewritten     version counters and addresses: no look at values, nothing to do on a device.
+                  Of parameters that are whole for a use only (stage 3), where it is asked of every
+                  parameter in every pass. A write to `parameter.data` counts elsewhere.
+    Fingerprint   sums over bits: sees every write. Of what rests whole between steps while its
+                  master is elsewhere (stages 1 and 2), and of what `gathered` shows.
+
+Where either has seen one, values that are still the rounded master stay what the master is.
+
 `torch.equal` of parameters is how Lightning's fine-tuning callbacks find out what an optimizer has
 already. Most pairs differ in shape or in their sums of bits, so that nothing is gathered.
 """
@@ -12,22 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.layout.flat import Layout, Slot
+from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.tensors.guarded import has_placement, placement_of
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = ["Fingerprint", "Rewritten", "equal", "is_same_memory", "own_elements", "whole_values"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 4096
-_BLOCK = 64 * _ROW
 
 
 class Fingerprint:
-    """Sums over the bits of a tensor, by rows and by columns: one pass over it, 0.2 % of its size.
+    """Sums over the bits of a tensor, by rows and by columns of a square: one pass over it.
 
     Equal sums of changed values would need changes that cancel in every row and every column.
     """
@@ -37,44 +44,43 @@ class Fingerprint:
         self._sums = _sums(tensor)
 
     def matches(self, tensor: Tensor) -> bool:
-        """Whether `tensor` still has those bits. Waits for its device."""
-        return all(torch.equal(a, b) for a, b in zip(self._sums, _sums(tensor), strict=True))
+        """Whether `tensor` still has those bits. Waits for its device, once."""
+        return torch.equal(self._sums, _sums(tensor))
 
     def digest(self) -> bytes:
-        """The same for the same bits, on any device and rank. Waits for its device."""
-        digest = hashlib.sha256()
-        for sums in self._sums:
-            digest.update(sums.cpu().numpy().data)
-        return digest.digest()
+        """The same for the same bits at the same place of a buffer, on any device and rank.
+
+        Waits for its device.
+        """
+        return hashlib.sha256(self._sums.cpu().numpy().data).digest()
 
 
-def _sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    words = tensor.detach().view(_WORDS.get(tensor.element_size(), torch.int64))
-    by_row, by_column = [], torch.zeros(_ROW, dtype=torch.int64, device=words.device)
-    for block in words.split(_BLOCK):  # sums make wider copies of what they sum
-        padding = -block.numel() % _ROW
-        padded = functional.pad(block, (0, padding)) if padding else block
-        rows = padded.unflatten(0, (padded.numel() // _ROW, _ROW))
-        by_row.append(rows.sum(dim=1, dtype=torch.int64))
-        by_column += rows.sum(dim=0, dtype=torch.int64)
-    return torch.cat(by_row), by_column
+def _sums(tensor: Tensor) -> Tensor:
+    """Of words of 64 bits, which are summed without a wider copy, and the octets beside them.
+
+    A few kernels, whatever the size. 1-D, int64, some 24 bytes for the root of the number of words.
+    """
+    octets = tensor.detach().view(torch.uint8)
+    if octets.numel() < 8:
+        return octets.to(torch.int64)
+    start = -octets.storage_offset() % 8
+    num_words = (octets.numel() - start) // 8
+    size = 1 << num_words.bit_length() // 2
+    rows = num_words // size
+    stop = start + 8 * rows * size
+    words = octets[start:stop].view(torch.int64).view(rows, size)
+    beside = torch.cat([octets[:start], octets[stop:]])
+    return torch.cat([words.sum(dim=0), words.sum(dim=1), beside.to(torch.int64)])
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both show the same elements of the same memory in the same way."""
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-    )
+    """Whether both show the same elements of the same memory in the same way.
 
-
-def _shows(parameter: nn.Parameter, view: Tensor) -> bool:
-    """As `is_same_memory`, in a few calls: this is asked of every parameter in every pass."""
-    if parameter.dtype is not view.dtype or parameter.is_meta:
+    In a few calls: this is asked of every parameter in every pass.
+    """
+    if one.dtype is not other.dtype or one.is_meta:
         return False
-    return parameter.is_set_to(view)
+    return one.is_set_to(other)
 
 
 def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
@@ -129,7 +135,7 @@ class Rewritten:
         layout: Of that bucket.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._parameters = parameters
         self._layout = layout
         self._versions: list[int] = []  # by slot, since `watch`: a write counts them up
@@ -149,7 +155,7 @@ class Rewritten:
         """
         versions = [parameter._version for parameter in self._parameters]
         is_written = bool(self._versions) and self._versions != versions
-        if not is_written and all(map(_shows, self._parameters, views)):
+        if not is_written and all(map(is_same_memory, self._parameters, views)):
             return
         for index, view in enumerate(views):
             if self._is_rewritten(index, view):
@@ -157,7 +163,7 @@ class Rewritten:
 
     def _is_rewritten(self, index: int, view: Tensor) -> bool:
         parameter, version = self._parameters[index], self._parameters[index]._version
-        is_replaced = not _shows(parameter, view)
+        is_replaced = not is_same_memory(parameter, view)
         if is_replaced:
             data = parameter.data
             parameter.data = view  # first: also after an error
@@ -189,7 +195,7 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
     part = bucket.masters.exact_parts()[placement.index]
-    values = part.read() if isinstance(part, StoredTensor) else part.detach()
+    values = part.read() if isinstance(part, LazyTensor) else part.detach()
     words = (values + 0).view(_WORDS[values.element_size()])  # + 0: there are two zeros
     return words.sum(dtype=torch.int64).reshape(1).to(bucket.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.world import has_world
-from lightning_zero.core.bucket import Bucket, check_can_be_held
+from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.step_worker import StepWorker
@@ -161,7 +161,7 @@ def plan_together(
         for index, (optimizer, _) in enumerate(examined)
         for parameter in parameters_of(optimizer)
     }
-    check_can_be_held(parameters_by_name(module))
+    _check_can_be_held(parameters_by_name(module))
     return make_plan(
         module,
         config,
@@ -170,6 +170,26 @@ def plan_together(
         whole_tensors=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
         budgets=_measure_budgets(config, comm),
     )
+
+
+def _check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
+    """Before parameters are planned for.
+
+    Raises:
+        ValueError: One cannot lie in a flat buffer with others.
+    """
+    for name, parameter in named.items():
+        if parameter.layout is not torch.strided:
+            kind = f"layout {parameter.layout}"
+        elif parameter.is_floating_point() and parameter.element_size() == 1:
+            kind = f"dtype {parameter.dtype}"
+        else:
+            continue
+        raise ValueError(
+            f"parameter {name} has {kind}, which has no place among parameters that are sent, cut "
+            "and stepped in flat buffers; if it is not trained, make it a buffer: "
+            "module.register_buffer(...). Else keep it dense, in at least 16 bits."
+        )
 
 
 def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:

@@ -16,7 +16,7 @@ from lightning_zero.layout.stage import State
 from lightning_zero.optim.owned_state import missing_state_bytes
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers import Storage
 
 __all__ = ["allocated_bytes", "count_memory", "held_bytes", "whole_bytes"]
@@ -48,7 +48,7 @@ def count_memory(
             alone[state] += nbytes
     for optimizer in optimizers:
         for placement, value in _states_of(optimizer):
-            if not isinstance(value, StoredTensor):  # those are counted by their bucket
+            if not isinstance(value, LazyTensor):  # those are counted by their bucket
                 of_tier = held.setdefault(_tier_in_memory(placement), dict.fromkeys(State, 0))
                 of_tier[State.OPTIM] += value.untyped_storage().nbytes()
             alone[State.OPTIM] += _whole_numel(placement, value) * value.element_size()

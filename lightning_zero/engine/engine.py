@@ -36,6 +36,7 @@ from lightning_zero.engine.optimizers import AttachedOptimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
+from lightning_zero.tensors.composite import plain_tensors
 
 __all__ = ["Engine"]
 
@@ -331,7 +332,7 @@ class Engine:
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
             bucket.give_back(target)
-        self._worker.close()
+        self._worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()

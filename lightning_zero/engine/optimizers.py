@@ -25,7 +25,7 @@ from lightning_zero.optim.state import join_optimizer_state, shard_initial_state
 from lightning_zero.optim.step import OptimizerStep, check_whole
 from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers import Storage
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
@@ -283,4 +283,4 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
 
 def _read_to(device: torch.device, value: Tensor) -> Tensor:
-    return (value.read() if isinstance(value, StoredTensor) else value).to(device)  # its file goes
+    return (value.read() if isinstance(value, LazyTensor) else value).to(device)  # its file goes

@@ -2,10 +2,10 @@
 
     flat space of a bucket, N = 3 ranks, parameters a, b, c, padding '.'
 
-    |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|    Layout.of
+    |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|    FlatLayout.of
     |<-- shard 0 ----->|<-- shard 1 ----->|<-- shard 2 ->|
 
-    |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        Layout.of_whole_tensors
+    |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        FlatLayout.of_whole_tensors
     |<------ shard 0 ------->|<- shard 1 -->|<shard 2>|
 
 Where the optimizer treats every element by itself, shard boundaries ignore parameter boundaries, so
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["ALIGN_NUMEL", "Layout", "Slot", "assign_owners"]
+__all__ = ["ALIGN_NUMEL", "FlatLayout", "Slot", "assign_owners"]
 
 # 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels ask for.
 ALIGN_NUMEL = 32
@@ -67,7 +67,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """The flat space of one bucket.
 
     Attributes:
@@ -80,7 +80,7 @@ class Layout:
     bounds: tuple[int, ...]
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> Layout:
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> FlatLayout:
         """Lays named shapes out one after another and pads the end to `world_size` equal shards."""
         slots = []
         stop = 0
@@ -96,7 +96,7 @@ class Layout:
         shapes: Iterable[tuple[str, tuple[int, ...]]],
         owners: Sequence[int],
         world_size: int,
-    ) -> Layout:
+    ) -> FlatLayout:
         """Lays named shapes out by owner: shard after shard, each as long as what it holds.
 
         Args:

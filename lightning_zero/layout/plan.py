@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.flat import Layout, assign_owners
+from lightning_zero.layout.flat import FlatLayout, assign_owners
 from lightning_zero.layout.kept import kept_parameters
 from lightning_zero.layout.names import modules_by_name, saved_name
 from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
@@ -55,7 +55,7 @@ class BucketPlan:
     """
 
     name: str
-    layout: Layout
+    layout: FlatLayout
     dtype: torch.dtype
     master_dtype: torch.dtype
     stage: Stage
@@ -325,9 +325,9 @@ def _cut(
         shapes = [(saved_name(name), tuple(cutting.named[name].shape)) for name in run]
         if kind.is_whole:
             owners = [cutting.owners[name] for name in run]
-            layout = Layout.of_whole_tensors(shapes, owners, cutting.world_size)
+            layout = FlatLayout.of_whole_tensors(shapes, owners, cutting.world_size)
         else:
-            layout = Layout.of(shapes, cutting.world_size)
+            layout = FlatLayout.of(shapes, cutting.world_size)
         label = unit or "root"
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""

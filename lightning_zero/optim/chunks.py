@@ -9,7 +9,7 @@ copied for the chunk.
 [Note: States in files] An optimizer makes its states in its first step, and only then we see which
 there are: tensors as long as the slice (moments), and others (a step counter), which every chunk
 gets a copy of. The former move to a file of their own for each key; `optimizer.state` then holds
-StoredTensors, which read them when somebody looks.
+LazyTensors, which read them when somebody looks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
 from lightning_zero.optim.state import check_slice
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers import FileRange, InFile, Job
 
 __all__ = ["BucketStep", "Chunk", "chunks_of", "part_of"]
@@ -238,7 +238,7 @@ class BucketStep:
         key: str, value: Any, own: range, part: range, memory: dict[str, Tensor], here: slice
     ) -> Any:
         """What a chunk sees of a state: its elements, or a copy of what is one for all chunks."""
-        if isinstance(value, StoredTensor):
+        if isinstance(value, LazyTensor):
             return memory[f"state.{key}"][here]
         if is_elementwise_state(key, value, len(own)):
             return value[part.start - own.start : part.stop - own.start]

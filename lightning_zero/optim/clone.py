@@ -1,4 +1,4 @@
-"""Steps slices of parameters with a copy of the user's optimizer.
+"""Copies of the user's optimizer, and steps of slices of parameters with them.
 
 [Note: Stand-ins] An optimizer knows a parameter by its object: as a member of a group and as the
 key of its state. To step a slice of it, in memory of our choice, perhaps on a worker's thread, a
@@ -10,17 +10,54 @@ user's objects are not touched, so nobody sees a step half done.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim.trial import raw_step
 from lightning_zero.tensors.guarded import attributes_of
 
-__all__ = ["Slice", "OptimizerClone"]
+__all__ = ["OptimizerClone", "Slice", "copy_of", "raw_step", "settings_of"]
+
+
+def copy_of(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    attributes: Mapping[str, Any] | None = None,
+) -> Optimizer:
+    """One of the same class over `groups`, without state or hooks, to be stepped by `raw_step`.
+
+    Args:
+        optimizer: The user's.
+        groups: Become the copy's.
+        attributes: Of `optimizer`, as they were; None: as they are.
+    """
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
+    copy.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+    copy._optimizer_step_pre_hooks = OrderedDict()
+    copy._optimizer_step_post_hooks = OrderedDict()
+    copy.state = defaultdict(dict)
+    copy.param_groups = groups
+    return copy
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group; numbers that rest in tensors are copied."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def raw_step(optimizer: Optimizer) -> None:
+    """The step function itself, under the wrapper that torch puts around it to call hooks."""
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    step(optimizer)
 
 
 @dataclass
@@ -51,25 +88,15 @@ class OptimizerClone:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.group_of: dict[nn.Parameter, int] = {}
-        self._groups: list[dict[str, Any]] = []
         for index, group in enumerate(optimizer.param_groups):
             self.group_of.update(dict.fromkeys(group["params"], index))
-            settings = {key: value for key, value in group.items() if key != "params"}
-            for key, value in settings.items():
-                if isinstance(value, Tensor):
-                    settings[key] = value.clone()
-            self._groups.append(settings)
+        self._groups = [settings_of(group) for group in optimizer.param_groups]
         self._attributes = dict(optimizer.__dict__)
-        self._attributes.pop("step", None)  # a scheduler's wrapper is bound to the original
 
     def step(self, slices: Sequence[Slice]) -> None:
         """One step on `slices`. See [Note: Stand-ins]."""
-        copy: Optimizer = object.__new__(type(self.optimizer))
-        copy.__dict__.update(self._attributes)
-        copy._optimizer_step_pre_hooks = OrderedDict()
-        copy._optimizer_step_post_hooks = OrderedDict()
-        copy.state = defaultdict(dict)
-        copy.param_groups = [{**settings, "params": []} for settings in self._groups]
+        groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in self._groups]
+        copy = copy_of(self.optimizer, groups, self._attributes)
         stand_ins = []
         for part in slices:
             stand_in = _stand_in(part)

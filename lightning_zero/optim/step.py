@@ -9,9 +9,9 @@ follows finds no gradients and does nothing. An optimizer that counts calls in i
 called once for each bucket; it runs its body once over all of them instead. `trial` finds out which
 kind an optimizer is.
 
-[Note: Steps beside the next forward] With `overlap_step` a worker steps the buckets, in the order
-in which the next forward needs them. A bucket is only needed again at its next use, so every use of
-its parameters waits for it (`Bucket.wait_for_step`), and whoever looks from outside waits for all.
+[Note: Steps beside the next forward] With `overlap_step` a worker runs the same loop over buckets,
+in the order in which the next forward needs them. Every use of a bucket waits until the loop has
+passed its number (`Bucket.wait_for_step`), and whoever looks from outside waits for all.
 The settings of the optimizer are taken when `step()` is called, the gradients stay as they are
 until the next backward, which waits too: the values are those of a step that nothing overlaps.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.step_worker import Stepping, StepWorker, fail, mark
+from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, chunks_of
 from lightning_zero.optim.clone import OptimizerClone
@@ -147,58 +147,48 @@ class OptimizerStep:
     def _step_by_bucket(self) -> None:
         clone = OptimizerClone(self.optimizer)
         steps = [BucketStep(bucket, clone) for bucket in self._stepping]
-        stepping: list[Stepping] = []
-        work: list[tuple[Bucket, Stepping, list[Job]]] = []
+        loop = StepLoop(self._storage.device, steps)
+        work: list[list[Job]] = []
         try:
             for step in steps:
-                future: Stepping = Future()
-                stepping.append(future)
-                step.bucket.begin_step(future if self._worker is not None else None)
-                work.append((step.bucket, future, step.jobs()))
+                step.bucket.begin_step(loop.add() if self._worker is not None else None)
+                work.append(step.jobs())
+            run = partial(self._run, loop, list(self._stepping), work)
             if self._worker is not None:
-                self._worker.submit(lambda: self._run(work), stepping)
+                self._worker.submit(loop, run)
             else:
-                self._run(work)
+                run()
         except BaseException as error:
-            fail(stepping, error)  # nobody else will: a reset waits for them
+            loop.fail(error)  # nobody else will: a reset waits for it
             raise
 
     def _drain(self, *_: Any) -> None:
         if self._worker is not None:
             self._worker.drain()
 
-    def _run(self, work: Sequence[tuple[Bucket, Stepping, list[Job]]]) -> None:
-        """Runs the jobs of every bucket; a bucket has been stepped when its writes have begun."""
-        stepped: list[tuple[Bucket, Stepping]] = []
+    def _run(self, loop: StepLoop, buckets: Sequence[Bucket], work: list[list[Job]]) -> None:
+        """Runs the jobs of every bucket; it has been stepped when its last writes have begun."""
 
-        def finish() -> None:
-            while stepped:
-                bucket, future = stepped.pop()
+        def end_before(number: int) -> None:
+            for bucket in buckets[loop.num_stepped : number]:
                 bucket.end_step()
-                future.set_result(mark(self._storage.device))
+                loop.advance()
 
-        def after(job: Job, bucket: Bucket, future: Stepping, is_last: bool) -> Job:
-            def run(views: list[Tensor]) -> None:
-                finish()
-                job.run(views)
-                if is_last:
-                    stepped.append((bucket, future))
-
-            return Job(job.ranges, run)
-
-        in_memory: list[Job] = []  # run with the next job that needs a buffer
         in_files: list[Job] = []
-        for bucket, future, of_bucket in work:
-            for job in of_bucket:
-                in_memory.append(after(job, bucket, future, job is of_bucket[-1]))
+        in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
+        for number, jobs in enumerate(work):
+            for job in jobs:
+                in_memory.append(partial(end_before, number))
                 if job.ranges:
-                    in_files.append(_in_turn(in_memory))
+                    in_files.append(_after(in_memory, job))
                     in_memory = []
+                else:
+                    in_memory.append(partial(job.run, []))
         if in_files:
             self._storage.pipeline.run(in_files)
-        for job in in_memory:
-            job.run([])
-        finish()
+        for run in in_memory:
+            run()
+        end_before(len(buckets))
 
     def read_ahead(self) -> None:
         """Begins to read what the next step will need, as far as there are buffers for it."""
@@ -270,16 +260,15 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
                 )
 
 
-def _in_turn(jobs: list[Job]) -> Job:
-    """One job that runs all of `jobs`, of which only the last has ranges."""
-    *before, last = jobs
+def _after(before: Sequence[Callable[[], object]], job: Job) -> Job:
+    """`job`, run after `before`."""
 
     def run(views: list[Tensor]) -> None:
-        for job in before:
-            job.run([])
-        last.run(views)
+        for other in before:
+            other()
+        job.run(views)
 
-    return Job(last.ranges, run)
+    return Job(job.ranges, run)
 
 
 def _ignore(views: list[Tensor]) -> None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,17 +31,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.optim.clone import copy_of, raw_step, settings_of
 
-__all__ = [
-    "CannotShardError",
-    "Findings",
-    "StepKind",
-    "Trial",
-    "find_whole_tensors",
-    "probe",
-    "raw_step",
-    "run_trial",
-]
+__all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
 
 _Shape = tuple[int, ...]
 
@@ -50,15 +42,11 @@ _BOUND = 6  # of each size, beyond
 _BLOCK_NUMEL = 4096  # see [Note: Blocks]
 _BLOCKS = 4  # in a toy, where the parameter has as many
 _SMALL = (5, 7, 3, 2, 2, 2)
-_SCALES = (
-    1.0,
-    30.0,
-    1.0,
-)  # of the gradients of each step: thresholds act in some and not in others
+_SCALES = (1.0, 30.0, 1.0)  # of the gradients of each step: thresholds act in some
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     """How toys are stepped.
 
     Attributes:
@@ -75,15 +63,8 @@ class Trial:
     num_steps: int = len(_SCALES)
 
 
-def raw_step(optimizer: Optimizer) -> None:
-    """The step function itself, under the wrapper that torch puts around it to call hooks."""
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer)
-
-
-def run_trial(
-    optimizer: Optimizer, device: torch.device, dtype: torch.dtype, trial: Trial
+def _run_trial(
+    optimizer: Optimizer, device: torch.device, dtype: torch.dtype, trial: _Trial
 ) -> Tensor:
     """Values of all toys after the steps of `trial`, 1-D, in the same order for every trial."""
     pieces: dict[tuple[int, int], Tensor] = {}
@@ -100,7 +81,7 @@ class _Run:
         optimizer: Optimizer,
         device: torch.device,
         dtype: torch.dtype,
-        trial: Trial,
+        trial: _Trial,
         rank: int,
     ) -> None:
         self._trial = trial
@@ -113,7 +94,8 @@ class _Run:
         # Compiling takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
-            self._clone = _clone_without_state(optimizer)
+            groups = [{**_trial_settings(g), "params": []} for g in optimizer.param_groups]
+            self._clone = copy_of(optimizer, groups)
             self._fill_groups(optimizer)
             for scale in _SCALES[: trial.num_steps]:
                 self._step(scale)
@@ -221,21 +203,12 @@ def _large_shape(shape: _Shape) -> _Shape:
     return tuple(sizes)
 
 
-def _clone_without_state(optimizer: Optimizer) -> Optimizer:
-    clone: Optimizer = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-    clone.state = defaultdict(dict)
-    clone._optimizer_step_pre_hooks = OrderedDict()
-    clone._optimizer_step_post_hooks = OrderedDict()
-    clone.param_groups = []
-    for group in optimizer.param_groups:
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
-            lr = settings["lr"]
-            settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
-        clone.param_groups.append({**settings, "params": []})
-    return clone
+def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = copy.deepcopy(settings_of(group))
+    if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
+        lr = settings["lr"]
+        settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+    return settings
 
 
 def _copy_initial_state(
@@ -301,9 +274,9 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Fin
         ValueError: Its step needs a closure, or cannot be tried.
     """
     name = type(optimizer).__name__
+    run = partial(_run_trial, optimizer, device, dtype)
     try:
-        start = run_trial(optimizer, device, dtype, Trial(num_steps=0))
-        whole = run_trial(optimizer, device, dtype, Trial())
+        start, whole = run(_Trial(num_steps=0)), run(_Trial())
     except Exception as error:
         raise ValueError(
             f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
@@ -312,14 +285,14 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Fin
         ) from error
     if torch.equal(start, whole):
         raise _refusal(name, "a clone of it does not move the parameters in its groups")
-    tried = _Tried(optimizer, device, dtype, whole)
+    tried = _Tried(run, whole)
     # Slices of one tensor may be rounded in other places than the tensor.
-    if tried.agrees(Trial(is_cut=True, num_ranks=2), 1e-4) and tried.agrees(
-        Trial(is_cut=True), 1e-4
+    if tried.agrees(_Trial(is_cut=True, num_ranks=2), 1e-4) and tried.agrees(
+        _Trial(is_cut=True), 1e-4
     ):
         return Findings(tried.kind(is_cut=True), is_elementwise=True)
     tried.error = None
-    if tried.agrees(Trial(num_ranks=2), 1e-6):
+    if tried.agrees(_Trial(num_ranks=2), 1e-6):
         return Findings(tried.kind(is_cut=False), is_elementwise=False)
     if tried.error is not None:
         raise _refusal(
@@ -347,17 +320,13 @@ def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> l
 class _Tried:
     """Trials of one optimizer, compared with stepping whole toys in one call."""
 
-    def __init__(
-        self, optimizer: Optimizer, device: torch.device, dtype: torch.dtype, whole: Tensor
-    ) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._dtype = dtype
+    def __init__(self, run: Callable[[_Trial], Tensor], whole: Tensor) -> None:
+        self._run_anew = run
         self._whole = whole
-        self._results: dict[Trial, Tensor | Exception] = {Trial(): whole}
+        self._results: dict[_Trial, Tensor | Exception] = {_Trial(): whole}
         self.error: Exception | None = None  # of the last trial that failed
 
-    def agrees(self, trial: Trial, tolerance: float) -> bool:
+    def agrees(self, trial: _Trial, tolerance: float) -> bool:
         """Whether a trial gives the same values, relative to each and to the largest."""
         values = self._run(trial)
         if values is None:
@@ -367,21 +336,18 @@ class _Tried:
 
     def kind(self, *, is_cut: bool) -> StepKind:
         """Whether pieces may be stepped one after another: only where the very bits agree."""
-        together = self._run(Trial(is_cut=is_cut))
-        in_turn = self._run(Trial(is_cut=is_cut, is_in_turn=True))
+        together = self._run(_Trial(is_cut=is_cut))
+        in_turn = self._run(_Trial(is_cut=is_cut, is_in_turn=True))
         if together is None or in_turn is None or not torch.equal(together, in_turn):
             return StepKind.AT_ONCE
         return StepKind.BY_BUCKET
 
-    def _run(self, trial: Trial) -> Tensor | None:
+    def _run(self, trial: _Trial) -> Tensor | None:
         if trial not in self._results:
             try:
-                result: Tensor | Exception = run_trial(
-                    self._optimizer, self._device, self._dtype, trial
-                )
+                self._results[trial] = self._run_anew(trial)
             except Exception as error:
-                result = error
-            self._results[trial] = result
+                self._results[trial] = error
         result = self._results[trial]
         if isinstance(result, Exception):
             self.error = result

@@ -2,7 +2,8 @@
 
     buffer      `FlatBuffer`: memory of one bucket, and a view of it for each parameter
     guarded     parameters that are not whole: a use of one makes its bucket whole
-    lazy        `StoredTensor`: values that are read from a file when they are used
+    lazy        `LazyTensor`: values that are read from a file when they are used
+    cut         which elements of a parameter each rank has
     sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
     composite   tensors made of tensors, such as quantised states
     meta        parameters without memory: given some, awaited, or dropped

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.flat import Layout
+from lightning_zero.layout.flat import FlatLayout
 
 __all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard", "widest"]
 
@@ -31,7 +32,7 @@ class FlatBuffer:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FlatLayout,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -98,11 +99,23 @@ class Scratch:
     On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch,
     about as much as the reduction's own work on it. On a device the caching allocator does all of
     this.
+
+    Args:
+        device: Of the tensors.
+        allocate: Makes new memory of so many elements, 1-D; None: torch does.
+        max_kept: Tensors that are kept at most.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._keeps = device.type == "cpu"
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
+        max_kept: float = math.inf,
+    ) -> None:
+        self._max_kept = max_kept if device.type == "cpu" else 0
         self._device = device
+        self._allocate = allocate or self._empty
         self._spare: list[Tensor] = []  # 1-D, each the owner of its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -110,23 +123,25 @@ class Scratch:
         nbytes = numel * dtype.itemsize
         fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
         if not fitting:
-            return torch.empty(numel, dtype=dtype, device=self._device)
+            return self._allocate(numel, dtype)
         chosen = min(fitting, key=lambda t: t.untyped_storage().nbytes())
         self._spare = [t for t in self._spare if t is not chosen]
-        memory = torch.empty(0, dtype=dtype, device=self._device)
-        return memory.set_(chosen.untyped_storage(), 0, (numel,), (1,))
+        return self._empty(0, dtype).set_(chosen.untyped_storage(), 0, (numel,), (1,))
 
     def give(self, tensor: Tensor) -> None:
         """Returns a tensor that `take` gave."""
-        if self._keeps:
+        if len(self._spare) < self._max_kept:
             self._spare.append(tensor)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def clear(self) -> None:
         """Frees what is kept."""
         self._spare.clear()
 
 
-def slice_shard(layout: Layout, shard: Tensor, rank: int) -> list[Tensor]:
+def slice_shard(layout: FlatLayout, shard: Tensor, rank: int) -> list[Tensor]:
     """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
     return [shard[part.start : part.stop] for part in layout.parts(rank)]
 

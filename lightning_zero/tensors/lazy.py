@@ -1,7 +1,7 @@
 """A tensor whose values rest elsewhere, in a file say, and are read when they are used.
 
-[Note: Stored tensors] Optimizer states on a disk and the entries of an opened checkpoint are
-`StoredTensor`s: they have a shape and a dtype, answer every torch function with the values that are
+[Note: Lazy tensors] Optimizer states on a disk and the entries of an opened checkpoint are
+`LazyTensor`s: they have a shape and a dtype, answer every torch function with the values that are
 read at that moment, and hold no memory themselves. Those who want less than all of it call
 `read_flat` and get a flat range: a rank that loads a checkpoint reads its own shard only.
 """
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["StoredTensor", "read_flat", "values_reader"]
+__all__ = ["LazyTensor", "read_flat", "values_reader", "written_by"]
 
 _Read = Callable[[int, int], Tensor]
 
 
-class StoredTensor(Tensor):
-    """A read-only tensor on the CPU without memory. See [Note: Stored tensors]."""
+class LazyTensor(Tensor):
+    """A read-only tensor on the CPU without memory. See [Note: Lazy tensors]."""
 
     _read: _Read
 
     @staticmethod
-    def of(shape: Sequence[int], dtype: torch.dtype, read: _Read) -> StoredTensor:
+    def of(shape: Sequence[int], dtype: torch.dtype, read: _Read) -> LazyTensor:
         """A tensor of `shape` whose row-major elements [start, stop) are `read(start, stop)`.
 
         Args:
@@ -35,8 +35,8 @@ class StoredTensor(Tensor):
             dtype: Of the tensor, and of what `read` returns.
             read: Returns a new 1-D CPU tensor of `stop - start` elements.
         """
-        stored = Tensor._make_wrapper_subclass(StoredTensor, torch.Size(shape), dtype=dtype)
-        assert isinstance(stored, StoredTensor)
+        stored = Tensor._make_wrapper_subclass(LazyTensor, torch.Size(shape), dtype=dtype)
+        assert isinstance(stored, LazyTensor)
         stored._read = read
         return stored
 
@@ -61,16 +61,7 @@ class StoredTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = dict(
-            zip((argument.name for argument in func._schema.arguments), args, strict=False)
-        )
-        given.update(kwargs)
-        written = [
-            given.get(argument.name)
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if any(isinstance(value, StoredTensor) for value in tree_leaves(written)):
+        if any(isinstance(value, LazyTensor) for value in written_by(func, args, kwargs)):
             raise RuntimeError(
                 f"{func.__name__} would write to a tensor whose values rest in a file; work on a "
                 "copy: tensor.clone()."
@@ -85,16 +76,29 @@ class StoredTensor(Tensor):
 
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Row-major elements [start, stop) of `tensor`: 1-D; a view where it is a plain one."""
-    if isinstance(tensor, StoredTensor):
+    if isinstance(tensor, LazyTensor):
         return tensor._read(start, stop)
     if tensor.numel() > 1 and not any(tensor.stride()):
         return tensor.as_strided((stop - start,), (0,))  # one number, whatever the shape
     return tensor.reshape(-1)[start:stop]
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors to which an operator of torch writes."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False))
+    given.update(kwargs)
+    written = [
+        given.get(argument.name)
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def values_reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:
@@ -109,4 +113,4 @@ def values_reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor
 
 
 def _plain(value: Any) -> Any:
-    return value.read() if isinstance(value, StoredTensor) else value
+    return value.read() if isinstance(value, LazyTensor) else value

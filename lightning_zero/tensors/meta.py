@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.tensors.guarded import Placement, guard, set_placement, unguard
+from lightning_zero.tensors.guarded import Holder, Placement, guard, set_placement, unguard
 
 __all__ = [
     "ConstantStates",
@@ -148,25 +148,10 @@ class _Dropped:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def look_at_rest(self, index: int) -> Tensor:
-        """`parameter.data`."""
-        self.refuse()
-
-    def settle(self) -> None:
-        """`parameter.data` is about to be set."""
-        self.refuse()
-
-    def put(self, index: int, values: Tensor) -> None:
-        """Not reached: `settle` comes before."""
-        self.refuse()
-
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Not reached: who compares values uses them first."""
-        self.refuse()
-
-    @property
-    def lockstep(self) -> Any:
-        """What `gathered` asks for first."""
+    def __getattr__(self, name: str) -> NoReturn:
+        """Whatever a guarded parameter, or `gathered`, asks for."""
+        if name.startswith("__"):  # Python itself does
+            raise AttributeError(name)
         self.refuse()
 
     def refuse(self, _: str = "") -> NoReturn:
@@ -197,7 +182,7 @@ def _guard(parameter: nn.Parameter) -> None:
         shape=shape,
         dtype=parameter.dtype,
         own_class=type(parameter),
-        bucket=owner,
+        bucket=cast("Holder", owner),
         index=0,
         make_whole=owner.refuse,
     )

@@ -19,19 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.layout.flat import Layout, Slot
-from lightning_zero.layout.mesh import Mesh
-from lightning_zero.tensors.lazy import read_flat
+from lightning_zero.tensors.cut import Cut, OwnPart, Part
+from lightning_zero.tensors.lazy import read_flat, written_by
 
-__all__ = ["Cut", "Part", "ShardedTensor", "ShardedTensorError"]
+__all__ = ["ShardedTensor", "ShardedTensorError"]
 
 
 class ShardedTensorError(RuntimeError):
@@ -46,82 +43,6 @@ class ShardedTensorError(RuntimeError):
 
     sharded: ShardedTensor | None = None
     why: str = ""
-
-
-class Sharers(Protocol):
-    """The ranks that have a shard of one parameter; a `Communicator` between them.
-
-    Attributes:
-        mesh: Which ranks they are.
-        device: Where they communicate.
-    """
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def sum_over_shards_(self, values: Tensor, name: str) -> Tensor:
-        """See `Communicator`."""
-
-    def max_(self, values: Tensor, name: str) -> Tensor:
-        """See `Communicator`."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """Which elements of one parameter each rank has.
-
-    Attributes:
-        slot: The parameter.
-        layout: Of its bucket.
-        comm: Between the ranks that have a shard.
-    """
-
-    slot: Slot
-    layout: Layout
-    comm: Sharers
-
-    @property
-    def owned(self) -> range:
-        """This rank's row-major elements."""
-        return self.layout.owned(self.slot, self.comm.mesh.shard_rank)
-
-    @cached_property
-    def _ranges(self) -> tuple[range, ...]:
-        ranks = range(self.layout.world_size)
-        return tuple(self.layout.owned(self.slot, rank) for rank in ranks)
-
-    def is_as(self, other: Cut) -> bool:
-        """Whether every rank has the same elements of both. The same answer on every rank."""
-        if self.comm is not other.comm:
-            return False
-        is_one = self.layout is other.layout and self.slot == other.slot
-        return is_one or self._ranges == other._ranges
-
-
-class Part(Protocol):
-    """This rank's elements, wherever they rest."""
-
-    def read(self) -> Tensor:
-        """They, 1-D and plain: a view of memory, or a copy of what rests in a file."""
-
-    def change(self, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change them in place: 1-D and plain."""
-
-
-@dataclass(frozen=True)
-class _Own:
-    """The part of a result, in memory of its own."""
-
-    values: Tensor
-
-    def read(self) -> Tensor:
-        return self.values
-
-    def change(self, write: Callable[[Tensor], object]) -> None:
-        write(self.values)
 
 
 class ShardedTensor(Tensor):
@@ -417,24 +338,12 @@ def _is_pointwise_name(name: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads())
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """What `func` writes to."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    given.update(kwargs)
-    written = [
-        given.get(argument.name)
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
-
-
 def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `func` on this rank's elements of all its tensors."""
     kwargs = {key: value for key, value in kwargs.items() if key not in _WITHOUT}
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     first = _first_of(leaves)
     if len(written) > 1:
         first._refuse(name)
@@ -504,7 +413,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _result(part: Any, like: ShardedTensor, shape: torch.Size) -> Any:
     if not isinstance(part, Tensor):
         return part
-    return ShardedTensor.of(_Own(part), like.cut, like.noun, part, shape)
+    return ShardedTensor.of(OwnPart(part), like.cut, like.noun, part, shape)
 
 
 def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -564,7 +473,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
     kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     whole = func(like, *rest, **kwargs)
     own = _narrow(whole, sharded.shape, sharded.cut).clone()
-    return ShardedTensor.of(_Own(own), sharded.cut, sharded.noun, own, sharded.shape)
+    return ShardedTensor.of(OwnPart(own), sharded.cut, sharded.noun, own, sharded.shape)
 
 
 # ---------------------------------------------------------------- reductions
@@ -577,7 +486,7 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given.update(zip((a.name for a in arguments), args, strict=False))
     given.update(kwargs)
-    if not isinstance(sharded, ShardedTensor) or _written(func, args, kwargs):
+    if not isinstance(sharded, ShardedTensor) or written_by(func, args, kwargs):
         _first_of(args, kwargs)._refuse(name)
     dim = given.get("dim")
     dims = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
 from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.buffer import Scratch
 from lightning_zero.tiers import InFile, InMemory, ShardStore, Storage, Transfer
 
 __all__ = ["GradQueue", "OffloadedGrad"]
@@ -26,7 +27,10 @@ class GradQueue:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._queue: list[OffloadedGrad] = []
-        self._spare: list[Tensor] = []  # CPU memory of means that have landed, uint8
+        # CPU memory of means on their way: page-locking it anew takes longer than the copy.
+        self.scratch = Scratch(
+            torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_MEANS_ON_THE_WAY
+        )
         is_cuda = storage.device.type == "cuda"
         self._stream = torch.cuda.Stream(storage.device) if is_cuda else None
 
@@ -40,23 +44,6 @@ class GradQueue:
         """`grad` has landed or was dropped."""
         if grad in self._queue:
             self._queue.remove(grad)
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory for a mean on its way: 1-D; `give` it back."""
-        nbytes = numel * dtype.itemsize
-        fitting = [memory for memory in self._spare if memory.numel() >= nbytes]
-        if not fitting:
-            return self.storage.cpu_empty(numel, dtype)
-        chosen = min(fitting, key=Tensor.numel)
-        self._spare = [memory for memory in self._spare if memory is not chosen]
-        return chosen[:nbytes].view(dtype)
-
-    def give(self, memory: Tensor) -> None:
-        """Keeps memory that `take` gave for the next mean: page-locking it anew takes longer."""
-        if len(self._spare) < MAX_MEANS_ON_THE_WAY:
-            whole = torch.empty(0, dtype=torch.uint8)
-            storage = memory.untyped_storage()
-            self._spare.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
 
     def copy(self, source: Tensor, target: Tensor, name: str) -> torch.cuda.Event | None:
         """Copies the mean of bucket `name` from the device to CPU memory beside the computation."""
@@ -112,7 +99,7 @@ class OffloadedGrad:
 
     @property
     def shard(self) -> Tensor:
-        """The mean: 1-D, a CPU tensor or a StoredTensor, the same object every time."""
+        """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
         if self._shown is None:
             self._shown = self.store.look(0, self._numel)
         return self._shown
@@ -123,7 +110,7 @@ class OffloadedGrad:
         return self._store.nbytes if self._store is not None else 0
 
     def look(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop): a view, or a StoredTensor."""
+        """Elements [start, stop): a view, or a LazyTensor."""
         return self.store.look(start, stop)
 
     def put(self, mean: Tensor, *, is_added: bool) -> None:
@@ -135,37 +122,35 @@ class OffloadedGrad:
         """
         self.settle()
         self._queue.admit(self)
-        storage = self._queue.storage
+        values, is_staged = mean, False
         if isinstance(self.store, InMemory) and not is_added:
-            event = self._queue.copy(mean, self.store.tensor, self._name)
-            self._transit = _Transit(self.store.tensor, mean, event, is_added)
-        elif storage.is_apart:
-            staging = self._queue.take(self._numel, self._dtype)
-            event = self._queue.copy(mean, staging, self._name)
-            self._transit = _Transit(staging, mean, event, is_added, is_staged=True)
-        else:
-            self._transit = _Transit(mean, mean, None, is_added)
+            values = self.store.tensor
+        elif self._queue.storage.is_apart:
+            values, is_staged = self._queue.scratch.take(self._numel, self._dtype), True
+        event = None if values is mean else self._queue.copy(mean, values, self._name)
+        self._transit = _Transit(values, mean, event, is_added, is_staged)
+        if values is mean:
             self._land(self._transit)
 
     def settle(self) -> None:
         """Waits until the mean rests here."""
-        transit = self._leave()
-        if transit is None:
-            return
-        if transit.event is not None:
+        transit = self._end_transit()
+        if transit is not None:
+            if transit.transfer is None:
+                self._land(transit)
+            if transit.transfer is not None:
+                transit.transfer.wait()
+            if transit.is_staged:
+                self._queue.scratch.give(transit.values)
+
+    def _end_transit(self) -> _Transit | None:
+        """What was on its way; it is in CPU memory by now."""
+        transit, self._transit = self._transit, None
+        self._queue.leave(self)
+        if transit is not None and transit.event is not None:
             recorder = self._queue.storage.recorder
             with recorder.span(Kind.TO_CPU, self._name, is_wait=True):
                 transit.event.synchronize()
-        if transit.transfer is None:
-            self._land(transit)
-        if transit.transfer is not None:
-            transit.transfer.wait()
-        if transit.is_staged:
-            self._queue.give(transit.values)
-
-    def _leave(self) -> _Transit | None:
-        transit, self._transit = self._transit, None
-        self._queue.leave(self)
         return transit
 
     def _land(self, transit: _Transit) -> None:
@@ -187,12 +172,8 @@ class OffloadedGrad:
 
     def drop(self) -> None:
         """Forgets what is on its way, after an exception."""
-        transit = self._leave()
-        if transit is None:
-            return
-        if transit.event is not None:
-            transit.event.synchronize()
-        if transit.transfer is not None:
+        transit = self._end_transit()
+        if transit is not None and transit.transfer is not None:
             transit.transfer.settle()
-        if transit.is_staged:
-            self._queue.give(transit.values)
+        if transit is not None and transit.is_staged:
+            self._queue.scratch.give(transit.values)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.layout.offload import PAGE_BYTES, Tier, padded_bytes
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import aligned_empty
 from lightning_zero.tiers.nvme import NvmeStore, Transfer
 from lightning_zero.tiers.pipeline import FileRange
@@ -39,7 +39,7 @@ class ShardStore(Protocol):
         """Replaces the elements from `start` on by `values`, 1-D, of any floating dtype."""
 
     def look(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), 1-D, to be shown to others: a view, or a StoredTensor."""
+        """Elements [start, stop), 1-D, to be shown to others: a view, or a LazyTensor."""
 
 
 class InMemory:
@@ -101,7 +101,7 @@ class InFile:
         def read(first: int, last: int) -> Tensor:
             return self.fetch(start + first, start + last)
 
-        return StoredTensor.of((stop - start,), self.dtype, read)
+        return LazyTensor.of((stop - start,), self.dtype, read)
 
     def begin_fetch(self, start: int, stop: int, buffer: Tensor) -> Transfer:
         """Begins to read elements [start, stop) into `buffer`: uint8, aligned, large enough."""

@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.torch_file import (
     has_checksums,
     write_torch_file,
 )
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint16,
@@ -27,7 +27,7 @@ DTYPES = [
 
 def stored(values):
     flat = values.reshape(-1)
-    return StoredTensor.of(values.shape, values.dtype, lambda a, b: flat[a:b].clone())
+    return LazyTensor.of(values.shape, values.dtype, lambda a, b: flat[a:b].clone())
 
 
 def sample(dtype, shape=(3, 5)):
@@ -97,7 +97,7 @@ def test_a_stored_tensor_is_read_in_pieces(tmp_path, monkeypatch):
         reads.append((start, stop))
         return values[start:stop].clone()
 
-    tree = {"x": StoredTensor.of(values.shape, values.dtype, read)}
+    tree = {"x": LazyTensor.of(values.shape, values.dtype, read)}
     write_torch_file(tree, tmp_path / "a.pt", told.append)
     assert reads == [(0, 16), (16, 32), (32, 48), (48, 50)]
     assert told == [64, 64, 64, 8]

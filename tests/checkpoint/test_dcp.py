@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero.checkpoint.dcp_reader import find_damage, is_sharded, open_sharded
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from tests.checkpoint.test_shard_tensor import SHAPES, shard, values
 from tests.distributed.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def test_tensors_are_stored_ones_with_their_values(flat_ranges):
     assert checkpoint["state_dict"]["extra"] == {"any": [1, "two"]}
     for name, shape in SHAPES.items():
         stored = checkpoint["state_dict"][name]
-        assert isinstance(stored, StoredTensor)
+        assert isinstance(stored, LazyTensor)
         assert torch.equal(stored.read(), values(shape)), name
     (state,) = checkpoint["optimizer_states"]
     assert state["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["matrix"]}]

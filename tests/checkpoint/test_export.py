@@ -13,7 +13,7 @@ from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.export import plan
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import silent, write_torch_file
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from tests.deepspeed_format import write_deepspeed
 from tests.full_disk import mounted_tmpfs
 
@@ -308,7 +308,7 @@ def test_an_error_while_reading_leaves_what_was_there(form, tmp_path):
     def read(start, stop):
         raise OSError("the disk broke")
 
-    bad = StoredTensor.of((4,), torch.float32, read)
+    bad = LazyTensor.of((4,), torch.float32, read)
     state = {"good": torch.rand(4), "bad": bad}
     (tmp_path / "out").write_bytes(b"before")
     options = {"max_shard_bytes": 100} if form == "safetensors" else {}

@@ -11,7 +11,7 @@ import torch
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.export import plan
 from lightning_zero.checkpoint.torch_file import silent
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 
 MIB = 1024**2
 # What the process has in memory before, at most while it exports, and of that not of a file.
@@ -71,7 +71,7 @@ def values_of(number, shape):
         return base.repeat((stop - start) // 4099 + 2)[first : first + stop - start]
 
     assert numel
-    return StoredTensor.of(shape, torch.float32, read)
+    return LazyTensor.of(shape, torch.float32, read)
 
 
 def write_checkpoint(size, form, path):
@@ -107,7 +107,7 @@ def assert_same_weights(path, state):
     assert set(opened) == set(state)
     for name, value in opened.items():
         whole = state[name].read().to(value.dtype)
-        assert torch.equal(value.clone() if type(value) is StoredTensor else value, whole), name
+        assert torch.equal(value.clone() if type(value) is LazyTensor else value, whole), name
 
 
 TARGETS = {

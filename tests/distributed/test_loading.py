@@ -14,7 +14,7 @@ from torch import nn
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
 from lightning_zero.core.bucket import Masters
-from lightning_zero.tensors.lazy import StoredTensor
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import await_values
 from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
@@ -65,7 +65,7 @@ def stored(state, reads=None):
             reads.append((name, start, stop))
             return value.reshape(-1)[start:stop].clone()
 
-        return StoredTensor.of(value.shape, value.dtype, read)
+        return LazyTensor.of(value.shape, value.dtype, read)
 
     result = OrderedDict((name, store(name, value)) for name, value in state.items())
     result._metadata = getattr(state, "_metadata", {})
@@ -370,7 +370,7 @@ def _optimizer_in_files(rank, world_size, dtype):
     load_module(same, stored(weights))
     load_optimizer(other, loaded, _by_name(other, loaded, state))
     for entry in loaded.state.values():
-        assert isinstance(entry["exp_avg"], StoredTensor)
+        assert isinstance(entry["exp_avg"], LazyTensor)
     again = optimizer_state_dict(loaded, other.buckets, is_recipient=True)
     for number, entry in state["state"].items():
         for key, value in entry.items():

@@ -303,7 +303,7 @@ class _Lines(logging.Handler):
 
 def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     shown = _Lines()
-    logging.getLogger("lightning_zero.comm.watchdog").addHandler(shown)
+    logging.getLogger("lightning_zero.comm.reports").addHandler(shown)
     watchdog = Watchdog("threads", rank=rank, size=world_size, report_after_s=0.5)
     if rank == 0 and not is_rank_0_there:
         watchdog.stop()  # as if it were stuck

@@ -105,3 +105,30 @@ def test_ranges_carry_the_bucket(stage):
     (events,) = run_ranks(1, _trace, "nccl", stage, timeout_s=180, has_group=False)
     ranges = {event["name"] for event in events if event["name"].startswith("zero::")}
     assert any(len(name.split()) == 2 for name in ranges), sorted(ranges)
+
+
+class LateSGD(torch.optim.SGD):
+    """Its kernels wait in their stream for some 50 ms, and the CPU does not."""
+
+    def step(self, closure=None):
+        torch.cuda._sleep(100_000_000)
+        return super().step(closure)
+
+
+def _state_after_a_step(rank: int, world_size: int) -> None:
+    form_group("nccl", rank, world_size)
+    model = build()
+    optimizer = LateSGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = lightning_zero.ZeroConfig(stage=2, overlap_step=True)
+    engine = lightning_zero.Engine(model, optimizers=[optimizer], config=config)
+    list(train(engine, model, rank, 2))
+    state = optimizer.state_dict()["state"]
+    early = [entry["momentum_buffer"].clone() for entry in state.values()]
+    torch.cuda.synchronize()
+    for seen, entry in zip(early, state.values(), strict=True):
+        assert torch.equal(seen, entry["momentum_buffer"])
+    engine.close()
+
+
+def test_a_state_dict_comes_after_the_kernels_of_a_step_beside_the_forward():
+    run_ranks(1, _state_after_a_step, timeout_s=180, has_group=False)

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from lightning_zero.tensors.lazy import StoredTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 VALUES = torch.arange(24.0).view(4, 6)
 
@@ -22,7 +22,7 @@ def stored(reads):
         reads.append((start, stop))
         return VALUES.reshape(-1)[start:stop].clone()
 
-    return StoredTensor.of(VALUES.shape, VALUES.dtype, read)
+    return LazyTensor.of(VALUES.shape, VALUES.dtype, read)
 
 
 def test_metadata_is_answered_without_reading(stored, reads):

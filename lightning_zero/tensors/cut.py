@@ -1,0 +1,94 @@
+"""Which part of one parameter each rank has, and where the elements of this rank are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.layout.flat import FlatLayout, Slot
+from lightning_zero.layout.mesh import Mesh
+
+__all__ = ["Cut", "OwnPart", "Part"]
+
+
+class Sharers(Protocol):
+    """The ranks that have a shard of one parameter; a `Communicator` between them.
+
+    Attributes:
+        mesh: Which ranks they are.
+        device: Where they communicate.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sum_over_shards_(self, values: Tensor, name: str) -> Tensor:
+        """See `Communicator`."""
+
+    def max_(self, values: Tensor, name: str) -> Tensor:
+        """See `Communicator`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Which elements of one parameter each rank has.
+
+    Attributes:
+        slot: The parameter.
+        layout: Of its bucket.
+        comm: Between the ranks that have a shard.
+    """
+
+    slot: Slot
+    layout: FlatLayout
+    comm: Sharers
+
+    @property
+    def owned(self) -> range:
+        """This rank's row-major elements."""
+        return self.layout.owned(self.slot, self.comm.mesh.shard_rank)
+
+    @cached_property
+    def _ranges(self) -> tuple[range, ...]:
+        ranks = range(self.layout.world_size)
+        return tuple(self.layout.owned(self.slot, rank) for rank in ranks)
+
+    def is_as(self, other: Cut) -> bool:
+        """Whether every rank has the same elements of both. The same answer on every rank."""
+        if self.comm is not other.comm:
+            return False
+        is_one = self.layout is other.layout and self.slot == other.slot
+        return is_one or self._ranges == other._ranges
+
+
+class Part(Protocol):
+    """This rank's elements, wherever they rest."""
+
+    def read(self) -> Tensor:
+        """They, 1-D and plain: a view of memory, or a copy of what rests in a file."""
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change them in place: 1-D and plain."""
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """A part in memory: of a result, say."""
+
+    values: Tensor
+
+    def read(self) -> Tensor:
+        """See `Part`."""
+        return self.values
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        """See `Part`."""
+        write(self.values)
