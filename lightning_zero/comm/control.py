@@ -77,7 +77,7 @@ class Control:
     def _make_rounds(self) -> Rounds:
         is_alone = self.size == 1 or self._backend == "fake"
         group = None if is_alone else self._group
-        rounds = Rounds(group, rank=self.rank, size=self.size, on_error=self.give_up)
+        rounds = Rounds(group, rank=self.rank, size=self.size)
         rounds.widen(self._width)
         return rounds
 

@@ -46,17 +46,13 @@ class Rounds:
         group: Of all ranks, on gloo; None: this rank is alone.
         rank: In it.
         size: Of it.
-        on_error: Is told, in the thread, what a judge has found.
     """
 
-    def __init__(
-        self, group: Any, *, rank: int, size: int, on_error: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, group: Any, *, rank: int, size: int) -> None:
         self._group = group
         self._rank = rank
         self._distances = [1 << hop for hop in range((size - 1).bit_length())] if group else []
         self._size = size
-        self._on_error = on_error
         self._width = 0  # bytes of every saying
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -109,8 +105,6 @@ class Rounds:
         """One round of the thread."""
         numbers, mask, judge, future = task
         _fulfil(future, lambda: self._carry(numbers, mask, judge))
-        if future.exception() is None and (error := future.result().error) is not None:
-            self._on_error(error)
 
     def _carry(self, numbers: Sequence[int], mask: bytes, judge: Judge | None) -> Heard:
         """Carries one saying through the network."""

@@ -281,9 +281,8 @@ class Order:
             self._following[self._context] = key
             self._context = (*self._context, key)[-_CONTEXT:]
         one.is_begun = False
-        one.saying = self._begin_saying(self.waits.begin, key)
+        one.saying = self._begin_saying(self.waits.begin, key, is_heard=not is_foretold)
         if is_foretold:
-            self._unheard.append(one.saying)
             one.is_begun = True
             one.plan = self._plan_of(key)
 
@@ -352,7 +351,7 @@ class Order:
         """
         self._leave()
         done = self.waits.done
-        saying = self._begin_saying(done, None, mask())
+        saying = self._begin_saying(done, None, mask(), is_heard=True)
         finish()
         name = "the end of the backward on all ranks"
         heard = self._hear(saying, name)
@@ -390,12 +389,13 @@ class Order:
             return
         log = tuple(one.log) if one.is_learned else ()
         known = self._known.setdefault(one.key, _Known()) if one.key is not None else _Known()
+        mark, is_as_last = _hash(log if one.plan is None else known.log), False
         if one.is_training:
-            self._last_log = _hash(log if one.plan is None else known.log)
+            self._last_log, is_as_last = mark, mark == self._last_log
         if one.key is None or not one.is_learned or len(log) >= _MOST_LOGGED:
             return
         if one.plan is None:
-            known.num_alike = known.num_alike + 1 if log == known.log else 1
+            known.num_alike = known.num_alike + 1 if log == known.log else 1 + is_as_last
             known.log = log
             if known.num_alike >= known.num_needed:
                 known.plan, known.trust = hoisted(log, self._numels, self._ahead), _TRUST
@@ -416,6 +416,11 @@ class Order:
         self._last_log = 0
         self._num_boundaries = _MOST_BOUNDARIES
         self.is_mid_event = False
+
+    def restart(self) -> None:
+        """As `forget`, on all ranks, which have come together anew. Local."""
+        self.forget()
+        self._past = 0
 
     # ---------------------------------------------------------------- events
 
@@ -600,7 +605,7 @@ class Order:
             self.meet(self.waits.together, name)
             return
         topic = _hash(name)
-        self._unheard.append(self._begin_saying(self.waits.together, topic))
+        self._begin_saying(self.waits.together, topic, is_heard=False)
         self._past = _hash(self._past, topic)
 
     def note(self, name: str) -> None:
@@ -678,10 +683,15 @@ class Order:
             self._talk.rank if failed else self._talk.size,
         ]
 
-    def _begin_saying(self, request: int, key: int | None, mask: bytes = b"") -> Future[Heard]:
-        name = "the next forward or backward"
-        numbers = self._numbers(request, key)
-        return self._talk.begin_saying(numbers, mask, self._judge(request, name))
+    def _begin_saying(
+        self, request: int, key: int | None, mask: bytes = b"", *, is_heard: bool
+    ) -> Future[Heard]:
+        """Begins a round; if nobody will hear it before an event, what is wrong ends all waits."""
+        judge = self._judge(request, "the next forward or backward", alarms=not is_heard)
+        saying = self._talk.begin_saying(self._numbers(request, key), mask, judge)
+        if not is_heard:
+            self._unheard.append(saying)
+        return saying
 
     def _say(self, request: int, key: int | None, name: str, mask: bytes = b"") -> Round:
         judge = self._judge(request, name)
@@ -703,10 +713,16 @@ class Order:
         self._heard_mask = heard.mask
         return Round.of(heard.numbers)
 
-    def _judge(self, request: int, name: str) -> Judge:
+    def _judge(self, request: int, name: str, *, alarms: bool = False) -> Judge:
         """What is wrong with a round, the same on every rank; from any thread."""
 
         def judge(heard: Heard) -> Exception | None:
+            error = find(heard)
+            if error is not None and alarms:
+                self._talk.give_up(error)
+            return error
+
+        def find(heard: Heard) -> Exception | None:
             told = Round.of(heard.numbers)
             if told.failed < self._talk.size:
                 return self._told_failure(told.failed)

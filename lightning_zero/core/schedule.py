@@ -400,6 +400,7 @@ class Schedule:
         for bucket in self._buckets:
             bucket.cancel_gather(is_lost=False)
         self.reset()
+        self.order.restart()
         for bucket in self._buckets:
             bucket.gather_again()
 

@@ -134,7 +134,6 @@ def _train(
         engine.backward(loss)
         engine.step()
         del loss
-    engine.schedule.gathering.finish_passing()  # 64 bytes are under way after a step
     rest = live_storage_bytes()
     report = engine.memory_report()
     return Measured(
