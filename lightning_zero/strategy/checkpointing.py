@@ -47,6 +47,7 @@ from lightning_zero.strategy.checkpoint_io import (
 from lightning_zero.strategy.engine_strategy import EngineStrategy
 from lightning_zero.strategy.evaluation import LockstepEvaluation
 from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, EngineLife, run_state, save_unsaved
+from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.saving import MASTERS_KEY, NOTE_KEY, Saving, is_own_io
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.strategy.signals import BatchBoundary
@@ -285,9 +286,8 @@ class CheckpointStrategy(EngineStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._saving.check_callbacks(trainer, is_sharded=self._checkpoints.is_sharded)
-        connector = trainer._checkpoint_connector
-        assert hasattr(type(connector), _FOR_CHECKPOINTS), "not in this release of Lightning"
-        setattr(connector, _FOR_CHECKPOINTS, self._module_state_for_checkpoint)
+        connector, state = trainer._checkpoint_connector, self._module_state_for_checkpoint
+        Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
         super().setup(trainer)
         self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
