@@ -253,25 +253,6 @@ class Control:
             if failure is not None:
                 raise PeerFailedError(f"rank {rank} failed, and all ranks with it: {failure}")
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Around work that each rank does alone and that may fail on some: then all of them fail.
-
-        Raises:
-            RuntimeError: Another rank failed; says which and how.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        failed = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, message in enumerate(failed):
-            if message is not None:
-                raise RuntimeError(f"rank {rank} failed where all must succeed: {message}")
-
     # ---------------------------------------------------------------- abort and the end
 
     def cut(self) -> None:

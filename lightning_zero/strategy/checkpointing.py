@@ -35,15 +35,12 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.atomic import local_path, recover
-from lightning_zero.comm.world import raise_together
+from lightning_zero.checkpoint.source import raise_damage_of_any
+from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.engine.engine import Engine
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import check_restorable
-from lightning_zero.strategy.checkpoint_io import (
-    ZeroCheckpointIO,
-    find_damage_together,
-    on_rank_zero,
-)
+from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO, on_rank_zero
 from lightning_zero.strategy.engine_strategy import EngineStrategy
 from lightning_zero.strategy.evaluation import LockstepEvaluation
 from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, EngineLife, run_state, save_unsaved
@@ -174,7 +171,9 @@ class Checkpoints:
         io = self._strategy.checkpoint_io
         # Else the others would wait in the next collective for a rank 0 that has raised.
         on_rank_zero(
-            self._strategy, lambda: io.save_checkpoint(checkpoint, filepath, storage_options)
+            self._strategy,
+            f"save {filepath}",
+            lambda: io.save_checkpoint(checkpoint, filepath, storage_options),
         )
 
     def open(self, path: _PATH, *, weights_only: bool | None) -> dict[str, Any]:
@@ -182,18 +181,13 @@ class Checkpoints:
 
         Raises:
             ValueError: It is damaged, or of no known format.
-            RuntimeError: Another rank could not open it.
+            OSError, RuntimeError: Another rank could not open it.
         """
         strategy, local = self._strategy, local_path(path)
-        on_rank_zero(strategy, lambda: recover(local))
-        find_damage_together(local, strategy.global_rank, strategy.world_size)
-        checkpoint: dict[str, Any] = {}
-        failure: Exception | None = None
-        try:
+        on_rank_zero(strategy, f"recover {path}", lambda: recover(local))
+        raise_damage_of_any(local, strategy.global_rank, strategy.world_size, gather_objects)
+        with failing_together(f"open {path}"):
             checkpoint = open_checkpoint(path, weights_only=weights_only)
-        except Exception as error:
-            failure = error
-        raise_together(failure, f"open {path}")
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
         for key, value in checkpoint.items():
             if key not in _COPIED_ON_LOADING:

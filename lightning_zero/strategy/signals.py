@@ -196,7 +196,7 @@ class Requeueing:
             return None
         strategy = self.trainer.strategy
         strategy.setup_environment()  # forms the group, so that no rank decides for itself
-        on_rank_zero(strategy, lambda: recover(self.path))
+        on_rank_zero(strategy, f"recover {self.path}", lambda: recover(self.path))
         self.path, is_there = strategy.broadcast((self.path, self.path.exists()))
         if not is_there:
             rank_zero_warn(
