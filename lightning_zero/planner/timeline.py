@@ -276,7 +276,6 @@ class Replay:
                 self._freed[bucket.name] = numel * dtype.itemsize
 
     def _reduce(self, bucket: BucketPlan) -> None:
-        """Issues the reduction of a bucket."""
         size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
         shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name

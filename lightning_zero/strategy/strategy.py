@@ -63,30 +63,11 @@ class ZeroStrategy(CheckpointStrategy):
             offload where none does; to files only where `nvme_path` or its variable names a folder.
             `config` says it once training has begun, as do the log, the loggers and checkpoints.
         reduce_bucket_size: See `ZeroConfig` for this and the following, up to
-            `sharding_group_size`.
-        allgather_bucket_size: Stages 1 and 2, in elements.
-        prefetch_bucket_size: Stage 3, in elements.
-        param_persistence_threshold: Stage 3, in elements.
-        max_live_parameters: Stage 3, in elements.
-        unit_classes: Stage 3: modules that are gathered one by one: classes, names of these, or a
-            list. None: blocks are found by themselves.
-        reshard_after_forward: Stage 3.
-        overlap_comm: Communicate while computing.
-        reduce_dtype: Dtype in which gradients are summed and kept, such as "float32".
-        param_dtype: Dtype of whole parameters. None: that of the Trainer's precision. "float32"
-            under "bf16-mixed" leaves the casts to autocast, as DDP does, for twice the parameter
-            bytes.
-        keep_float32: Parameters that stay as they are beside `param_dtype`: names or patterns of
-            parameters or modules, names of classes, classes, or a list of these. Under
-            "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay anyway.
-        broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
-        assume_elementwise: Skip the check of what an optimizer looks at.
-        offload_optimizer: Stages 1 to 3: None, "cpu", "nvme", "auto", a mapping or an
-            `OffloadConfig`: where optimizer shards rest, with their gradients.
-        offload_param: Stage 3: likewise for parameter shards.
-        overlap_step: Step beside the next forward.
-        sharding_group_size: Stages 1 to 3: how many ranks share one set of shards, or "node". None:
-            all.
+            `sharding_group_size`. Only two of them know the Trainer:
+        param_dtype: None: that of the Trainer's precision. "float32" under "bf16-mixed" leaves the
+            casts to autocast, as DDP does, for twice the parameter bytes.
+        keep_float32: Under "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay
+            anyway.
         checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
             writes its own part. "auto": full below 2^31 parameter elements.
         check_memory: Refuse to begin where model states alone are more than all the memory there
