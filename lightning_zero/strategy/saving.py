@@ -273,7 +273,7 @@ class Saving:
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""
-        held = sum(kept.numel() * kept.element_size() for kept in self._memory.values())
+        held = sum(kept.nbytes for kept in self._memory.values())
         room = available_memory_bytes() // (2 * local_world_size()) + held
         fits = bool(engine.comm.control.min_ints([room - save.snapshot_bytes])[0] >= 0)
         if not fits:
