@@ -23,7 +23,7 @@ from lightning_zero.deepspeed.keys import (
     ZERO_REFUSED,
 )
 from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer, build_scheduler
-from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.config import MAY_BE_ZERO, NEEDS, SIZES, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES, Stage, State
 
@@ -501,24 +501,16 @@ def _group_size(zero: Section, stage: int, notes: _Notes) -> int | None:
 
 def _sizes(zero: Section, stage: int, notes: _Notes) -> dict[str, int]:
     """Sizes with a meaning in this stage. A bucket of 0 in DeepSpeed is one of 1 here."""
-    states = STAGES[stage]
-    needs = {
-        "reduce_bucket_size": (True, ""),
-        "allgather_bucket_size": (states.gathers_after_step, "it needs stage 1 or 2"),
-        "prefetch_bucket_size": (states.gathers_before_use, "it needs stage 3"),
-        "param_persistence_threshold": (states.gathers_before_use, "it needs stage 3"),
-        "max_live_parameters": (states.gathers_before_use, "it needs stage 3"),
-    }
     sizes = {}
-    for name, (has_meaning, need) in needs.items():
+    for name in SIZES:
+        need = NEEDS.get(name)
         keys = [key for key in (name, STAGE3_PREFIX + name) if zero.has(key)]
         values = {zero.whole(key) for key in keys}
         if len(values) > 1:
             raise ValueError(f"{' and '.join(keys)} are one setting with two values; keep one.")
         for value in values:
-            if not has_meaning:
-                notes.ignored[keys[0]] = f"{need}; the file asks for stage {stage}"
+            if need is not None and not need.is_met_by(STAGES[stage]):
+                notes.ignored[keys[0]] = f"it needs {need.stages}; the file asks for stage {stage}"
             elif value is not None:
-                may_be_zero = name in ("prefetch_bucket_size", "param_persistence_threshold")
-                sizes[name] = value if may_be_zero else max(value, 1)
+                sizes[name] = value if name in MAY_BE_ZERO else max(value, 1)
     return sizes

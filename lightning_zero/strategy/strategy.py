@@ -29,6 +29,7 @@ from lightning_zero.comm.world import DEFAULT_TIMEOUT, as_timeout, gather_object
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.stage import STAGES
 from lightning_zero.strategy.checkpointing import CheckpointStrategy
 from lightning_zero.strategy.launch import StartMethod
 from lightning_zero.strategy.lifecycle import WholeAfterFit
@@ -38,7 +39,6 @@ from lightning_zero.strategy.settings import Settings
 
 __all__ = ["ZeroStrategy"]
 
-_SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 # The offloading ones mean what Lightning's DeepSpeed names of the same form mean.
 _REGISTERED: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
@@ -173,7 +173,7 @@ class ZeroStrategy(CheckpointStrategy):
             source: Path or mapping.
             world_size: Number of ranks, where the file gives a global batch size only.
             **kwargs: Further arguments of this class; they win over the file. With another `stage`,
-                the file's stage-specific sizes are left out.
+                what the file says of its own stage alone is left out.
 
         Raises:
             ValueError: Unknown keys, or settings that would change the training and do not exist
@@ -182,13 +182,11 @@ class ZeroStrategy(CheckpointStrategy):
         translation = translate(source, world_size=world_size)
         if message := translation.message():
             rank_zero_warn(message)
-        settings = vars(translation.config)
-        if kwargs.get("stage", settings["stage"]) != settings["stage"]:
-            # Sizes of the file's own stage may have no meaning in the other one.
-            sharding = ["offload_optimizer", "sharding_group_size"] if kwargs["stage"] else []
-            kept = [*_SETTINGS_OF_EVERY_STAGE, *sharding]
-            settings = {name: settings[name] for name in kept}
-        strategy = cls(**{**settings, **kwargs})
+        config = translation.config
+        stage = kwargs.get("stage", config.stage)
+        if stage in STAGES and stage != config.stage:
+            config = config.for_stage(stage)  # options of the file's own may have no meaning there
+        strategy = cls(**{**vars(config), **kwargs})
         strategy.translation = translation
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
