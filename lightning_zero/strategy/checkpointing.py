@@ -185,7 +185,7 @@ class CheckpointStrategy(EngineStrategy):
         if not self._life.is_together():
             return {}
         if self._saves_shards:
-            return self._saving.average_state_dict(self._life.engine, average, kind)
+            return self._saving.state_dict(self._life.engine, average, kind)
         return full_state_dict(self._life.engine, average)
 
     @override

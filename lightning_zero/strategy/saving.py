@@ -172,18 +172,19 @@ class Saving:
 
     # ---------------------------------------------------------------- what is saved
 
-    def state_dict(self, engine: Engine, module: nn.Module, *, is_closed: bool) -> dict[str, Any]:
-        """The module's entries; see `sharded_state_dict`. Local."""
+    def state_dict(
+        self,
+        engine: Engine,
+        module: nn.Module,
+        kind: str = "parameter",
+        *,
+        is_closed: bool = False,
+    ) -> dict[str, Any]:
+        """Entries of the module, or of a shadow of it; see `sharded_state_dict`. Local."""
         if is_closed:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
-            state = sharded_state_dict(engine)
-        self._shards |= shards_in(state)
-        return state
-
-    def average_state_dict(self, engine: Engine, average: nn.Module, kind: str) -> dict[str, Any]:
-        """The entries of a shadow of the module; see `sharded_state_dict`. Local."""
-        state = sharded_state_dict(engine, average, kind)
+            state = sharded_state_dict(engine, module, kind)
         self._shards |= shards_in(state)
         return state
 
