@@ -351,5 +351,5 @@ def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any
 
 def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:
     values = read_flat(tensor, start, stop)
-    progress(values.numel() * values.element_size())
+    progress(values.nbytes)
     return values

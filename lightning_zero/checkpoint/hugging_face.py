@@ -75,7 +75,7 @@ def write_safetensors(
     # The widest elements first, so that every tensor is aligned to its own.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(ordered, tied)
-    total = len(header) + sum(_nbytes(tensor) for _, tensor in ordered)
+    total = len(header) + sum(tensor.nbytes for _, tensor in ordered)
     with replacing(path, total) as file:
         file.write(header)
         for _, tensor in ordered:
@@ -93,11 +93,11 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
     files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        if files[-1] and size + _nbytes(tensor) > max_bytes:
+        if files[-1] and size + tensor.nbytes > max_bytes:
             files.append({})
             size = 0
         files[-1][name] = tensor
-        size += _nbytes(tensor)
+        size += tensor.nbytes
     if len(files) == 1:
         return {WHOLE: files[0]}
     return {
@@ -112,7 +112,7 @@ def write_index(
     """Writes the index: which name is in which file; and in its metadata, what tied names mean."""
     place = {name: file for file, held in files.items() for name in held}
     metadata: dict[str, object] = {
-        "total_size": sum(_nbytes(tensor) for held in files.values() for tensor in held.values())
+        "total_size": sum(tensor.nbytes for held in files.values() for tensor in held.values())
     }
     if tied:
         metadata["tied"] = dict(tied)
@@ -131,17 +131,13 @@ def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> b
                 f"{name} is {tensor.dtype}, which safetensors does not have; use --dtype, or "
                 "--format ckpt or dcp."
             )
-        stop = offset + _nbytes(tensor)
+        stop = offset + tensor.nbytes
         entry = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape)}
         header[name] = {**entry, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # In the order of preference: repositories often hold the same weights twice.

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +30,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from lightning_zero.cli.sizes import parse_bytes, read_rates, write_rates
+from lightning_zero.cli.sizes import check_rates, count_of, parse_bytes, parse_seconds, write_rates
 from lightning_zero.comm.communicator import Communicator, Pending
 
 __all__ = ["COLLECTIVES", "LinkReport", "Timing", "add_parser", "measure_link"]
@@ -187,7 +185,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "comm-bench", help="measure the links between ranks", description=_DESCRIPTION
     )
-    parser.add_argument("--devices", type=_count, metavar="N", help="ranks to start here")
+    parser.add_argument(
+        "--devices",
+        type=count_of("at least 2 ranks", least=2),
+        metavar="N",
+        help="ranks to start here",
+    )
     parser.add_argument("--on-cpu", action="store_true", help="gloo between CPU processes")
     parser.add_argument(
         "--sizes",
@@ -198,11 +201,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="of whole tensors (default: 1MiB 4MiB 16MiB 64MiB)",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=0.3, help="of each measurement (default: %(default)s)"
+        "--seconds",
+        type=parse_seconds,
+        default=0.3,
+        help="of each measurement (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=parse_seconds,
         default=60.0,
         metavar="SECONDS",
         help="for which ranks wait for one another (default: %(default)s)",
@@ -212,22 +218,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=_run)
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"expected at least 2 ranks, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
-            return seconds
-    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
-
-
 def _run(args: argparse.Namespace) -> int:
-    if args.rates is not None and args.rates.exists():
-        read_rates(args.rates)  # refused now rather than when all is measured
+    check_rates(args.rates)
     has_gpu = torch.cuda.is_available() and not args.on_cpu
     place = _launched_place()
     if place is None:

@@ -13,7 +13,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.cli.sizes import parse_bytes, read_rates, write_rates
+from lightning_zero.cli.sizes import check_rates, parse_bytes, parse_seconds, write_rates
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
@@ -50,8 +50,7 @@ _GOOD_ENOUGH = 0.95  # of the best rate: then fewer threads and less memory are 
 _BLOCKS_MIB = (1, 2, 4, 8, 16)
 _THREADS = (1, 2, 4, 8)
 _ROUNDS = 3
-# Count and MiB; ascending in memory.
-_BUFFERS = ((2, 16), (3, 16), (4, 16), (3, 32), (4, 32), (3, 64), (4, 64))  # count, MiB
+_BUFFERS = ((2, 16), (3, 16), (4, 16), (3, 32), (4, 32), (3, 64), (4, 64))  # count, MiB; ascending
 
 
 _Disk = tuple[NvmeStore, NvmeFile]
@@ -291,7 +290,10 @@ def add_parser(subparsers: Any) -> None:
         "--size", type=parse_bytes, default="4GiB", help="of the file (default: %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=1.0, help="of each measurement (default: %(default)s)"
+        "--seconds",
+        type=parse_seconds,
+        default=1.0,
+        help="of each measurement (default: %(default)s)",
     )
     parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
@@ -308,8 +310,7 @@ def run(args: argparse.Namespace) -> int:
         OSError: The disk cannot be used.
         ValueError: The file would be too small, or fill the disk.
     """
-    if args.rates is not None and args.rates.exists():
-        read_rates(args.rates)  # refused now rather than when all is measured
+    check_rates(args.rates)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -318,7 +319,7 @@ def run(args: argparse.Namespace) -> int:
         report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
     print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
     if args.rates is not None:
-        write_rates(args.rates, {"io_gb_per_s": round(report.tier.mixed / 1e9, 3)})
+        write_rates(args.rates, {"io_gb_per_s": round(report.tier.mixed / _GB, 3)})
     return 0
 
 
@@ -329,27 +330,14 @@ def table(report: DiskReport) -> str:
     lines = [
         f"{report.path} ({report.file_system}, {direct}), {report.nbytes / 2**30:.1f} GiB",
         f"{'GB/s':<8}{'read':>8}{'write':>8}{'mixed':>8}",
-        _line("tier", report.tier),
+        f"{'tier':<8}" + "".join(f"{rate / _GB:>8.2f}" for rate in vars(report.tier).values()),
         "",
         f"offload: buffer_count={best.buffer_count}, buffer_size={best.buffer_size} "
-        f"({best.buffer_count} x {best.buffer_bytes // 2**20} MiB of CPU memory)",
+        f"({best.buffer_count} x {best.buffer_bytes // _MIB} MiB of CPU memory)",
         f"measured with {best.describe()}",
-        f"lightning-zero plan: --io-gb-per-s {report.tier.mixed / 1e9:.3g}",
+        f"lightning-zero plan: --io-gb-per-s {report.tier.mixed / _GB:.3g}",
     ]
     return "\n".join(lines)
-
-
-def _line(name: str, rates: Rates) -> str:
-    read, write, mixed = (rate / 1e9 for rate in (rates.read, rates.write, rates.mixed))
-    return f"{name:<8}{read:>8.2f}{write:>8.2f}{mixed:>8.2f}"
-
-
-def _seconds(text: str) -> float:
-    """A time that ends."""
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
-            return seconds
-    raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
-from lightning_zero.cli.sizes import NAMES, parse_bytes_with_unit, read_rates
+from lightning_zero.cli.sizes import NAMES, count_of, number_of, parse_bytes_with_unit, read_rates
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
@@ -35,6 +35,8 @@ from lightning_zero.planner import (
 
 __all__ = ["add_parser"]
 
+_count = count_of("a whole number of at least 1")
+_rate = number_of("GB per second such as 25")
 _DESCRIPTION = """\
 Says for every stage and offload what one rank takes on its device, its machine in CPU memory and
 on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of the engine
@@ -137,22 +139,6 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if rate <= 0:
-        raise argparse.ArgumentTypeError(f"expected GB per second such as 25, got {text!r}")
-    return rate * 1e9
-
-
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from lightning_zero.cli.plan_plot import check_plot
@@ -236,10 +222,10 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
 def _rates(args: argparse.Namespace) -> Rates:
     """As the command line says, else a file, else as assumed."""
     measured = read_rates(args.rates) if args.rates is not None else {}
-    given = {name: rate * 1e9 for name, rate in measured.items()}
-    given |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
+    given = {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
     fields = dict(zip(NAMES, ("link", "cpu_link", "nvme", "memory"), strict=True))
-    return dataclasses.replace(Rates(), **{fields[name]: rate for name, rate in given.items()})
+    used = {fields[name]: rate * 1e9 for name, rate in {**measured, **given}.items()}
+    return dataclasses.replace(Rates(), **used)
 
 
 def _traces(

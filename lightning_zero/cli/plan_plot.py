@@ -17,6 +17,8 @@ from lightning_zero.observe.plots import (
     STATE_COLOURS,
     blank_figure,
     has_matplotlib,
+    legend,
+    plain,
     unit_of,
 )
 from lightning_zero.planner import Estimate, Machine
@@ -78,18 +80,9 @@ def draw(rows: Sequence[Row], machine: Machine, title: str, path: Path) -> None:
         axes.set_xlabel(f"{unit} on the device of one rank, at most in a step", labelpad=2)
         for index, name in enumerate(_COLUMNS, start=1):
             _column(axes, rows, name, 1 + index * _COLUMN / width, size)
-        handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda index: labels[index] not in _COLOURS)
-        axes.legend(
-            [handles[index] for index in order],
-            [labels[index] for index in order],
-            ncols=4,
-            loc="upper left",
-            bbox_to_anchor=(-0.12, -0.5 / height),
-            frameon=False,
-            fontsize=9,
-            borderpad=0,
-        )
+        handles, _ = axes.get_legend_handles_labels()
+        handles.sort(key=lambda handle: handle.get_label() not in _COLOURS)
+        legend(axes, handles, (-0.12, -0.5 / height), ncols=4)
         figure.text(0.12 / _WIDTH, 1 - 0.12 / whole, title, va="top", fontsize=12, weight="bold")
 
 
@@ -113,10 +106,7 @@ def _bars(axes: Axes, rows: Sequence[Row], machine: Machine, size: int) -> None:
     axes.set_xlim(0, end * 1.02 / size)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [row.plain.choice.name for row in rows])
-    axes.tick_params(axis="y", length=0, labelsize=9.5)
-    axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes, labelsize=9.5)
 
 
 def _lines(axes: Axes, rows: Sequence[Row], size: int, limit: int | None) -> None:

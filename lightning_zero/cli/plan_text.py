@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_zero.cli.sizes import in_words
 from lightning_zero.layout.offload import Tier
+from lightning_zero.observe.plots import unit_of
+from lightning_zero.observe.report import aligned
 from lightning_zero.planner import Estimate, Machine
 from lightning_zero.strategy.auto import as_arguments
 
@@ -94,7 +96,6 @@ def as_dict(row: Row) -> dict[str, Any]:
     }
 
 
-_UNITS = {"GiB": 1024**3, "MiB": 1024**2, "KiB": 1024}
 _Format = Callable[[float], str]
 
 
@@ -114,17 +115,17 @@ def as_text(
         f"{facts['model']}: {facts['parameters']:,} parameters, {facts['precision']}, "
         f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
     )
-    parts = [head, *([note] if note else []), "", *_table(rows), "", _legend(rows, machine)]
+    parts = [head, *([note] if note else []), "", _table(rows), "", _legend(rows, machine)]
     return "\n".join([*parts, "", _verdict(rows, best)])
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[Row]) -> str:
     most = max(row.plain.device_bytes for row in rows)
-    unit = next((name for name, size in _UNITS.items() if most >= size), "KiB")
+    unit, size = unit_of(most)
     is_quick = all(row.plain.transfer_seconds[1] < 1 for row in rows)
 
     def in_unit(nbytes: float) -> str:
-        number = nbytes / _UNITS[unit]
+        number = nbytes / size
         return f"{number:.1f}" if number < 100 else f"{number:.0f}"
 
     def in_seconds(seconds: float) -> str:
@@ -134,15 +135,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     times = "ms" if is_quick else "seconds"
     header = [unit, "states", "peak", "checkpointed", "host", "disk", "sent", times, "fits"]
     lines = [header, *(_cells(row, in_unit, in_seconds) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = (0, len(header) - 1)
-    return [
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    return aligned(lines, left=(0, len(header) - 1))
 
 
 def _cells(row: Row, in_unit: _Format, in_seconds: _Format) -> list[str]:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["NAMES", "in_words", "parse_bytes", "parse_bytes_with_unit", "read_rates", "write_rates"]
+__all__ = [
+    "NAMES",
+    "check_rates",
+    "count_of",
+    "in_words",
+    "number_of",
+    "parse_bytes",
+    "parse_bytes_with_unit",
+    "parse_seconds",
+    "read_rates",
+    "write_rates",
+]
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -47,6 +60,32 @@ def parse_bytes_with_unit(text: str) -> int:
     return nbytes
 
 
+def number_of(what: str) -> Callable[[str], float]:
+    """A parser of finite numbers above 0, whose error says that `what` was expected."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (number := float(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+
+    return parse
+
+
+def count_of(what: str, *, least: int = 1) -> Callable[[str], int]:
+    """Likewise of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+parse_seconds = number_of("a number of seconds above 0")
+
+
 def in_words(nbytes: int) -> str:
     """Bytes in the largest binary unit of which there is one: "1.50 GiB"."""
     for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
@@ -76,6 +115,12 @@ def read_rates(path: Path) -> dict[str, float]:
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
             raise ValueError(f"{name} in {path} must be GB per second such as 25, got {rate!r}.")
     return {name: float(rate) for name, rate in found.items()}
+
+
+def check_rates(path: Path | None) -> None:
+    """Refuses now, rather than when all is measured, what `write_rates` would refuse."""
+    if path is not None and path.exists():
+        read_rates(path)
 
 
 def write_rates(path: Path, measured: Mapping[str, float]) -> None:

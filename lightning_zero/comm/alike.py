@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from lightning_zero.comm.control import Control
+from lightning_zero.comm.world import raise_together, tell
 
 __all__ = ["Facts", "check_alike", "compare"]
 
@@ -33,7 +34,7 @@ def compare(control: Control, facts: Facts, failure: Exception | None = None) ->
 
     Raises:
         ValueError: Facts differ; names the first difference, by rank.
-        RuntimeError: Another rank has failed; says which and how.
+        OSError, RuntimeError: Another rank has failed; says which and how.
     """
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
     own = _hash(facts, text)
@@ -42,12 +43,8 @@ def compare(control: Control, facts: Facts, failure: Exception | None = None) ->
         if failure is not None:
             raise failure
         return
-    everyone = control.gather_objects((text, facts))
-    if failure is not None:
-        raise failure
-    for rank, (text, _) in enumerate(everyone):
-        if text is not None:
-            raise RuntimeError(f"rank {rank} failed where all must succeed: {text}")
+    everyone = control.gather_objects((tell(failure), facts))
+    raise_together(failure, [told for told, _ in everyone], "begin")
     check_alike([facts for _, facts in everyone])
 
 

@@ -206,25 +206,6 @@ class Control:
         """What to raise where ranks have come to different points. Local."""
         return RanksApartError(text)
 
-    @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Around work that each rank does alone and that may fail on some: then all of them fail.
-
-        Raises:
-            RuntimeError: Another rank failed; says which and how.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        failed = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, message in enumerate(failed):
-            if message is not None:
-                raise RuntimeError(f"rank {rank} failed where all must succeed: {message}")
-
     # ---------------------------------------------------------------- abort and the end
 
     def cut(self) -> None:

@@ -6,6 +6,8 @@ Without a process group the world is this process alone. They wait as long as it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,11 +21,13 @@ __all__ = [
     "as_wait_report_s",
     "broadcast_object",
     "check_backend",
+    "failing_together",
     "gather_objects",
     "has_world",
     "is_world",
     "leave_world",
     "raise_together",
+    "tell",
     "wait_for_world",
     "world_size",
 ]
@@ -147,23 +151,56 @@ def gather_objects(value: Any) -> list[Any]:
     return box
 
 
-def raise_together(failure: Exception | None, what: str) -> None:
-    """Raises on every rank where any has failed, so that none waits for another. Collective.
+@contextmanager
+def failing_together(
+    what: str, gather: Callable[[Any], Sequence[Any]] = gather_objects
+) -> Iterator[None]:
+    """Around work that each rank does alone and that may fail on some: then all fail. Collective.
+
+    Args:
+        what: Is done, as in "rank 1 could not open one.ckpt".
+        gather: Gives every rank's picklable object on every rank.
+
+    Raises:
+        Exception: See `raise_together`.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    raise_together(failure, gather(tell(failure)), what)
+
+
+def tell(failure: Exception | None) -> tuple[str, int | None] | None:
+    """What the other ranks learn of a failure; None where there is none."""
+    if failure is None:
+        return None
+    number = failure.errno if isinstance(failure, OSError) else None
+    return f"{type(failure).__name__}: {failure}", number
+
+
+def raise_together(
+    failure: Exception | None, told: Sequence[tuple[str, int | None] | None], what: str
+) -> None:
+    """Raises on every rank where any has failed.
 
     Args:
         failure: This rank's.
-        what: Was to be done, as in "could not open one.ckpt".
+        told: By rank, what each could `tell`.
+        what: See `failing_together`.
 
     Raises:
         Exception: `failure`, where there is one.
-        RuntimeError: On the other ranks; says which failed and how.
+        OSError: Another rank's was one; of the same number.
+        RuntimeError: Another rank's was none. Both say which rank failed and how.
     """
-    failures = gather_objects(None if failure is None else repr(failure))
     if failure is not None:
         raise failure
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise RuntimeError(f"rank {rank} could not {what}: {text}")
+    for rank, one in enumerate(told):
+        if one is not None:
+            text, number = f"rank {rank} could not {what}: {one[0]}", one[1]
+            raise RuntimeError(text) if number is None else OSError(number, text)
 
 
 def leave_world() -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
+from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
@@ -201,7 +202,7 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
             hiding.callback(shown[-1].hide)
         yield
     changes: _Changes = {}
-    with control.failing_together():
+    with failing_together("take the new values", control.gather_objects):
         for number, one in enumerate(shown):
             one.take_replaced()
             changes.update({(number, name): of for name, of in one.changes().items()})

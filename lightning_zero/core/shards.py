@@ -18,7 +18,7 @@ from lightning_zero.core.writes import Fingerprint
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.tensors.buffer import FlatBuffer, slice_shard
+from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tiers import InFile, InMemory, ParamReader, ShardStore, Storage
@@ -143,7 +143,7 @@ class Shards:
     def resting_parts(self) -> list[Tensor]:
         """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
         if isinstance(self.exact, InMemory):
-            return slice_shard(self.plan.layout, self.exact.tensor, self._rank)
+            return self.cut(self.exact.tensor)
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
     def look(self, index: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,15 +23,14 @@ from lightning_zero.deepspeed.keys import (
     ZERO_REFUSED,
 )
 from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer, build_scheduler
-from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.config import MAY_BE_ZERO, NEEDS, SIZES, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES, Stage, State
 
 __all__ = ["Translation", "offload_settings", "precision", "reduce_dtype", "translate"]
 
 _DEVICES = ("none", "cpu", "nvme")
-_LEAST_BUFFERS = 2
-_LEAST_BUFFER_SIZE = 2**16
+_LEAST = {"buffer_count": 2, "buffer_size": 2**16}
 _PIPELINE = "reads, steps and writes always overlap"
 _WITHOUT_EFFECT = {
     "pipeline": _PIPELINE,
@@ -40,6 +39,14 @@ _WITHOUT_EFFECT = {
     "fast_init": "files are filled when the engine takes the parameters over, with all threads",
     "super_offload": "overlap_step=True of ZeroStrategy steps beside the next forward",
     "cpuadam_cores_perc": "the step takes torch's number of threads",
+}
+# Old names, and why it has no effect in some stages.
+_OFFLOADS = {
+    "offload_optimizer": ("cpu_offload", "it needs a stage above 0"),
+    "offload_param": (
+        *("cpu_offload_param", "cpu_offload_params"),
+        "it needs stage 3, as in DeepSpeed",
+    ),
 }
 _NVME_ONLY = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 
@@ -62,32 +69,23 @@ def offload_settings(
         ValueError: A value out of range, or a setting and its old name at once.
     """
     settings = {}
-    optimizer = _section(zero, "offload_optimizer", ("cpu_offload",))
-    if optimizer is not None:
-        if not stage.has_shard(State.OPTIM):
-            ignored[_given(zero, "offload_optimizer", ("cpu_offload",))] = (
-                "it needs a stage above 0"
-            )
+    for name, (*old_names, why_not) in _OFFLOADS.items():
+        section = _section(zero, name, old_names)
+        if section is None:
+            continue
+        if not NEEDS[name].is_met_by(stage):
+            given = next(key for key in (*old_names, name) if zero.has(key))
+            ignored[given] = why_not
+        elif name == "offload_optimizer":
+            settings[name] = _optimizer(section, stage, ignored)
         else:
-            settings["offload_optimizer"] = _optimizer(optimizer, stage, ignored)
-    old = ("cpu_offload_param", "cpu_offload_params")
-    param = _section(zero, "offload_param", old)
-    if param is not None:
-        if not stage.has_shard(State.PARAM):
-            ignored[_given(zero, "offload_param", old)] = "it needs stage 3, as in DeepSpeed"
-        else:
-            settings["offload_param"] = _param(param, param_itemsize, ignored)
+            settings[name] = _param(section, param_itemsize, ignored)
     if zero.flag("cpu_offload_use_pin_memory") is not None and not settings:
         ignored["cpu_offload_use_pin_memory"] = "nothing is offloaded"
     return settings
 
 
-def _given(zero: Section, name: str, old_names: tuple[str, ...]) -> str:
-    """Under which of its names the file has the setting."""
-    return next(key for key in (*old_names, name) if zero.has(key))
-
-
-def _section(zero: Section, name: str, old_names: tuple[str, ...]) -> Section | None:
+def _section(zero: Section, name: str, old_names: Sequence[str]) -> Section | None:
     """The section `name`, or what an old flag means; None where nothing is offloaded.
 
     Raises:
@@ -148,19 +146,12 @@ def _common(section: Section, name: str, device: str, ignored: dict[str, str]) -
     settings: dict[str, Any] = {}
     if (is_pinned := section.flag("pin_memory")) is not None:
         settings["pin_memory"] = is_pinned
-    read: dict[str, Callable[[], Any]] = {
-        "nvme_path": lambda: _path(section),
-        "buffer_count": lambda: max(section.whole("buffer_count") or 0, _LEAST_BUFFERS),
-        "buffer_size": lambda: max(section.whole("buffer_size") or 0, _LEAST_BUFFER_SIZE),
-    }
-    for key in _NVME_ONLY:
-        if not section.has(key):
-            continue
-        value = read[key]() if key in read else section.whole(key)
+    for key in filter(section.has, _NVME_ONLY):
+        value: Any = _path(section) if key == "nvme_path" else section.whole(key)
         if device == "cpu":
             ignored.setdefault(f"{name}.{key}", "it needs device nvme")
-        elif key in read:
-            settings[key] = value
+        elif key != "max_in_cpu":
+            settings[key] = max(value, _LEAST[key]) if key in _LEAST else value
     return settings
 
 
@@ -501,24 +492,16 @@ def _group_size(zero: Section, stage: int, notes: _Notes) -> int | None:
 
 def _sizes(zero: Section, stage: int, notes: _Notes) -> dict[str, int]:
     """Sizes with a meaning in this stage. A bucket of 0 in DeepSpeed is one of 1 here."""
-    states = STAGES[stage]
-    needs = {
-        "reduce_bucket_size": (True, ""),
-        "allgather_bucket_size": (states.gathers_after_step, "it needs stage 1 or 2"),
-        "prefetch_bucket_size": (states.gathers_before_use, "it needs stage 3"),
-        "param_persistence_threshold": (states.gathers_before_use, "it needs stage 3"),
-        "max_live_parameters": (states.gathers_before_use, "it needs stage 3"),
-    }
     sizes = {}
-    for name, (has_meaning, need) in needs.items():
+    for name in SIZES:
+        need = NEEDS.get(name)
         keys = [key for key in (name, STAGE3_PREFIX + name) if zero.has(key)]
         values = {zero.whole(key) for key in keys}
         if len(values) > 1:
             raise ValueError(f"{' and '.join(keys)} are one setting with two values; keep one.")
         for value in values:
-            if not has_meaning:
-                notes.ignored[keys[0]] = f"{need}; the file asks for stage {stage}"
+            if need is not None and not need.is_met_by(STAGES[stage]):
+                notes.ignored[keys[0]] = f"it needs {need.stages}; the file asks for stage {stage}"
             elif value is not None:
-                may_be_zero = name in ("prefetch_bucket_size", "param_persistence_threshold")
-                sizes[name] = value if may_be_zero else max(value, 1)
+                sizes[name] = value if name in MAY_BE_ZERO else max(value, 1)
     return sizes

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.world import has_world
+from lightning_zero.comm.world import failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.materialize import check_can_materialize, materialize
@@ -205,10 +205,10 @@ def open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
     """Where shards rest, with room for those of `plan`. Collective.
 
     Raises:
-        OSError: The disk has no room; a RuntimeError on the other ranks.
+        OSError: The disk of any rank has no room.
     """
     param, optimizer = config.offloads
-    with comm.control.failing_together():
+    with failing_together("make room for its shards", comm.control.gather_objects):
         storage = Storage(
             comm.device,
             rank=comm.rank,

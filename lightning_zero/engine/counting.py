@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ def count_memory(
     optimizers: Iterable[Optimizer],
     storage: Storage,
     comm: Communicator,
-    averages: Iterable[tuple[Mapping[Tier, int], int]] = (),
+    averages: Iterable[Bucket] = (),
 ) -> MemoryReport:
     """What an engine holds on this rank at this moment, while nothing steps. Local.
 
@@ -36,8 +36,7 @@ def count_memory(
         optimizers: Of the engine.
         storage: Of the engine.
         comm: Of the engine.
-        averages: Of the weights, which count as optimizer state: for each its bytes here, by tier,
-            and those under plain data parallel.
+        averages: Buckets of averages of the weights, which count as optimizer state.
     """
     held = {tier: dict.fromkeys(State, 0) for tier in _tiers_of(buckets)}
     alone = dict.fromkeys(State, 0)
@@ -54,11 +53,11 @@ def count_memory(
             alone[State.OPTIM] += _whole_numel(placement, value) * value.element_size()
         alone[State.OPTIM] += missing_state_bytes(optimizer, buckets)
     average_bytes = 0
-    for of_tiers, whole_bytes in averages:
-        for tier, nbytes in of_tiers.items():
-            held.setdefault(tier, dict.fromkeys(State, 0))[State.OPTIM] += nbytes
-            average_bytes += nbytes
-        alone[State.OPTIM] += whole_bytes
+    for bucket in averages:
+        for tier, _, store in bucket.shards.stores():
+            held.setdefault(tier, dict.fromkeys(State, 0))[State.OPTIM] += store.nbytes
+            average_bytes += store.nbytes
+        alone[State.OPTIM] += whole_bytes(bucket)
     return MemoryReport(
         comm.rank,
         comm.mesh.num_shards,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,9 @@ from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.offload import Tier
 from lightning_zero.tensors.composite import plain_tensors
 
 __all__ = ["Engine"]
-
-
-class Average(Protocol):
-    """An average of the weights, in shards; see `Shadow`."""
-
-    def allocated_bytes(self) -> dict[Tier, int]:
-        """Bytes of this rank's elements, by tier."""
-
-    def data_parallel_bytes(self) -> int:
-        """Bytes of all elements, as a copy of the module has them."""
 
 
 class Engine:
@@ -77,7 +66,8 @@ class Engine:
         schedule: Decides on gathers and reductions.
         lockstep: For loops in which ranks use the module a different number of times.
         optimizers: The attached ones, in that order.
-        shadows: Averages of the weights, which count as optimizer state.
+        average_buckets: Of averages of the weights; see `Shadow`.
+        worker: Steps buckets beside the next forward.
         recorder: Tells what goes on, one window at a time; off at first.
 
     Raises:
@@ -115,11 +105,11 @@ class Engine:
         self.recorder = comm.recorder
         self.plan = plan_together(module, config, comm, examined)
         self.storage = open_storage(config, self.plan, comm)
-        self._worker = StepWorker(device)
-        self.shadows: list[Average] = []
+        self.worker = StepWorker(device)
+        self.average_buckets: list[Bucket] = []
         self._syncs = True
         self._is_closed = False
-        parts = Assembly(module, self.plan, comm, self.storage, self._worker, self._make_whole)
+        parts = Assembly(module, self.plan, comm, self.storage, self.worker, self._make_whole)
         try:
             self.buckets = parts.buckets()
             units = parts.units(self.buckets)
@@ -130,14 +120,14 @@ class Engine:
                 self.schedule,
                 self.storage,
                 comm,
-                worker=self._worker if config.overlap_step else None,
+                worker=self.worker if config.overlap_step else None,
                 examine=partial(examine, module=module, config=config, device=device),
             )
             for optimizer, found in examined:
                 self.optimizers.take(optimizer, found)
         except BaseException as error:
             comm.abort(error)  # the others may wait for this rank's next broadcast
-            self._worker.close()
+            self.worker.close()
             self.storage.close()
             raise
 
@@ -253,15 +243,16 @@ class Engine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
-        self._worker.drain()
-        shadows = [(s.allocated_bytes(), s.data_parallel_bytes()) for s in self.shadows]
-        return count_memory(self.buckets, self.optimizers, self.storage, self.comm, shadows)
+        self.worker.drain()
+        return count_memory(
+            self.buckets, self.optimizers, self.storage, self.comm, self.average_buckets
+        )
 
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients are dropped. Local."""
-        self._worker.drain()
+        self.worker.drain()
         self.optimizers.reset()
         self.schedule.reset()
 
@@ -278,22 +269,24 @@ class Engine:
             Whether all of them came before the deadline; if not, no collective is possible any
             more.
         """
-        self._worker.drain()  # it waits for no rank, and needs the groups that go
+        self.worker.drain()  # it waits for no rank, and needs the groups that go
         self.optimizers.reset()
         self.lockstep.leave_loop()
         if not self.comm.rally(deadline, error):
             return False
         self.schedule.recover()
+        for bucket in self.average_buckets:
+            bucket.cancel_gather(is_lost=False)
         return True
 
     def abandon(self) -> None:
         """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
         self._is_closed = True
-        self._worker.drain()
+        self.worker.drain()
         self.optimizers.detach()
         self.schedule.hooks.detach()
         self.schedule.abandon()
-        self._worker.close()
+        self.worker.close()
         self.storage.close()
         self.comm.close()
 
@@ -323,7 +316,7 @@ class Engine:
             return
         self._is_closed = True
         target = (device or self.device) if keeps_parameters else None
-        self._worker.drain()
+        self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
@@ -332,7 +325,7 @@ class Engine:
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
             bucket.give_back(target)
-        self._worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
+        self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from lightning_zero.layout.kept import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES, Stage, State
 
-__all__ = ["Modules", "ZeroConfig"]
+__all__ = ["MAY_BE_ZERO", "NEEDS", "SIZES", "Modules", "Need", "ZeroConfig"]
 
 _FLOATING = {
     "float16": torch.float16,
@@ -26,7 +26,7 @@ _FLOATING = {
     "float64": torch.float64,
     "fp64": torch.float64,
 }
-_SIZES = (
+SIZES = (
     "reduce_bucket_size",
     "allgather_bucket_size",
     "prefetch_bucket_size",
@@ -38,7 +38,51 @@ _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
     "unit_classes": "classes of modules, names of these, or names or patterns of modules",
 }
-_MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
+MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
+
+
+class Need(NamedTuple):
+    """Of an option that has no meaning in some stages."""
+
+    is_met_by: Callable[[Stage], bool]
+    stages: str  # in which it has one
+    otherwise: str  # what is so in the others
+    remedy: str
+
+
+NEEDS = {
+    **dict.fromkeys(
+        (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "max_live_parameters",
+            "unit_classes",
+            "reshard_after_forward",
+            "offload_param",
+        ),
+        Need(
+            lambda stage: stage.gathers_before_use,
+            "stage 3",
+            "in which parameters rest whole on the device",
+            "stage=3",
+        ),
+    ),
+    "allgather_bucket_size": Need(
+        lambda stage: stage.gathers_after_step,
+        "stage 1 or 2",
+        "which gathers nothing after a step",
+        "stage=1 or stage=2",
+    ),
+    **dict.fromkeys(
+        ("offload_optimizer", "overlap_step", "sharding_group_size"),
+        Need(
+            lambda stage: stage.has_shard(State.OPTIM),
+            "stage 1, 2 or 3",
+            "in which every rank keeps and steps everything on the device",
+            "stage=1",
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +162,7 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         _check_stage(self.stage)
-        for name in _SIZES:
+        for name in SIZES:
             _set(self, name, _check_size(name, getattr(self, name)))
         for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise", "overlap_step"):
             _check_bool(name, getattr(self, name))
@@ -175,37 +219,21 @@ class ZeroConfig:
         """A copy with `changes`, checked again."""
         return dataclasses.replace(self, **changes)
 
+    def for_stage(self, stage: int) -> ZeroConfig:
+        """The same in another stage, without options that have no meaning there."""
+        lost = [name for name, need in NEEDS.items() if not need.is_met_by(STAGES[stage])]
+        return self.replace(stage=stage, **{name: _UNSET[name] for name in lost})
+
     def _check_options_of_other_stages(self) -> None:
-        states = self.states
-        for name in (
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "max_live_parameters",
-            "unit_classes",
-            "reshard_after_forward",
-        ):
-            if getattr(self, name) is not None and not states.gathers_before_use:
+        for name, need in NEEDS.items():
+            if getattr(self, name) != _UNSET[name] and not need.is_met_by(self.states):
                 raise ValueError(
-                    f"{name} needs stage 3, got stage {self.stage}, in which parameters rest "
-                    f"whole; use stage=3 or leave {name} out."
+                    f"{name} needs {need.stages}, got stage {self.stage}, {need.otherwise}; use "
+                    f"{need.remedy}, or leave {name} out."
                 )
-        if self.allgather_bucket_size is not None and not states.gathers_after_step:
-            where = "gathers per unit" if states.has_shard(State.PARAM) else "gathers nothing"
-            raise ValueError(
-                f"allgather_bucket_size needs stage 1 or 2, got stage {self.stage}, which {where}; "
-                "use stage=1 or stage=2, or leave allgather_bucket_size out."
-            )
-        if self.offload_param is not None and not states.has_shard(State.PARAM):
-            raise ValueError(
-                f"offload_param needs stage 3, got stage {self.stage}, in which parameters rest "
-                "whole on the device; use stage=3, or offload_optimizer alone."
-            )
-        for name in ("offload_optimizer", "overlap_step", "sharding_group_size"):
-            if getattr(self, name) and not states.has_shard(State.OPTIM):
-                raise ValueError(
-                    f"{name} needs stage 1, 2 or 3, got stage {self.stage}, in which every rank "
-                    f"keeps and steps everything on the device; use stage=1, or leave {name} out."
-                )
+
+
+_UNSET = {one.name: one.default for one in dataclasses.fields(ZeroConfig)}
 
 
 def _set(config: ZeroConfig, name: str, value: object) -> None:
@@ -231,7 +259,7 @@ def _check_size(name: str, value: object) -> int | None:
         raise TypeError(f"{name} must be a whole number of elements such as 5e8, got {value!r}.")
     if isinstance(value, float):
         raise ValueError(f"{name} must be a whole number of elements such as 5e8, got {value}.")
-    least = 0 if name in _MAY_BE_ZERO else 1
+    least = 0 if name in MAY_BE_ZERO else 1
     if value < least:
         raise ValueError(f"{name} must be at least {least} elements, got {value}.")
     return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import Stage, State
@@ -39,7 +39,9 @@ __all__ = [
     "blank_figure",
     "has_matplotlib",
     "ink_on",
+    "legend",
     "place",
+    "plain",
     "plot_memory",
     "plot_timeline",
     "totals",
@@ -103,6 +105,20 @@ def blank_figure(path: Path, size: tuple[float, float], *, dpi: int = DPI) -> It
         figure = Figure(figsize=size, dpi=dpi, facecolor="white")
         yield figure
         figure.savefig(path, dpi=dpi)
+
+
+def plain(axes: Axes, **of_ticks: float) -> None:
+    """Axes of bars that lie: faint lines behind them, and no frame."""
+    axes.tick_params(axis="y", length=0, **of_ticks)
+    axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(axes: Axes, handles: Sequence[Any], place: tuple[float, float], **how: float) -> None:
+    """Without a frame, its upper left corner at `place`: 0 to 1 in the axes."""
+    how = {"fontsize": 9, "borderpad": 0, **how}
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=place, frameon=False, **how)
 
 
 def ink_on(colour: str) -> str:
@@ -224,10 +240,7 @@ def _draw(axes: Axes, rows: Sequence[_Row]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, max(row.total for row in rows) / size * 1.12)
     axes.set_xlabel(unit, loc="right", labelpad=-2)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
 
 
 def _legend(axes: Axes, rows: Sequence[_Row], below: float) -> None:
@@ -242,15 +255,7 @@ def _legend(axes: Axes, rows: Sequence[_Row], below: float) -> None:
             Patch(facecolor="white", edgecolor=INK, hatch=TIER_HATCHES.get(tier), label=tier)
             for tier in tiers
         ]
-    axes.legend(
-        handles=patches,
-        ncols=len(patches),
-        loc="upper left",
-        bbox_to_anchor=(0, below),
-        frameon=False,
-        fontsize=9,
-        borderpad=0,
-    )
+    legend(axes, patches, (0, below), ncols=len(patches))
 
 
 GAP = 0.09  # between lanes
@@ -522,12 +527,10 @@ def _set_up(axes: Axes, blocks: Sequence[Block], scale: Scale, height: float) ->
     axes.set_xlim(scale.begin_s * 1e3, scale.end_s * 1e3)
     axes.set_ylim(height, 0)
     axes.set_xlabel("ms", loc="right", labelpad=-4)
-    axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
     lanes = [lane for block in blocks for lane in block.lanes]
     axes.set_yticks([(lane.top + lane.bottom) / 2 for lane in lanes], [one.name for one in lanes])
-    axes.tick_params(axis="y", length=0, labelsize=9)
+    plain(axes, labelsize=9)
+    axes.spines["left"].set_visible(False)
 
 
 def _draw_steps(axes: Axes, block: Block, scale: Scale) -> None:
@@ -581,13 +584,4 @@ def _legend_of_kinds(axes: Axes, labels: Sequence[tuple[Kind | None, str]], top:
         else Patch(facecolor=KIND_COLOURS[kind], label=text)
         for kind, text in labels
     ]
-    axes.legend(
-        handles=patches,
-        ncols=2,
-        loc="upper left",
-        bbox_to_anchor=(0, top),
-        frameon=False,
-        fontsize=9.5,
-        borderpad=0,
-        labelspacing=0.35,
-    )
+    legend(axes, patches, (0, top), ncols=2, fontsize=9.5, labelspacing=0.35)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,14 +134,14 @@ def _traffic(report: MemoryReport, num_steps: int) -> str:
     )
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns two spaces apart, the first one to the left."""
+def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+    """Columns two spaces apart, those of these places to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
+            cell.ljust(width) if place in left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
+        ).rstrip()
         for line in lines
     )
 

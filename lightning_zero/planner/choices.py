@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.layout.stage import STAGES, Stage, State
+from lightning_zero.layout.stage import STAGES
 
 __all__ = ["Choice", "all_choices"]
 
 _STAGE_NAMES = {0: "off", 1: "stage1", 2: "stage2", 3: "stage3"}
-_OF_SOME_STAGES = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "max_live_parameters",
-    "reshard_after_forward",
-    "allgather_bucket_size",
-    "overlap_step",
-    "sharding_group_size",
-)
 
 
 @dataclass(frozen=True)
@@ -55,6 +46,7 @@ def all_choices(
     files are those of `base`.
     """
     base = base or ZeroConfig()
+    plain = base.replace(offload_optimizer=None, offload_param=None)
     nvme = _files_like(base)
     both = {"offload_optimizer": nvme, "offload_param": nvme}
     offloads: dict[str, dict[str, Any]] = {
@@ -69,16 +61,11 @@ def all_choices(
         },
     }
     return [
-        Choice(_STAGE_NAMES[stage], name, _config(base, stage, offload))
+        Choice(_STAGE_NAMES[stage], name, plain.for_stage(stage).replace(**offload))
         for stage in stages
         for name, offload in offloads.items()
-        if _has_meaning(STAGES[stage], offload)
+        if all(NEEDS[option].is_met_by(STAGES[stage]) for option in offload)
     ]
-
-
-def _has_meaning(stage: Stage, offload: Mapping[str, Any]) -> bool:
-    wanted = {"offload_optimizer": State.OPTIM, "offload_param": State.PARAM}
-    return all(stage.has_shard(wanted[name]) for name in offload)
 
 
 def _files_like(base: ZeroConfig) -> OffloadConfig:
@@ -93,15 +80,3 @@ def _files_like(base: ZeroConfig) -> OffloadConfig:
                 pin_memory=config.pin_memory,
             )
     return OffloadConfig("nvme")
-
-
-def _config(base: ZeroConfig, stage: int, offload: Mapping[str, Any]) -> ZeroConfig:
-    changes: dict[str, Any] = {"offload_optimizer": None, "offload_param": None, **offload}
-    plain = dict.fromkeys(_OF_SOME_STAGES)
-    config = base.replace(stage=stage, **{**plain, "overlap_step": False, **changes})
-    for name in _OF_SOME_STAGES:
-        try:
-            config = config.replace(**{name: getattr(base, name)})
-        except ValueError:
-            continue  # no meaning in this stage
-    return config

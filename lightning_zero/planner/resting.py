@@ -220,7 +220,8 @@ class Inventory:
             for wanted in self._averages:
                 is_on_device = wanted is Tier.DEVICE or not self.is_apart
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE
-                found.append((Tier.DEVICE if is_on_device else Tier.CPU, numel * dtype.itemsize))
+                tier = Tier.DEVICE if is_on_device else Tier.CPU
+                found.append((tier, self._at_rest(numel, dtype, tier)))
         return found
 
     def _keeps_states_in_files(self, bucket: BucketPlan) -> bool:

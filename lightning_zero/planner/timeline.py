@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
+from lightning_zero.layout.units import ROOT
+from lightning_zero.layout.use_order import UseOrder, gather_ahead, stays_after_forward
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 
 __all__ = ["Peak", "Replay", "Scratch", "replay"]
@@ -104,6 +106,26 @@ def replay(
     return run.follow(trace.moments)
 
 
+class _Unit:
+    """Of the buckets that rest as shards."""
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self.buckets = [b for b in plan.buckets if b.stage.gathers_before_use]
+        self.numel = sum(b.layout.numel for b in self.buckets)
+        self.nbytes = sum(b.layout.numel * b.dtype.itemsize for b in self.buckets)
+        self.is_held = plan.name == ROOT
+
+    def has_all(self, arrived: Collection[str]) -> bool:
+        """Every parameter has its gradient."""
+        return all(
+            bucket.is_trainable and all(slot.name in arrived for slot in bucket.layout.slots)
+            for bucket in self.buckets
+        )
+
+
+_NO_UNIT = _Unit(UnitPlan(ROOT, ()))  # a module that is none in this plan
+
+
 class Replay:
     """One rank in a step. See [Note: Replayed]."""
 
@@ -123,22 +145,18 @@ class Replay:
         self._on_gloo = on_gloo
         self._is_apart = is_apart
         self._accumulates = accumulates
-        self._units = {
-            unit.name: [b for b in unit.buckets if b.stage.gathers_before_use]
-            for unit in plan.units
-        }
+        self._units = {unit.name: _Unit(unit) for unit in plan.units}
         self._bucket_of = {
-            s.name: (u, b) for u in plan.units for b in u.buckets for s in b.layout.slots
+            s.name: (u.name, b) for u in plan.units for b in u.buckets for s in b.layout.slots
         }
-        self._last: dict[bool, list[str]] = {False: [], True: []}  # by whether it is backward
+        self._forward, self._backward = UseOrder[_Unit](), UseOrder[_Unit]()
         self._begin()
 
     def _begin(self) -> None:
-        self._order: dict[bool, list[str]] = {False: [], True: []}
-        self._cursor = 0
-        self._is_backward = False
-        self._whole: set[str] = set()
-        self._awaited: Counter[str] = Counter()
+        self._order = self._forward
+        self._order.begin()
+        self._whole: set[_Unit] = set()
+        self._awaited: Counter[_Unit] = Counter()
         self._missing: dict[str, set[str]] = {}  # by bucket: gradients still to come
         self._arrived: set[str] = set()  # parameters
         self._open: dict[str, int] = {}  # by bucket: bytes of whole gradients
@@ -158,48 +176,45 @@ class Replay:
         """Runs through a step."""
         self._begin()
         self._coming = {m.name for m in moments if m.event is Event.GRAD}
-        self._unshard("")
+        self._unshard(self._units[ROOT])
         for moment in moments:
             self._activation_bytes = moment.live_bytes
             self._look(moment.high_bytes)
             self._act(moment)
             self._look(self._activation_bytes)
-        self._last = self._order
         return dataclasses.replace(self._most, num_gathers=self._gathers)
 
     def _look(self, activation_bytes: int) -> None:
-        gathered = sum(
-            bucket.layout.numel * bucket.dtype.itemsize
-            for name in self._whole
-            for bucket in self._units[name]
-        )
+        gathered = sum(unit.nbytes for unit in self._whole)
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
         now = Peak(gathered, buckets, activation_bytes, sum(self._freed.values()))
         if now.total_bytes > self._most.total_bytes:
             self._most = now
 
     def _act(self, moment: Moment) -> None:
-        name = moment.name
+        unit = self._units.get(moment.name, _NO_UNIT)
         match moment.event:
             case Event.FORWARD:
-                self._unshard(name)
-                self._awaited[name] += moment.is_awaited
+                self._unshard(unit)
+                self._awaited[unit] += moment.is_awaited
             case Event.FORWARD_END:
-                if not self._stays(name):
-                    self._whole.discard(name)
+                is_forward = self._order is self._forward
+                if is_forward and not stays_after_forward(unit, self._order, self._config):
+                    self._whole.discard(unit)
             case Event.TURN:
-                self._is_backward, self._cursor = True, 0
+                self._order = self._backward
+                self._order.begin()
                 self._zero_gradients()
-                self._unshard("")
+                self._unshard(self._units[ROOT])
             case Event.BACKWARD:
-                self._unshard(name)
+                self._unshard(unit)
             case Event.BACKWARD_END:
-                self._awaited[name] -= 1
-                if name and self._awaited[name] <= 0:
-                    self._whole.discard(name)
+                self._awaited[unit] -= 1
+                if not unit.is_held and self._awaited[unit] <= 0:
+                    self._whole.discard(unit)
                     self._prefetch()
             case Event.GRAD:
-                self._receive_gradient(name)
+                self._receive_gradient(moment.name)
             case Event.END:
                 self._finish_reduction()
                 self._scratch.clear()
@@ -210,53 +225,25 @@ class Replay:
 
     # ---------------------------------------------------------------- gathers
 
-    def _stays(self, name: str) -> bool:
-        if not name or self._is_backward or self._config.reshard_after_forward is False:
-            return True
-        last = self._last[False]
-        return bool(last) and self._cursor == len(last)
+    def _unshard(self, unit: _Unit) -> None:
+        if unit.buckets:
+            self._order.record(unit)
+            self._gather(unit)
+            self._prefetch()
 
-    def _unshard(self, name: str) -> None:
-        if not self._units.get(name):
-            return
-        self._order[self._is_backward].append(name)
-        last = self._last[self._is_backward]
-        if name in last[self._cursor :]:
-            self._cursor = last.index(name, self._cursor) + 1
-        self._gather(name)
-        self._prefetch()
-
-    def _gather(self, name: str) -> None:
-        if name not in self._whole:
-            self._whole.add(name)
-            self._gathers.update(bucket.name for bucket in self._units[name])
+    def _gather(self, unit: _Unit) -> None:
+        if unit not in self._whole:
+            self._whole.add(unit)
+            self._gathers.update(bucket.name for bucket in unit.buckets)
 
     def _prefetch(self) -> None:
-        budget = self._config.prefetch_bucket_size
-        num_whole = sum(bool(name) for name in self._whole)
-        if not self._config.overlap_comm or (budget is None and num_whole > 1):
-            return
-        ahead = 0
-        for name in self._last[self._is_backward][self._cursor :]:
-            numel = self._numel(name)
-            if budget is not None and ahead + numel > budget:
-                return
-            ahead += numel
-            limit = self._config.max_live_parameters
-            if name not in self._whole:
-                if limit is not None and sum(map(self._numel, self._whole)) + numel > limit:
-                    return
-                self._gather(name)
-            if budget is None:
-                return
-
-    def _numel(self, name: str) -> int:
-        return sum(bucket.layout.numel for bucket in self._units[name])
+        gather_ahead(self._order, self._whole, self._config, self._gather)
 
     # ---------------------------------------------------------------- gradients
 
     def _receive_gradient(self, name: str) -> None:
-        unit, bucket = self._bucket_of[name]
+        unit_name, bucket = self._bucket_of[name]
+        unit = self._units[unit_name]
         if self._reducing == bucket.name:
             self._finish_reduction()
         self._arrived.add(name)
@@ -272,8 +259,8 @@ class Replay:
         missing.discard(name)
         if missing:
             return
-        if not self._awaited[unit.name] and unit.name and self._has_all(unit):
-            self._whole.discard(unit.name)
+        if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
+            self._whole.discard(unit)
         self._finish_reduction()
         self._reduce(bucket)
 
@@ -288,15 +275,7 @@ class Replay:
                 numel = len(bucket.layout.shard(self._rank))
                 self._freed[bucket.name] = numel * dtype.itemsize
 
-    def _has_all(self, unit: UnitPlan) -> bool:
-        buckets = self._units[unit.name]
-        return all(
-            bucket.is_trainable and all(s.name in self._arrived for s in bucket.layout.slots)
-            for bucket in buckets
-        )
-
     def _reduce(self, bucket: BucketPlan) -> None:
-        """Issues the reduction of a bucket."""
         size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
         shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name

@@ -176,8 +176,6 @@ class _Counter(TorchDispatchMode):
 
 
 class _Recorder:
-    """Writes down moments."""
-
     def __init__(self) -> None:
         self.moments: list[Moment] = []
         self.counter = _Counter()

@@ -12,6 +12,7 @@ Imports the engine, checkpoint, planner and deepspeed; from here on lightning an
     precision         clipping, the loss scale, dtypes
     evaluation        validation with another number of batches on each rank
     averages          Lightning's averages of weights, over `engine.shadow`
+    patches           methods of Lightning's objects, replaced for a time
     auto              `stage="auto"`: the planner's choice
     checks            what cannot be trained, refused by name
 

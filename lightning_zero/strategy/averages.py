@@ -9,8 +9,8 @@ both show this rank's elements. The callbacks stay what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_zero.checkpoint import load_module
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.shadow import Shadow, is_copy
 from lightning_zero.layout.stage import State
+from lightning_zero.strategy.patches import Patches
 
 __all__ = ["Averages", "check_restorable"]
 
@@ -52,7 +53,7 @@ class Averages:
         self._engine = engine
         self._state_dict = state_dict
         self._shadows: list[Shadow] = []
-        self._replaced: list[tuple[Any, str]] = []  # whose attribute hides its class's
+        self._patches = Patches()
         try:
             for callback in callbacks:
                 if isinstance(callback, WeightAveraging):
@@ -75,9 +76,7 @@ class Averages:
     def let_go(self) -> None:
         """Leaves the callbacks what there is: averages are lost where ranks are. Local."""
         self._shadows = []
-        while self._replaced:
-            owner, name = self._replaced.pop()
-            owner.__dict__.pop(name, None)
+        self._patches.undo()
 
     # ---------------------------------------------------------------- which methods
 
@@ -89,18 +88,19 @@ class Averages:
             return
         device = None if callback._device is None else next(average.module.parameters()).device
         shadow = self._adopt(average, average.module, device)
-        self._replace(average, "update_parameters", partial(shadow.shown, writes=False))
+        within = self._patches.within
+        within(average, "update_parameters", partial(shadow.shown, writes=False))
         for name in ("_swap_models", "_copy_average_to_current"):
-            self._replace(callback, name, partial(shadow.shown, writes=True))
-        self._replace(callback, "on_load_checkpoint", partial(_loading_shards, self._engine.module))
+            within(callback, name, partial(shadow.shown, writes=True))
+        within(callback, "on_load_checkpoint", partial(_loading_shards, self._engine.module))
 
     def _adopt_stochastic(self, callback: StochasticWeightAveraging) -> None:
         average = callback._average_model
         if average is None or not self._can_shard(callback, callback._avg_fn, None):
             return
         shadow = self._adopt(average, average, None)
-        self._replace(callback, "update_parameters", partial(shadow.shown, writes=False))
-        self._replace(callback, "transfer_weights", partial(shadow.shown, writes=True))
+        self._patches.within(callback, "update_parameters", partial(shadow.shown, writes=False))
+        self._patches.within(callback, "transfer_weights", partial(shadow.shown, writes=True))
 
     def _can_shard(
         self, callback: Callback, avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None
@@ -121,35 +121,11 @@ class Averages:
         shadow = Shadow(self._engine, copy, device=device)
         kind = f"average {len(self._shadows)} of parameter"
         self._shadows.append(shadow)
-        self._replace(average, "to", shadow.bare)
-        self._set(
-            average,
-            "state_dict",
-            _unless_nested(average, "state_dict", lambda module: self._state_dict(module, kind)),
-        )
-        self._set(average, "load_state_dict", _loader(average))
+        save = _unless_nested(average, "state_dict", lambda one: self._state_dict(one, kind))
+        self._patches.within(average, "to", shadow.bare)
+        self._patches.put(average, "state_dict", save)
+        self._patches.put(average, "load_state_dict", _loader(average))
         return shadow
-
-    # ---------------------------------------------------------------- how
-
-    def _replace(
-        self, owner: Any, name: str, context: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Lets a method of this object, if it has it, run within a context."""
-        method = getattr(owner, name, None)
-        if method is None:
-            return  # of another version of Lightning: the guards tell what it does instead
-
-        @wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with context():
-                return method(*args, **kwargs)
-
-        self._set(owner, name, run)
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        owner.__dict__[name] = value
-        self._replaced.append((owner, name))
 
 
 def check_restorable(checkpoint: Mapping[str, Any]) -> None:
@@ -192,11 +168,9 @@ def _loader(module: nn.Module) -> Any:
 @contextmanager
 def _loading_shards(module: nn.Module) -> Iterator[None]:
     """`module.load_state_dict` works after set-up: the learning rate finder restores by it."""
-    module.__dict__["load_state_dict"] = _loader(module)
-    try:
+    with Patches() as patches:
+        patches.put(module, "load_state_dict", _loader(module))
         yield
-    finally:
-        module.__dict__.pop("load_state_dict", None)
 
 
 @contextmanager

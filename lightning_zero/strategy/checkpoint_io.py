@@ -27,11 +27,11 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import local_path
-from lightning_zero.checkpoint.source import find_damage, raise_damage, raise_damage_of_any
+from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.torch_file import write_torch_file
-from lightning_zero.comm.world import gather_objects
+from lightning_zero.comm.world import failing_together
 
-__all__ = ["ZeroCheckpointIO", "accept_every_format", "find_damage_together", "on_rank_zero"]
+__all__ = ["ZeroCheckpointIO", "accept_every_format", "on_rank_zero"]
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -64,38 +64,15 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
-def on_rank_zero(strategy: Strategy, act: Callable[[], None]) -> None:
+def on_rank_zero(strategy: Strategy, what: str, act: Callable[[], None]) -> None:
     """Runs `act` on rank 0; the others wait, and raise if it does. Collective.
 
     Raises:
-        Exception: On rank 0, whatever `act` raises.
-        OSError: On the others, where it was one.
-        RuntimeError: On the others, where it was something else.
+        Exception: See `failing_together`, also for `what`.
     """
-    failure: Exception | None = None
-    if strategy.is_global_zero:
-        try:
+    with failing_together(what, lambda told: [strategy.broadcast(told)]):
+        if strategy.is_global_zero:
             act()
-        except Exception as error:
-            failure = error
-    number = failure.errno if isinstance(failure, OSError) else None
-    text = f"{type(failure).__name__}: {failure}" if failure is not None else None
-    number, text = strategy.broadcast((number, text))
-    if failure is not None:
-        raise failure
-    if number is not None:
-        raise OSError(number, f"rank 0 failed: {text}")
-    if text is not None:
-        raise RuntimeError(f"rank 0 failed: {text}")
-
-
-def find_damage_together(path: Path, rank: int, world_size: int) -> None:
-    """Compares a checkpoint with its checksums, every rank its share. Collective.
-
-    Raises:
-        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
-    """
-    raise_damage_of_any(path, rank, world_size, gather_objects)
 
 
 def accept_every_format() -> None:

@@ -19,7 +19,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -35,209 +34,34 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.atomic import local_path, recover
-from lightning_zero.comm.world import raise_together
-from lightning_zero.engine.engine import Engine
+from lightning_zero.checkpoint.source import raise_damage_of_any
+from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import check_restorable
-from lightning_zero.strategy.checkpoint_io import (
-    ZeroCheckpointIO,
-    find_damage_together,
-    on_rank_zero,
-)
+from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO, on_rank_zero
 from lightning_zero.strategy.engine_strategy import EngineStrategy
 from lightning_zero.strategy.evaluation import LockstepEvaluation
-from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, EngineLife, run_state, save_unsaved
+from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, run_state, save_unsaved
+from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.saving import MASTERS_KEY, NOTE_KEY, Saving, is_own_io
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.strategy.signals import BatchBoundary
 from lightning_zero.tensors.meta import await_values, expecting_values
 from lightning_zero.tensors.names import with_saved_names
 
-__all__ = ["CheckpointStrategy", "Checkpoints"]
+__all__ = ["CheckpointStrategy"]
 
 # Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
 _COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
-
-
-class Checkpoints:
-    """The states of one strategy, whole or in shards, and the files that hold them.
-
-    Args:
-        strategy: Whose module and `CheckpointIO` these are.
-        life: Of its engine.
-        saving: Decides on the form and writes the sharded one.
-    """
-
-    def __init__(self, strategy: ParallelStrategy, life: EngineLife, saving: Saving) -> None:
-        self._strategy = strategy
-        self._life = life
-        self._saving = saving
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the next one is written in the sharded form."""
-        return self._saving.is_sharded(self._module, self._strategy.checkpoint_io)
-
-    def is_left_to_io(self, path: _PATH) -> bool:
-        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or remote storage."""
-        is_local = bool(_is_local_file_protocol(path))
-        return is_own_io(self._strategy.checkpoint_io) or not is_local
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self._strategy.lightning_module is not None
-        return self._strategy.lightning_module
-
-    # ---------------------------------------------------------------- what is saved
-
-    def module_state(self) -> dict[str, Any]:
-        """Whole tensors on rank 0; elsewhere parameters are on the meta device. Collective."""
-        life = self._life
-        if not life.is_together():
-            return {}
-        engine = life.current
-        self._meet("the state of the module, for a checkpoint")
-        state = self._module.state_dict() if engine is None else full_state_dict(engine)
-        return with_saved_names(state)
-
-    def module_entries(self) -> dict[str, Any]:
-        """As `module_state`; in the sharded form, this rank's shards on every rank. Collective."""
-        life = self._life
-        if life.owner is None or not self.is_sharded or not life.is_together():
-            return self.module_state()
-        is_closed = life.current is None
-        self._meet("the state of the module, for a checkpoint")
-        state = self._saving.state_dict(life.owner, self._module, is_closed=is_closed)
-        return with_saved_names(state)
-
-    def _meet(self, name: str) -> None:
-        """During a run: a rank that does so alone would wait for data of the others. Collective."""
-        if (engine := self._life.current) is not None:
-            engine.lockstep.meet_for(name)
-
-    def average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
-        """As `module_entries`, of a callback's averaged module. Collective."""
-        if not self._life.is_together():
-            return {}
-        if self.is_sharded:
-            return self._saving.average_state_dict(self._life.engine, average, kind)
-        return full_state_dict(self._life.engine, average)
-
-    def optimizer_state(self, optimizer: Optimizer, owner: Engine) -> dict[str, Any]:
-        """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
-        if not self._life.is_together():
-            return {}
-        owner.optimizers.check_has_states()
-        self._meet("the state of an optimizer, for a checkpoint")
-        if self.is_sharded:
-            return self._saving.optimizer_state(optimizer, owner)
-        is_recipient = self._strategy.is_global_zero
-        return optimizer_state_dict(optimizer, owner.buckets, is_recipient=is_recipient)
-
-    # ---------------------------------------------------------------- files
-
-    def save(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
-    ) -> None:
-        """Writes what Lightning has dumped; see `Strategy.save_checkpoint`. Collective.
-
-        Raises:
-            TypeError: Storage options for the sharded form.
-            OSError: It cannot be written; on every rank.
-        """
-        life = self._life
-        if not life.is_together():
-            rank_zero_warn(
-                f"{filepath} was not saved: other ranks did not come together within "
-                f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
-            )
-        elif life.owner is not None and self.is_sharded:
-            if storage_options is not None:
-                raise TypeError(
-                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
-                    'leave them out, or use ZeroStrategy(checkpoint="full").'
-                )
-            last_masters = life.last_masters if life.current is None else None
-            self._saving.save(checkpoint, filepath, life.owner, last_masters=last_masters)
-        else:
-            self._save_full(checkpoint, filepath, storage_options)
-
-    def _save_full(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
-    ) -> None:
-        engine = self._life.current
-        if "optimizer_states" in checkpoint:
-            masters = self._life.last_masters if engine is None else narrow_masters(engine)
-            if masters:
-                checkpoint[MASTERS_KEY] = masters
-        io = self._strategy.checkpoint_io
-        # Else the others would wait in the next collective for a rank 0 that has raised.
-        on_rank_zero(
-            self._strategy, lambda: io.save_checkpoint(checkpoint, filepath, storage_options)
-        )
-
-    def open(self, path: _PATH, *, weights_only: bool | None) -> dict[str, Any]:
-        """Opens a checkpoint of any format, the same on every rank. Collective.
-
-        Raises:
-            ValueError: It is damaged, or of no known format.
-            RuntimeError: Another rank could not open it.
-        """
-        strategy, local = self._strategy, local_path(path)
-        on_rank_zero(strategy, lambda: recover(local))
-        find_damage_together(local, strategy.global_rank, strategy.world_size)
-        checkpoint: dict[str, Any] = {}
-        failure: Exception | None = None
-        try:
-            checkpoint = open_checkpoint(path, weights_only=weights_only)
-        except Exception as error:
-            failure = error
-        raise_together(failure, f"open {path}")
-        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
-        for key, value in checkpoint.items():
-            if key not in _COPIED_ON_LOADING:
-                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
-        return checkpoint
-
-    # ---------------------------------------------------------------- what is loaded
-
-    def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Into the module and the masters: each rank its own elements. Collective."""
-        module = self._module
-        awaited: dict[str, Tensor] = {}
-        with expecting_values(module):
-            load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
-            if awaited and run_state(module).fn == TrainerFn.FITTING:
-                check_restorable(checkpoint)
-            await_values(module, awaited)
-        self._life.load_masters(checkpoint.get(MASTERS_KEY, {}))
-
-    def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Into the strategy's optimizers: each rank its own elements. Collective.
-
-        Raises:
-            ValueError: There are more or fewer optimizers.
-        """
-        optimizers = self._strategy.optimizers
-        if len(states) != len(optimizers):
-            raise ValueError(
-                f"the checkpoint holds the states of {len(states)} optimizers, expected "
-                f"{len(optimizers)}; resume with the configure_optimizers that was saved."
-            )
-        for optimizer, state in zip(optimizers, states, strict=True):
-            if not isinstance(optimizer, _MockOptimizer):
-                load_optimizer(self._life.engine, optimizer, state)
-
-
 _FOR_CHECKPOINTS = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
 
 class CheckpointStrategy(EngineStrategy):
-    """Forwards what Lightning saves and loads to `Checkpoints`.
+    """Saves and loads states of the engine, whole or in shards.
 
     Args:
         settings: The engine's.
-        saving: Decides on the form.
+        saving: Decides on the form, and writes the sharded one.
         checkpoint_io: Writes and reads whole files. None: `ZeroCheckpointIO`.
         **of_processes: As in `ProcessStrategy`.
 
@@ -256,7 +80,6 @@ class CheckpointStrategy(EngineStrategy):
         saving.check(checkpoint_io)
         self._saving = saving
         super().__init__(settings, checkpoint_io=checkpoint_io, **of_processes)
-        self._checkpoints = Checkpoints(self, self._life, saving)
         self.before_saving: Callable[[], object] | None = None  # called before tensors are gathered
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
@@ -284,14 +107,13 @@ class CheckpointStrategy(EngineStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._saving.check_callbacks(trainer, is_sharded=self._checkpoints.is_sharded)
-        connector = trainer._checkpoint_connector
-        assert hasattr(type(connector), _FOR_CHECKPOINTS), "not in this release of Lightning"
-        setattr(connector, _FOR_CHECKPOINTS, self._module_state_for_checkpoint)
+            self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
+        connector, state = trainer._checkpoint_connector, self._module_state
+        Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
         super().setup(trainer)
         self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._life.adopt_averages(callbacks, self._checkpoints.average_state)
+        self._life.adopt_averages(callbacks, self._average_state)
 
     @override
     def on_train_end(self) -> None:
@@ -320,20 +142,51 @@ class CheckpointStrategy(EngineStrategy):
             self._saving.free()
             super().teardown()
 
-    # ---------------------------------------------------------------- saving
+    # ---------------------------------------------------------------- what is saved
+
+    @property
+    def _saves_shards(self) -> bool:
+        """Whether the next checkpoint is written in the sharded form."""
+        assert self.lightning_module is not None
+        return self._saving.is_sharded(self.lightning_module, self.checkpoint_io)
+
+    def _is_left_to_io(self, path: _PATH) -> bool:
+        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or remote storage."""
+        return is_own_io(self.checkpoint_io) or not _is_local_file_protocol(path)
+
+    def _meet(self, name: str) -> None:
+        """During a run: a rank that does so alone would wait for data of the others. Collective."""
+        if (engine := self._life.current) is not None:
+            engine.lockstep.meet_for(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors on rank 0, whatever the form; on the meta device elsewhere. Collective."""
-        if self.before_saving is not None:
-            self.before_saving()
-        return self._checkpoints.module_state()
+        return self._module_state(is_for_file=False)
 
-    def _module_state_for_checkpoint(self) -> dict[str, Any]:
+    def _module_state(self, *, is_for_file: bool = True) -> dict[str, Any]:
         """See [Note: Whole or for a file]. Collective."""
         if self.before_saving is not None:
             self.before_saving()
-        return self._checkpoints.module_entries()
+        life, module = self._life, self.lightning_module
+        assert module is not None
+        if not life.is_together():
+            return {}
+        self._meet("the state of the module, for a checkpoint")
+        if is_for_file and life.owner is not None and self._saves_shards:
+            is_closed = life.current is None
+            state = self._saving.state_dict(life.owner, module, is_closed=is_closed)
+        else:
+            state = full_state_dict(life.current) if life.current else module.state_dict()
+        return with_saved_names(state)
+
+    def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
+        """As `_module_state`, of a callback's averaged module. Collective."""
+        if not self._life.is_together():
+            return {}
+        if self._saves_shards:
+            return self._saving.state_dict(self._life.engine, average, kind)
+        return full_state_dict(self._life.engine, average)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -349,20 +202,63 @@ class CheckpointStrategy(EngineStrategy):
             )
         if owner is None or optimizer not in owner.optimizers:
             return super().optimizer_state(optimizer)
-        return self._checkpoints.optimizer_state(optimizer, owner)
+        if not self._life.is_together():
+            return {}
+        owner.optimizers.check_has_states()
+        self._meet("the state of an optimizer, for a checkpoint")
+        if self._saves_shards:
+            return self._saving.optimizer_state(optimizer, owner)
+        return optimizer_state_dict(optimizer, owner.buckets, is_recipient=self.is_global_zero)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
+        """Writes what Lightning has dumped. Collective.
+
+        Raises:
+            TypeError: Storage options for the sharded form.
+            OSError: It cannot be written; on every rank.
+        """
         if (choice := self._settings.choice) is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
             checkpoint[NOTE_KEY] = {"auto": chosen}
-        self._checkpoints.save(checkpoint, filepath, storage_options)
+        life = self._life
+        if not life.is_together():
+            rank_zero_warn(
+                f"{filepath} was not saved: other ranks did not come together within "
+                f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
+            )
+        elif life.owner is not None and self._saves_shards:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
+                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                )
+            last_masters = life.last_masters if life.current is None else None
+            self._saving.save(checkpoint, filepath, life.owner, last_masters=last_masters)
+        else:
+            self._save_full(checkpoint, filepath, storage_options)
+
+    def _save_full(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
+        engine = self._life.current
+        if "optimizer_states" in checkpoint:
+            masters = self._life.last_masters if engine is None else narrow_masters(engine)
+            if masters:
+                checkpoint[MASTERS_KEY] = masters
+        io = self.checkpoint_io
+        # Else the others would wait in the next collective for a rank 0 that has raised.
+        on_rank_zero(
+            self,
+            f"save {filepath}",
+            lambda: io.save_checkpoint(checkpoint, filepath, storage_options),
+        )
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._checkpoints.is_left_to_io(filepath):
+        if self._is_left_to_io(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             self._saving.remove(filepath)
@@ -376,20 +272,56 @@ class CheckpointStrategy(EngineStrategy):
         """Opens a checkpoint of any format, the same on every rank. Collective.
 
         A `checkpoint_io` other than the default one reads for itself.
+
+        Raises:
+            ValueError: It is damaged, or of no known format.
+            OSError, RuntimeError: Another rank could not open it.
         """
         self._saving.finish()
         path = self.broadcast(checkpoint_path)
-        if self._checkpoints.is_left_to_io(path):
+        if self._is_left_to_io(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        return self._checkpoints.open(path, weights_only=weights_only)
+        local = local_path(path)
+        on_rank_zero(self, f"recover {path}", lambda: recover(local))
+        raise_damage_of_any(local, self.global_rank, self.world_size, gather_objects)
+        with failing_together(f"open {path}"):
+            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        for key, value in checkpoint.items():
+            if key not in _COPIED_ON_LOADING:
+                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.load_module(checkpoint, strict=strict)
+        """Into the module and the masters: each rank its own elements. Collective."""
+        module = self.lightning_module
+        assert module is not None
+        awaited: dict[str, Tensor] = {}
+        with expecting_values(module):
+            load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
+            if awaited and run_state(module).fn == TrainerFn.FITTING:
+                check_restorable(checkpoint)
+            await_values(module, awaited)
+        self._life.load_masters(checkpoint.get(MASTERS_KEY, {}))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints.load_optimizers(checkpoint["optimizer_states"])
+        """Into the strategy's optimizers: each rank its own elements. Collective.
+
+        Raises:
+            ValueError: There are more or fewer optimizers.
+        """
+        states: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
+        optimizers = self.optimizers
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers, expected "
+                f"{len(optimizers)}; resume with the configure_optimizers that was saved."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                load_optimizer(self._life.engine, optimizer, state)
 
     # ---------------------------------------------------------------- pickling
 
@@ -416,11 +348,5 @@ class CheckpointStrategy(EngineStrategy):
             "_life": self._life.renewed(),
             "_boundary": BatchBoundary(),
             "_evaluation": LockstepEvaluation(),
-            "_checkpoints": None,
         }
         return state | renewed
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._checkpoints = Checkpoints(self, self._life, self._saving)

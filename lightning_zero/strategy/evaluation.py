@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
 from lightning_zero.core.lockstep import Lockstep
+from lightning_zero.strategy.patches import Patches
 
 __all__ = ["LockstepEvaluation", "keep_in_loop"]
 
@@ -58,37 +60,32 @@ class LockstepEvaluation:
     """Around the batches of Lightning's running evaluation loop."""
 
     def __init__(self) -> None:
-        self._loop: Any = None
+        self._patches = Patches()
 
     def begin(self, trainer: Trainer, lockstep: Lockstep) -> None:
         """Before the first batch. Collective."""
         self.end()
         loop: Any = trainer._active_loop
-        self._loop = loop
         if hasattr(loop, _END_OF_LOADER):
-            store = getattr(loop, _END_OF_LOADER)
-            setattr(loop, _END_OF_LOADER, partial(_end_loader, store, loop, lockstep))
-        setattr(loop, _END_OF_LOOP, partial(_end_loop, loop.on_run_end, lockstep))
+            self._patches.within(loop, _END_OF_LOADER, partial(_end_of_loader, loop, lockstep))
+        self._patches.before(loop, _END_OF_LOOP, partial(_end_loop, lockstep))
         lockstep.begin_loop()
 
     def end(self) -> None:
         """After the loop, or after an exception in it. Local."""
-        if self._loop is not None:
-            vars(self._loop).pop(_END_OF_LOADER, None)
-            vars(self._loop).pop(_END_OF_LOOP, None)
-        self._loop = None
+        self._patches.undo()
 
 
-def _end_loader(store: Callable[[], None], loop: Any, lockstep: Lockstep) -> None:
+@contextmanager
+def _end_of_loader(loop: Any, lockstep: Lockstep) -> Iterator[None]:
     _meet(lockstep, _synchronised(loop), is_end=False)
-    store()
+    yield
     lockstep.begin_loop()
 
 
-def _end_loop(end: Callable[[], Any], lockstep: Lockstep) -> Any:
+def _end_loop(lockstep: Lockstep) -> None:
     while not _meet(lockstep, [], is_end=True):  # others have a data loader that is empty here
         lockstep.begin_loop()
-    return end()
 
 
 def _meet(lockstep: Lockstep, metrics: list[str], *, is_end: bool) -> bool:

@@ -10,8 +10,8 @@ stays if that fails.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,65 +46,42 @@ __all__ = ["MASTERS_KEY", "NOTE_KEY", "CheckpointForm", "InFlight", "Saving", "i
 
 
 class InFlight:
-    """Runs one action at a time in a thread; used from one thread.
+    """Runs a save in a thread, and what is to follow it; used from one thread.
 
     The thread is no daemon: a process that ends waits for it.
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._then: list[Callable[[], None]] = []  # guarded by the lock
-        self._lock = threading.Lock()
-        self._is_running = False  # guarded by the lock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
+        self._save: Future[None] | None = None
+        self._following: list[Future[None]] = []
 
     def start(self, action: Callable[[], None]) -> None:
         """Runs `action` in a thread. Call `wait` first."""
-        assert self._thread is None, "one at a time"
-        self._is_running = True
-        self._thread = threading.Thread(target=self._run, args=(action,), name="zero-save")
-        self._thread.start()
+        assert self._save is None, "one at a time"
+        self._save = self._thread.submit(action)
 
     def when_done(self, action: Callable[[], None]) -> None:
         """Runs `action` once what is under way has succeeded; never if it fails."""
-        with self._lock:
-            if self._is_running:
-                self._then.append(action)
-                return
-        if self._error is None:
+        save = self._save
+        if save is None:
             action()
+        else:
+            self._following.append(
+                self._thread.submit(lambda: None if save.exception() else action())
+            )
 
     def wait(self) -> None:
         """Waits until nothing is under way.
 
         Raises:
-            BaseException: What the action raised; once.
+            BaseException: What the action, or one that followed it, raised; once.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-            self._finish()
-        except BaseException as error:  # raised by `wait`
-            self._error = error
-            with self._lock:
-                self._is_running = False
-                self._then.clear()
-
-    def _finish(self) -> None:
-        while True:
-            with self._lock:
-                if not self._then:
-                    self._is_running = False
-                    return
-                following = self._then.pop(0)
-            following()
+        under_way = [self._save, *self._following] if self._save is not None else []
+        wait(under_way)
+        self._save, self._following = None, []
+        for future in under_way:
+            future.result()
 
 
 CheckpointForm = Literal["auto", "full", "sharded"]
@@ -195,18 +172,19 @@ class Saving:
 
     # ---------------------------------------------------------------- what is saved
 
-    def state_dict(self, engine: Engine, module: nn.Module, *, is_closed: bool) -> dict[str, Any]:
-        """The module's entries; see `sharded_state_dict`. Local."""
+    def state_dict(
+        self,
+        engine: Engine,
+        module: nn.Module,
+        kind: str = "parameter",
+        *,
+        is_closed: bool = False,
+    ) -> dict[str, Any]:
+        """Entries of the module, or of a shadow of it; see `sharded_state_dict`. Local."""
         if is_closed:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
-            state = sharded_state_dict(engine)
-        self._shards |= shards_in(state)
-        return state
-
-    def average_state_dict(self, engine: Engine, average: nn.Module, kind: str) -> dict[str, Any]:
-        """The entries of a shadow of the module; see `sharded_state_dict`. Local."""
-        state = sharded_state_dict(engine, average, kind)
+            state = sharded_state_dict(engine, module, kind)
         self._shards |= shards_in(state)
         return state
 
@@ -296,7 +274,7 @@ class Saving:
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""
-        held = sum(kept.numel() * kept.element_size() for kept in self._memory.values())
+        held = sum(kept.nbytes for kept in self._memory.values())
         room = available_memory_bytes() // (2 * local_world_size()) + held
         fits = bool(engine.comm.control.min_ints([room - save.snapshot_bytes])[0] >= 0)
         if not fits:

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.world import raise_together
+from lightning_zero.comm.world import failing_together
 from lightning_zero.engine.facts import config_facts
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.strategy.auto import (
@@ -121,12 +121,8 @@ class Settings:
             config = self.config = self.choice.config
         if is_checked:
             module = trainer.lightning_module
-            failure: Exception | None = None
-            try:
+            with failing_together("begin"):  # models are not compared yet
                 refuse_what_cannot(module, optimizers, config, room, **place.shape)
-            except ValueError as error:
-                failure = error
-            raise_together(failure, "begin")  # models are not compared yet
         return config
 
     def _param_dtype(self, precision: ZeroPrecision | None) -> torch.dtype | None:

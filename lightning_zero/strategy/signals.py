@@ -44,6 +44,7 @@ from lightning_zero.checkpoint.atomic import recover
 from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.strategy.checkpoint_io import on_rank_zero
+from lightning_zero.strategy.patches import Patches
 
 __all__ = ["BatchBoundary", "RequeuedExit", "Requeueing", "name_of_batch", "with_status"]
 
@@ -67,7 +68,7 @@ class BatchBoundary:
     """What a strategy puts between the batches of the running fit, and into every run's handler."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
+        self._patches = Patches()
         self._trainer: Trainer | None = None
         self._lockstep: Lockstep | None = None
         self._is_told = False
@@ -77,19 +78,12 @@ class BatchBoundary:
         self.end()
         self._trainer, self._lockstep, self._is_told = trainer, lockstep, False
         lockstep.wishes(self._wish)
-        self._replace(trainer.fit_loop.epoch_loop, _AGREE, self.agree)
-        self._replace(trainer._signal_connector, _HANDLE, partial(self._note, trainer))
+        self._patches.put(trainer.fit_loop.epoch_loop, _AGREE, self.agree)
+        self._patches.put(trainer._signal_connector, _HANDLE, partial(self._note, trainer))
 
     def end(self) -> None:
         """After the run, or after an exception in it. Local."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced = []
-
-    def _replace(self, owner: Any, name: str, function: Any) -> None:
-        assert hasattr(type(owner), name), f"this release of Lightning has no {name}"
-        setattr(owner, name, function)
-        self._replaced.append((owner, name))
+        self._patches.undo()
 
     def _wish(self) -> Wish:
         assert self._trainer is not None
@@ -208,7 +202,7 @@ class Requeueing:
             return None
         strategy = self.trainer.strategy
         strategy.setup_environment()  # forms the group, so that no rank decides for itself
-        on_rank_zero(strategy, lambda: recover(self.path))
+        on_rank_zero(strategy, f"recover {self.path}", lambda: recover(self.path))
         self.path, is_there = strategy.broadcast((self.path, self.path.exists()))
         if not is_there:
             rank_zero_warn(
@@ -286,6 +280,7 @@ class _Signals(_SignalConnector):
         super().__init__(requeueing.trainer)
         self.requeueing = requeueing
         self.request = Wish.NOTHING
+        self._patches = Patches()
 
     @contextlib.contextmanager
     def flagged(self) -> Iterator[None]:
@@ -312,23 +307,13 @@ class _Signals(_SignalConnector):
     def register_signal_handlers(self) -> None:
         """Lightning's moment to take the signals over, which are taken already."""
         fit_loop = self.trainer.fit_loop
-        self._look_after(fit_loop.epoch_loop, self._after_batch)
-        self._look_after(fit_loop, self._after_epoch)
+        # When a round of a loop is over, whole and before the next has begun.
+        self._patches.after(fit_loop.epoch_loop, "on_advance_end", self._after_batch)
+        self._patches.after(fit_loop, "on_advance_end", self._after_epoch)
 
     def teardown(self) -> None:
         """Leaves the loops as they were."""
-        for loop in (self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop):
-            loop.__dict__.pop("on_advance_end", None)
-
-    def _look_after(self, loop: Any, look: Callable[[], None]) -> None:
-        """Calls `look` when a round of the loop is over, whole and before the next has begun."""
-        end_round = type(loop).on_advance_end
-
-        def on_advance_end(*args: Any, **kwargs: Any) -> None:
-            end_round(loop, *args, **kwargs)
-            look()
-
-        loop.on_advance_end = on_advance_end
+        self._patches.undo()
 
     def _after_batch(self) -> None:
         loop = self.trainer.fit_loop.epoch_loop

@@ -29,6 +29,7 @@ from lightning_zero.comm.world import DEFAULT_TIMEOUT, as_timeout, gather_object
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.stage import STAGES
 from lightning_zero.strategy.checkpointing import CheckpointStrategy
 from lightning_zero.strategy.launch import StartMethod
 from lightning_zero.strategy.lifecycle import WholeAfterFit
@@ -38,7 +39,6 @@ from lightning_zero.strategy.settings import Settings
 
 __all__ = ["ZeroStrategy"]
 
-_SETTINGS_OF_EVERY_STAGE = ("stage", "reduce_bucket_size", "overlap_comm", "reduce_dtype")
 # The offloading ones mean what Lightning's DeepSpeed names of the same form mean.
 _REGISTERED: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
@@ -63,30 +63,11 @@ class ZeroStrategy(CheckpointStrategy):
             offload where none does; to files only where `nvme_path` or its variable names a folder.
             `config` says it once training has begun, as do the log, the loggers and checkpoints.
         reduce_bucket_size: See `ZeroConfig` for this and the following, up to
-            `sharding_group_size`.
-        allgather_bucket_size: Stages 1 and 2, in elements.
-        prefetch_bucket_size: Stage 3, in elements.
-        param_persistence_threshold: Stage 3, in elements.
-        max_live_parameters: Stage 3, in elements.
-        unit_classes: Stage 3: modules that are gathered one by one: classes, names of these, or a
-            list. None: blocks are found by themselves.
-        reshard_after_forward: Stage 3.
-        overlap_comm: Communicate while computing.
-        reduce_dtype: Dtype in which gradients are summed and kept, such as "float32".
-        param_dtype: Dtype of whole parameters. None: that of the Trainer's precision. "float32"
-            under "bf16-mixed" leaves the casts to autocast, as DDP does, for twice the parameter
-            bytes.
-        keep_float32: Parameters that stay as they are beside `param_dtype`: names or patterns of
-            parameters or modules, names of classes, classes, or a list of these. Under
-            "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay anyway.
-        broadcast_buffers: Rank 0's buffers are copied to all ranks, as in DDP.
-        assume_elementwise: Skip the check of what an optimizer looks at.
-        offload_optimizer: Stages 1 to 3: None, "cpu", "nvme", "auto", a mapping or an
-            `OffloadConfig`: where optimizer shards rest, with their gradients.
-        offload_param: Stage 3: likewise for parameter shards.
-        overlap_step: Step beside the next forward.
-        sharding_group_size: Stages 1 to 3: how many ranks share one set of shards, or "node". None:
-            all.
+            `sharding_group_size`. Only two of them know the Trainer:
+        param_dtype: None: that of the Trainer's precision. "float32" under "bf16-mixed" leaves the
+            casts to autocast, as DDP does, for twice the parameter bytes.
+        keep_float32: Under "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay
+            anyway.
         checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
             writes its own part. "auto": full below 2^31 parameter elements.
         check_memory: Refuse to begin where model states alone are more than all the memory there
@@ -192,7 +173,7 @@ class ZeroStrategy(CheckpointStrategy):
             source: Path or mapping.
             world_size: Number of ranks, where the file gives a global batch size only.
             **kwargs: Further arguments of this class; they win over the file. With another `stage`,
-                the file's stage-specific sizes are left out.
+                what the file says of its own stage alone is left out.
 
         Raises:
             ValueError: Unknown keys, or settings that would change the training and do not exist
@@ -201,13 +182,11 @@ class ZeroStrategy(CheckpointStrategy):
         translation = translate(source, world_size=world_size)
         if message := translation.message():
             rank_zero_warn(message)
-        settings = vars(translation.config)
-        if kwargs.get("stage", settings["stage"]) != settings["stage"]:
-            # Sizes of the file's own stage may have no meaning in the other one.
-            sharding = ["offload_optimizer", "sharding_group_size"] if kwargs["stage"] else []
-            kept = [*_SETTINGS_OF_EVERY_STAGE, *sharding]
-            settings = {name: settings[name] for name in kept}
-        strategy = cls(**{**settings, **kwargs})
+        config = translation.config
+        stage = kwargs.get("stage", config.stage)
+        if stage in STAGES and stage != config.stage:
+            config = config.for_stage(stage)  # options of the file's own may have no meaning there
+        strategy = cls(**{**vars(config), **kwargs})
         strategy.translation = translation
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)

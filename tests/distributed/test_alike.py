@@ -241,7 +241,7 @@ def _one_cannot(rank, world_size, stage):
 def test_what_one_rank_refuses_is_told_to_the_others():
     told, own = run_ranks(2, _one_cannot, 3)
     for text, cause in zip(told, own, strict=True):
-        assert text == f"RuntimeError: rank 1 failed where all must succeed: {cause}"
+        assert text == f"RuntimeError: rank 1 could not begin: {cause}"
     assert "LBFGS" in own[0]
     assert "(13, 17)" in own[1]
     assert "optimizers must be a torch.optim.Optimizer or a list of them, got str" in own[2]

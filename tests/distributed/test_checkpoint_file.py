@@ -60,7 +60,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_training_goes_on(stage, small_
             assert name == "OSError"
             assert number == errno.ENOSPC
             assert "last.ckpt was not written: it needs" in text
-    assert "rank 0 failed" in results[1][1][0][2]
+    assert "rank 0 could not save" in results[1][1][0][2]
     assert path.read_bytes() == b"the one before"
     assert sorted(os.listdir(small_disk)) == ["last.ckpt", "other"]
     reference = fit_reference(2, partial(MLPModule, ranks=2))
@@ -72,7 +72,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_training_goes_on(stage, small_
 def test_what_cannot_be_pickled_is_an_error_on_all_ranks():
     results = run_ranks(2, _save_a_lambda, has_group=False)
     assert ["Error" in text for text in results] == [True, True]
-    assert "rank 0 failed" in results[1]
+    assert "rank 0 could not save" in results[1]
 
 
 class LambdaModule(MLPModule):
