@@ -1,4 +1,4 @@
-"""The order of gathers and reductions, run by N ranks of which a scheduler lets one go on at a time.
+"""The order of gathers and reductions, run by N ranks, of which one goes on at a time.
 
 The ranks run the engine's own code; only messages and tensors are played. A rank may have to wait
 for a round or for the data of an event; where all that have not ended wait, they would for ever.

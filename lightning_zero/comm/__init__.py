@@ -4,6 +4,7 @@
     communicator  `Communicator`: all-gather, reduce-scatter and sums of one engine, over groups of
                 its own
     backends    how flat tensors travel: over gloo from peer to peer, over NCCL natively
+    rounds      what every rank says at once, and all hear, in log2(N) messages
     control     small integers, masks and objects between CPUs; what ranks agree on
     channel     the same on a group of its own, for a thread beside the training
     alike       facts that must be the same on every rank, compared

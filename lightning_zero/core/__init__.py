@@ -2,10 +2,11 @@
 
 Imports record, layout, tensors, comm and tiers.
 
-    schedule      `Schedule`: the step as hooks call it; who waits for whom is told at its top
-    unit          modules that are gathered together, and the order of their use
-    gathering     when buckets become whole, what is gathered ahead, what ranks agree on
-    reducing      when gradients of buckets are averaged
+    schedule      `Schedule`: the step as hooks call it
+    order         `Order`: what is gathered and reduced next, on all ranks; who waits for whom
+    unit          modules that are gathered together
+    gathering     which units are whole, and what is gathered ahead
+    reducing      what of a backward is averaged, and when it is shown
     hooks         where modules and autograd call the schedule
     bucket        `Bucket`: parameters that travel together, what they point at; `Masters`
     shards        what of a bucket rests on this rank
@@ -20,6 +21,7 @@ Imports record, layout, tensors, comm and tiers.
     mixed_dtypes  layers that keep float32 parameters
     step_worker   the thread that steps beside the next forward
 
-Begin with the note at the top of `schedule`, then `bucket`. A gradient arrives at a hook of
-`hooks`, is counted by `schedule`, and is reduced by `Gradients.reduce`, which `reducing` calls.
+Begin with the note at the top of `order`, then `schedule` and `bucket`. A gradient arrives at a
+hook of `hooks`, is counted by `schedule`, and is reduced by `Gradients.reduce`, which `reducing`
+calls when its turn has come in `order`.
 """

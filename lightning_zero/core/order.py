@@ -2,8 +2,8 @@
 
 [Note: Who waits for whom] Every rank issues the same gathers and reductions in the same order, its
 *events*. No event is decided on by what one rank alone knows. A *pass* is what comes between two
-boundaries: a forward and its backward in training, a forward elsewhere. It has a *key*: what kind of
-pass it is, which parameters are trained, what the pass before it was.
+boundaries: a forward and its backward in training, a forward elsewhere. It has a *key*: what kind
+of pass it is, which parameters are trained, what the pass before it was.
 
 * A pass whose key is new is *asked for*: a rank that needs a unit asks in a round (comm/rounds.py);
   of all requests the lowest goes first, and every rank takes part in that gather. The round also
@@ -13,10 +13,10 @@ pass it is, which parameters are trained, what the pass before it was.
 * A log that was the same twice running becomes the *plan* of its key, with gathers moved ahead of
   the reductions in front of them (`hoisted`). A pass with a plan has no rounds: every rank issues
   the plan, each event when it needs it, or is ready for it, or needs one behind it.
-* A rank that needs a unit which is not in the rest of its plan issues that rest, with what there is,
-  and asks for it. The others answer in the round at the end of their pass. Gradients that come after
-  their reduction are *late*: reduced once more, after the end. Where that happens often the plan is
-  given up, and twice as many equal logs are needed for the next.
+* A rank that needs a unit which is not in the rest of its plan issues that rest, with what there
+  is, and asks for it. The others answer in the round at the end of their pass. Gradients that come
+  after their reduction are *late*: reduced once more, after the end. Where that happens often the
+  plan is given up, and twice as many equal logs are needed for the next.
 
 Why nobody waits in a circle:
 
@@ -25,19 +25,19 @@ Why nobody waits in a circle:
    has told before they enter the next.
 2. A rank waits for the data of events only that it has issued itself. So of all ranks that wait for
    data the one that has issued least waits for an event which all have issued: it completes.
-3. A rank waits for a round only when it has issued all events up to that round. Whoever has not come
-   to it computes, or waits for data, which comes by 2.
+3. A rank waits for a round only when it has issued all events up to that round. Whoever has not
+   come to it computes, or waits for data, which comes by 2.
 4. Whether a pass has a plan follows from its key and from the results of rounds, which are the same
-   on all ranks. A key that does not follow from the rounds before it (`_following`) is compared in a
-   round that is waited for before the first event; one that does, in a round that nobody waits for,
-   so that ranks which come to different points find it out though some of them wait for data.
+   on all ranks. A key that does not follow from the rounds before it (`_following`) is compared in
+   a round that is waited for before the first event; one that does, in a round that nobody waits
+   for, so that ranks which come to different points find it out though some of them wait for data.
 
 A boundary is a round in which nobody asks for a unit any more. Such rounds carry, besides, what any
 rank has touched, what a rank wishes (to stop, say) and marks of what is trained and of all that was
 done together before: what differs there is an error on all ranks.
 
-In a *loose* context, which ranks leave one after the other (lockstep.py), a rank that has left takes
-part in the passes of the others, in the same way: it issues their plans, or answers.
+In a *loose* context, which ranks leave one after the other (lockstep.py), a rank that has left
+takes part in the passes of the others, in the same way: it issues their plans, or answers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NOTHING = 2**62  # said by a rank that has nothing to compare
 _ALIKE = 2  # equal logs that make a plan
 _MOST_ALIKE = 64
 _TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
-_CONTEXT = 8  # passes from which the next one is foretold
+_CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretold
 _MOST_LOGGED = 100_000  # events
 _MOST_TEXT = 1024  # bytes, of a failure
 _MOST_BOUNDARIES = 8  # between batches, without a round
@@ -275,16 +275,22 @@ class Order:
         one = self._pass = _Pass(key, is_training)
         is_foretold = False
         if is_training:
-            is_foretold = is_settled and self._following.get(self._context) == key
+            is_foretold = is_settled and self._foretell() == key
             if len(self._following) > _MOST_LOGGED:
                 self._following.clear()
-            self._following[self._context] = key
-            self._context = (*self._context, key)[-_CONTEXT:]
+            for length in _CONTEXTS:
+                self._following[self._context[-length:]] = key
+            self._context = (*self._context, key)[-_CONTEXTS[0] :]
         one.is_begun = False
         one.saying = self._begin_saying(self.waits.begin, key, is_heard=not is_foretold)
         if is_foretold:
             one.is_begun = True
             one.plan = self._plan_of(key)
+
+    def _foretell(self) -> int | None:
+        """The key that came after as many of the last ones as are known to have come before."""
+        told = (self._following.get(self._context[-length:]) for length in _CONTEXTS)
+        return next((key for key in told if key is not None), None)
 
     def _look(self, flags: Sequence[bool]) -> None:
         self._flags = bytes(flags)

@@ -1,16 +1,15 @@
-"""What is gathered and released together, and the order in which that was asked for."""
+"""What is gathered and released together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.plan import UnitPlan
 
-__all__ = ["Call", "Unit", "UseOrder"]
+__all__ = ["Call", "Unit"]
 
 
 class Call:
@@ -93,55 +92,3 @@ class Unit:
         """Frees the whole parameters."""
         for bucket in self.buckets:
             bucket.release()
-
-
-class UseOrder:
-    """The order in which units were asked for, and so what comes next."""
-
-    def __init__(self) -> None:
-        self._last: list[Unit] = []
-        self._now: list[Unit] = []
-        self._seen: set[Unit] = set()  # those of `_now`
-        self._cursor = 0
-
-    def begin(self) -> None:
-        """A new pass begins; the one that ends becomes the one to follow."""
-        if self._now:
-            self._last, self._now = self._now, []
-            self._seen.clear()
-        self._cursor = 0
-
-    def record(self, unit: Unit, *, may_repeat: bool = False) -> None:
-        """`unit` is asked for; finds its place in the last pass, if it has one from here on.
-
-        Args:
-            unit: The unit.
-            may_repeat: If it has none, and was asked for in this pass already, a new one begins, as
-                with each token that is generated.
-        """
-        if not self._find(unit) and may_repeat and unit in self._seen:
-            self.begin()
-            self._find(unit)
-        self._now.append(unit)
-        self._seen.add(unit)
-
-    def _find(self, unit: Unit) -> bool:
-        for position in range(self._cursor, len(self._last)):
-            if self._last[position] is unit:
-                self._cursor = position + 1
-                return True
-        return False
-
-    @property
-    def is_at_end(self) -> bool:
-        """The last pass ended with the unit that was recorded last."""
-        return bool(self._last) and self._cursor == len(self._last)
-
-    @property
-    def following(self) -> Unit | None:
-        """What came after the last recorded unit, the last time."""
-        return None if self._cursor >= len(self._last) else self._last[self._cursor]
-
-    def upcoming(self) -> Iterator[Unit]:
-        """Likewise all that came after it, in order."""
-        return islice(self._last, self._cursor, None)
