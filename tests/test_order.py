@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.comm.rounds import Heard
-from lightning_zero.core.order import Order, hoisted
+from lightning_zero.layout.order import Heard, Order, hoisted
 
 NUM_UNITS = 5
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.rounds import Heard, Judge, Rounds
+from lightning_zero.comm.rounds import Rounds
 from lightning_zero.comm.watchdog import (
     RanksApartError,
     Watchdog,
     cut_connections,
 )
+from lightning_zero.layout.order import Heard, Judge
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 

@@ -19,22 +19,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-__all__ = ["Heard", "Rounds"]
+from lightning_zero.layout.order import Heard, Judge
+
+__all__ = ["Rounds"]
 
 
-class Heard(NamedTuple):
-    """What all ranks hear of one round, the same on every rank but for the error."""
-
-    numbers: list[int]  # the lowest of each
-    mask: bytes  # the highest of each
-    error: Exception | None = None  # by the judge of this rank
-
-
-Judge = Callable[[Heard], Exception | None]  # may hold further rounds, by `Rounds.say`
 _Task = tuple[Sequence[int], bytes, Judge | None, "Future[Heard]"]
 _FIRST_TAG = 1 << 20  # of nobody else on the group
 

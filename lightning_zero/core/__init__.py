@@ -3,7 +3,6 @@
 Imports record, layout, tensors, comm and tiers.
 
     schedule      `Schedule`: the step as hooks call it
-    order         `Order`: what is gathered and reduced next, on all ranks; who waits for whom
     unit          modules that are gathered together
     gathering     which units are whole, and what is gathered ahead
     reducing      what of a backward is averaged, and when it is shown
@@ -21,7 +20,7 @@ Imports record, layout, tensors, comm and tiers.
     mixed_dtypes  layers that keep float32 parameters
     step_worker   the thread that steps beside the next forward
 
-Begin with the note at the top of `order`, then `schedule` and `bucket`. A gradient arrives at a
-hook of `hooks`, is counted by `schedule`, and is reduced by `Gradients.reduce`, which `reducing`
-calls when its turn has come in `order`.
+Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
+at a hook of `hooks`, is counted by `schedule`, and is reduced by `Gradients.reduce`, which
+`reducing` calls when its turn has come in the order.
 """

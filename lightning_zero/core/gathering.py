@@ -1,6 +1,6 @@
 """Whole units: which are at hand, ahead of use or for other ranks, and how much room there is.
 
-In which order they are gathered is decided in order.py.
+In which order they are gathered is decided in layout/order.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_zero.core.order import Order
 from lightning_zero.core.unit import Unit
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.record.recorder import Recorder
 
 __all__ = ["Gathering"]
@@ -95,27 +95,10 @@ class Gathering:
 
     def prefetch(self) -> None:
         """Gathers what comes next, as far as the settings allow."""
-        self._gather_ahead()
-        self._read_ahead()
-
-    def _gather_ahead(self) -> None:
-        if not self._config.overlap_comm:
-            return
-        budget = self._config.prefetch_bucket_size
-        ahead = sum(unit.numel for unit in self._unclaimed) if budget is not None else 0
-        while (index := self._order.next_unit) is not None:
-            unit = self.units[index]
-            ahead += unit.numel
-            has_room = self._num_whole() < 2 if budget is None else ahead <= budget
-            if unit.is_whole or not has_room or not self._is_in_limit(unit):
-                return  # a whole one may be in use, and be used once more
-            self._order.gather_ahead()
-            if budget is None:
-                return
-
-    def _is_in_limit(self, unit: Unit) -> bool:
-        limit = self._config.max_live_parameters
-        return limit is None or sum(u.numel for u in self._whole) + unit.numel <= limit
+        if self._order.has_plan:
+            ahead = sum(unit.numel for unit in self._unclaimed)
+            gather_ahead(self._order, self.units, self._whole, self._config, ahead)
+            self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Begins to read shards that rest in files, as far ahead as there are buffers."""
@@ -124,10 +107,6 @@ class Gathering:
         for index in self._order.upcoming():
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return
-
-    def _num_whole(self) -> int:
-        """Units that are whole for their own use, not for the whole step."""
-        return len([unit for unit in self._whole if not unit.is_held])
 
     def issue(self, unit: Unit, *, is_kept: bool) -> None:
         """Issues the gather of `unit`. Collective.

@@ -1,7 +1,7 @@
 """Reductions of one backward: what is reduced, and the mean that is shown at its end.
 
-In which order is decided in order.py: as soon as a bucket has its last gradient where the ranks
-have agreed on that before, and the rest when they have agreed on what anybody touched.
+In which order is decided in layout/order.py: as soon as a bucket has its last gradient where the
+ranks have agreed on that before, and the rest when they have agreed on what anybody touched.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.order import Order
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.order import Order
 
 __all__ = ["Reducing"]
 

@@ -1,7 +1,7 @@
 """Time: which bucket is gathered, released and reduced when.
 
 [Note: Streams] In which order gathers and reductions are issued, and why no rank waits for ever, is
-told in order.py. On this rank:
+told in layout/order.py. On this rank:
 
 * A gather is issued on the side stream after everything queued on the compute stream, which
   allocated the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer
@@ -36,10 +36,10 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.gathering import Gathering
 from lightning_zero.core.hooks import Hooks, check_all_hooked, is_compiled
 from lightning_zero.core.module_buffers import SharedBuffers
-from lightning_zero.core.order import Order
 from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.unit import Call, Unit
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.order import Order
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import BetweenStepsError
 

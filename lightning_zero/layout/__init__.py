@@ -8,7 +8,7 @@
     kept        which layers keep float32 parameters in 16-bit training
     names       names of parameters and modules
     units       which modules are gathered together
-    use_order   in which order, what is gathered ahead, and what stays whole
+    order       what is gathered and reduced next, on all ranks; who waits for whom
     plan        a module cut into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

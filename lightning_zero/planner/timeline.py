@@ -1,10 +1,10 @@
 """The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
 
-[Note: Replayed] `Replay` takes the decisions of `Schedule`, `Unit` and `Gradients` in a step that
-follows others like it: units are gathered before their use and ahead of it, buckets of gradients
-fill up, travel and go. Beside what rests there are at each moment whole units, whole gradient
-buckets, what a reduction receives, and activations. On the CPU, memory of gradient buckets is kept
-for the next one until backward ends (`Scratch`).
+[Note: Replayed] `Replay` does as `Schedule`, `Unit` and `Gradients` in a step that follows others
+like it, by the order that decides there too: units are gathered before their use and ahead of it,
+buckets of gradients fill up, travel and go. Beside what rests there are at each moment whole units,
+whole gradient buckets, what a reduction receives, and activations. On the CPU, memory of gradient
+buckets is kept for the next one until backward ends (`Scratch`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
+from lightning_zero.layout.order import Heard, Judge, Order, gather_ahead
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.units import ROOT
-from lightning_zero.layout.use_order import UseOrder, gather_ahead, stays_after_forward
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 
 __all__ = ["Peak", "Replay", "Scratch", "replay"]
@@ -102,8 +104,37 @@ def replay(
         rank: Whose shards, where they differ.
     """
     run = Replay(plan, config, rank, on_gloo=on_gloo, is_apart=is_apart, accumulates=accumulates)
-    run.follow(trace.moments)  # learns the order, as the first step does
+    for _ in range(2):
+        run.follow(trace.moments)  # learns the order, as the first steps do
     return run.follow(trace.moments)
+
+
+class _Alone:
+    """How one rank speaks with itself."""
+
+    rank, size = 0, 1
+
+    def widen(self, num_bytes: int) -> None:
+        pass
+
+    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
+        return Heard(list(numbers), mask)
+
+    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
+        future: Future[Heard] = Future()
+        future.set_result(self.say(numbers, mask))
+        return future
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def give_up(self, error: Exception) -> None:
+        raise error
+
+    def failed(self, text: str) -> Exception:
+        return RuntimeError(text)
+
+    apart = failed
 
 
 class _Unit:
@@ -149,12 +180,22 @@ class Replay:
         self._bucket_of = {
             s.name: (u.name, b) for u in plan.units for b in u.buckets for s in b.layout.slots
         }
-        self._forward, self._backward = UseOrder[_Unit](), UseOrder[_Unit]()
+        self._list = list(self._units.values())
+        self._order = Order(
+            _Alone(),
+            self,
+            numels=[unit.numel for unit in self._list],
+            num_buckets=len(plan.buckets),
+            ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+        )
+        self._number_of = {bucket.name: number for number, bucket in enumerate(plan.buckets)}
+        self._sequence = list(reversed(self._number_of.values()))  # of reductions
         self._begin()
 
     def _begin(self) -> None:
-        self._order = self._forward
-        self._order.begin()
+        self._is_backward = False
+        self._ahead: set[_Unit] = set()  # not used yet
+        self._reduced: list[int] = []
         self._whole: set[_Unit] = set()
         self._awaited: Counter[_Unit] = Counter()
         self._missing: dict[str, set[str]] = {}  # by bucket: gradients still to come
@@ -176,6 +217,7 @@ class Replay:
         """Runs through a step."""
         self._begin()
         self._coming = {m.name for m in moments if m.event is Event.GRAD}
+        self._order.begin("a forward and its backward", ())
         self._unshard(self._units[ROOT])
         for moment in moments:
             self._activation_bytes = moment.live_bytes
@@ -198,13 +240,12 @@ class Replay:
                 self._unshard(unit)
                 self._awaited[unit] += moment.is_awaited
             case Event.FORWARD_END:
-                is_forward = self._order is self._forward
-                if is_forward and not stays_after_forward(unit, self._order, self._config):
+                if not self._stays_after_forward(unit):
                     self._whole.discard(unit)
             case Event.TURN:
-                self._order = self._backward
-                self._order.begin()
+                self._is_backward = True
                 self._zero_gradients()
+                self._order.turn((), "a backward", self._eager())
                 self._unshard(self._units[ROOT])
             case Event.BACKWARD:
                 self._unshard(unit)
@@ -216,6 +257,9 @@ class Replay:
             case Event.GRAD:
                 self._receive_gradient(moment.name)
             case Event.END:
+                self._order.end(bytes, self._finish_reduction)
+                self._order.conclude(is_complete=True)
+                self._sequence = self._reduced
                 self._finish_reduction()
                 self._scratch.clear()
                 self._receive.clear()
@@ -225,19 +269,43 @@ class Replay:
 
     # ---------------------------------------------------------------- gathers
 
+    def _eager(self) -> list[int]:
+        """Buckets that get a gradient, in the order in which they got it before."""
+        slots = {n: self._plan.buckets[n].layout.slots for n in self._sequence}
+        return [n for n in self._sequence if any(slot.name in self._coming for slot in slots[n])]
+
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
-            self._order.record(unit)
-            self._gather(unit)
+            while unit not in self._whole:
+                self._order.want(self._list.index(unit), is_backward=self._is_backward)
+            self._ahead.discard(unit)
             self._prefetch()
 
-    def _gather(self, unit: _Unit) -> None:
-        if unit not in self._whole:
-            self._whole.add(unit)
-            self._gathers.update(bucket.name for bucket in unit.buckets)
+    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
+        """See `Events`."""
+        one = self._list[unit]
+        self._gathers.update(bucket.name for bucket in one.buckets)
+        if is_kept:
+            self._whole.add(one)
+            self._ahead.add(one)
+
+    def issue_reduction(self, bucket: int) -> None:
+        """See `Events`."""
+        self._finish_reduction()
+        self._reduced.append(bucket)
+        self._reduce(self._plan.buckets[bucket])
+
+    def turn(self) -> None:
+        """See `Events`."""
 
     def _prefetch(self) -> None:
-        gather_ahead(self._order, self._whole, self._config, self._gather)
+        ahead = sum(unit.numel for unit in self._ahead)
+        gather_ahead(self._order, self._list, self._whole, self._config, ahead)
+
+    def _stays_after_forward(self, unit: _Unit) -> bool:
+        if unit.is_held or self._is_backward or self._config.reshard_after_forward is False:
+            return True
+        return unit is not _NO_UNIT and self._order.is_last_of_forward(self._list.index(unit))
 
     # ---------------------------------------------------------------- gradients
 
@@ -261,8 +329,7 @@ class Replay:
             return
         if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
             self._whole.discard(unit)
-        self._finish_reduction()
-        self._reduce(bucket)
+        self._order.ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
         """As the Trainer does between forward and backward: shards of gradients are freed."""

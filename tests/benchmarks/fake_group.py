@@ -89,7 +89,6 @@ def compare(case: Case) -> Compared:
     optimizer = torch.optim.AdamW(source.module.parameters(), fused=True)
     engine.attach(optimizer)
     measured_peak = _train(case, engine, optimizer, source.step)
-    engine.schedule.gathering.finish_passing()  # 64 bytes are under way after a step
     return Compared(
         states,
         engine.memory_report().total_bytes,

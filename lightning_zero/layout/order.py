@@ -42,7 +42,7 @@ takes part in the passes of the others, in the same way: it issues their plans, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -50,9 +50,20 @@ from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from lightning_zero.comm.rounds import Heard, Judge
+from lightning_zero.layout.config import ZeroConfig
 
-__all__ = ["Events", "Order", "Round", "Talk", "Waits", "hoisted"]
+__all__ = [
+    "Events",
+    "Heard",
+    "Judge",
+    "Order",
+    "Round",
+    "Talk",
+    "Unit",
+    "Waits",
+    "gather_ahead",
+    "hoisted",
+]
 
 _NOTHING = 2**62  # said by a rank that has nothing to compare
 _ALIKE = 2  # equal logs that make a plan
@@ -62,6 +73,17 @@ _CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretol
 _MOST_LOGGED = 100_000  # events
 _MOST_TEXT = 1024  # bytes, of a failure
 _MOST_BOUNDARIES = 8  # between batches, without a round
+
+
+class Heard(NamedTuple):
+    """What all ranks hear of one round, the same on every rank but for the error."""
+
+    numbers: list[int]  # the lowest of each
+    mask: bytes  # the highest of each
+    error: Exception | None = None  # by the judge of this rank
+
+
+Judge = Callable[[Heard], Exception | None]  # may hold further rounds
 
 
 class Talk(Protocol):
@@ -155,6 +177,7 @@ class _Pass:
     cursor: int = 0
     log: list[int] = field(default_factory=list)
     has_turned: bool = False
+    has_logged_turn: bool = False
     eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
     ready: set[int] = field(default_factory=set)
     num_reduced: int = 0
@@ -555,8 +578,9 @@ class Order:
         one = self._ended or self._pass
         if one is not None and one.plan is None:
             is_backward = self._num <= heard.lowest < self.waits.begin or heard.num_ready
-            if is_backward and self._turn not in one.log:
+            if is_backward and not one.has_logged_turn:
                 one.log.append(self._turn)  # where all ranks have turned
+                one.has_logged_turn = True
             while one.num_reduced < min(heard.num_ready, len(one.eager)):
                 self._issue(self._reduction(one.eager[one.num_reduced]))
         if heard.lowest < self.waits.begin:
@@ -775,6 +799,42 @@ class Order:
             " of ranks; freeze and unfreeze the same parameters on all ranks, between the same two "
             "steps."
         )
+
+
+class Unit(Protocol):
+    """What is gathered and released together."""
+
+    numel: int  # of all its buckets that rest as shards, padding included
+    is_held: bool  # stays whole until the end of the step, as the root does
+
+
+def gather_ahead(
+    order: Order, units: Sequence[Unit], whole: Collection[Unit], config: ZeroConfig, ahead: int
+) -> None:
+    """Gathers what comes next in the plan, as far as the settings allow.
+
+    Args:
+        order: Decides what comes next.
+        units: The root first.
+        whole: Those that are whole or on their way.
+        config: Of the engine.
+        ahead: Elements that have been gathered ahead of their use.
+    """
+    if not config.overlap_comm:
+        return
+    budget, limit = config.prefetch_bucket_size, config.max_live_parameters
+    while (index := order.next_unit) is not None:
+        unit = units[index]
+        ahead += unit.numel
+        if unit in whole:
+            return  # it may be in use, and be used once more
+        if budget is None and sum(not one.is_held for one in whole) > 1:
+            return  # one, where there is none yet
+        if budget is not None and ahead > budget:
+            return
+        if limit is not None and sum(one.numel for one in whole) + unit.numel > limit:
+            return
+        order.gather_ahead()
 
 
 def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tuple[int, ...]:
