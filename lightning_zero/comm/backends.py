@@ -141,7 +141,7 @@ class GlooBackend:
     ) -> Pending:
         """See `Backend`."""
         if source is not None:
-            _parts(whole, self._size, cuts)[self._rank].copy_(source)
+            _part(whole, self._rank, self._size, cuts).copy_(source)
         self._gather_tag += 2
         return self._gather(whole, self._gather_tag, cuts)
 
@@ -254,6 +254,14 @@ def _parts(whole: Tensor, size: int, cuts: Sequence[int] | None) -> list[Tensor]
     return list(whole.chunk(size) if cuts is None else whole.split(list(cuts)))
 
 
+def _part(whole: Tensor, rank: int, size: int, cuts: Sequence[int] | None) -> Tensor:
+    """One rank's part, without views of the others."""
+    if cuts is None:
+        numel = whole.numel() // size
+        return whole.narrow(0, rank * numel, numel)
+    return whole.narrow(0, sum(cuts[:rank]), cuts[rank])
+
+
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
     """Writes the mean of `terms` to `out`, added from rank 0 up; `out` may be one of the terms.
 
@@ -329,8 +337,7 @@ class DeviceBackend:
         name: str = "",
     ) -> Pending:
         """See `Backend`."""
-        parts = _parts(whole, self._size, cuts)
-        own = parts[self._rank]
+        own = _part(whole, self._rank, self._size, cuts)
         with self._on(self._gather_stream):
             if source is not None:
                 with self._recorder.moving(name, own.nbytes, source.device, own.device):
@@ -339,6 +346,7 @@ class DeviceBackend:
             if cuts is None:
                 _all_gather_single(whole, own, group=self._gather_group)
             else:
+                parts = _parts(whole, self._size, cuts)
                 dist.all_gather(parts, own, group=self._gather_group)
             tensors = (whole,) if source is None else (whole, source)
             return self._event(self._gather_stream, began, *tensors)

@@ -63,7 +63,7 @@ class Channel:
         """Whoever waits here waits no longer. From any thread."""
         group = self._group
         if group is not None:
-            cut_connections(group)
+            cut_connections([group])
 
     def gather(self, value: _T) -> list[_T] | None:
         """Every rank's value, on rank 0; None elsewhere."""

@@ -375,7 +375,7 @@ class Communicator:
         cuts = [self.control.cut]
         if self.control.watchdog.is_lost:  # else a session under way comes to its end
             cuts += [channel.cut for channel in self._channels]
-        cuts += [partial(cut_connections, group) for group in (axes.groups if axes else ())]
+        cuts.append(partial(cut_connections, axes.groups if axes else ()))
         for cut in cuts:
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
                 cut()

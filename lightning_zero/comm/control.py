@@ -213,7 +213,7 @@ class Control:
         """Whoever waits here waits no longer. Local, from any thread."""
         group = self._group
         if group is not None:
-            cut_connections(group)
+            cut_connections([group])
 
     def close(self) -> None:
         """Destroys the group. Local: ranks may come here at different times."""

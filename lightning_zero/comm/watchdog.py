@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -532,9 +532,7 @@ class Watchdog:
         waited_s = time.monotonic() - max(judged_at, wait.since)
         if waited_s > _SETTLE_S and not self._is_cut:
             self._is_cut = True
-            for group in list(dist.distributed_c10d._world.pg_map):
-                with suppress(RuntimeError, ValueError):
-                    cut_connections(group)
+            cut_connections(list(dist.distributed_c10d._world.pg_map))
         if waited_s > _LAST_RESORT_S:
             # In the store, say, while a group is made: nothing wakes it before its timeout.
             _say(f"{self._explain(verdict)}; it waits in {wait.name}, and is ended.")
@@ -557,24 +555,47 @@ def next_name(rank: int) -> str:
     return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
 
 
-def cut_connections(group: Any) -> None:
-    """Ends what is under way on a group, on this rank: gloo's connections close, NCCL aborts.
+def cut_connections(groups: Iterable[Any]) -> None:
+    """Ends what is under way on groups, on this rank: gloo's connections close, NCCL aborts.
 
-    Destroying a group of gloo does not while anything, a transfer or a traceback, refers to it. A
-    receive that times out does; but where the peer has gone it fails, and closes nothing else.
+    NCCL's groups end all together: one alone may wait for a kernel that waits for another's
+    (https://github.com/pytorch/pytorch/issues/119797). Groups that are destroyed are left out.
     """
-    dist.get_backend(group)  # raises where it is destroyed
-    # Of a group with one for each kind of device the name tells none of them.
-    backends = {group._get_backend(device).name().lower() for device in group._device_types}
-    if "nccl" in backends:
-        dist.distributed_c10d._abort_process_group(group)
-    if "gloo" not in backends:
-        return
+    known: list[tuple[Any, set[str]]] = []
+    for group in groups:
+        with suppress(RuntimeError, ValueError):
+            dist.get_backend(group)  # raises where it is destroyed
+            # Of a group with one for each kind of device the name tells none of them.
+            devices = group._device_types
+            known.append((group, {group._get_backend(d).name().lower() for d in devices}))
+    of_nccl = [group for group, backends in known if "nccl" in backends]
+    if of_nccl:
+        backend = of_nccl[0]._get_backend(torch.device("cuda"))
+        backend._group_start()
+        for group in of_nccl:
+            with suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._abort_process_group(group)
+        backend._group_end()
+    for group, backends in known:
+        if "gloo" in backends:
+            _close_pairs(group)
+
+
+def _close_pairs(group: Any) -> None:
+    """Closes a group's connections of gloo.
+
+    Destroying the group does not while anything, a transfer or a traceback, refers to it. A receive
+    that times out closes those with all peers; where the peer has gone it fails, and closes none.
+    """
     nothing = torch.empty(1)
     for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -95,15 +95,14 @@ class Gathering:
 
     def prefetch(self) -> None:
         """Gathers what comes next, as far as the settings allow."""
-        if self._order.has_plan:
-            ahead = sum(unit.numel for unit in self._unclaimed)
+        if self._order.next_unit is not None:
+            ahead = sum([unit.numel for unit in self._unclaimed])
             gather_ahead(self._order, self.units, self._whole, self._config, ahead)
+        if self._reads_files:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Begins to read shards that rest in files, as far ahead as there are buffers."""
-        if not self._reads_files:
-            return
         for index in self._order.upcoming():
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return

@@ -244,6 +244,7 @@ class Order:
         self._events = events
         self._numels = list(numels)
         self._num = len(self._numels)
+        self._turn = self._num  # the event at which a backward begins, above gathers
         self._gathers = any(self._numels)
         self._names = list(names)
         self._ahead = ahead
@@ -267,12 +268,6 @@ class Order:
         talk.widen(max(2 * num_buckets + len(self._names), talk.size, _MOST_TEXT))
 
     # ---------------------------------------------------------------- passes
-
-    @property
-    def has_plan(self) -> bool:
-        """This pass follows one, and there is something left of it."""
-        one = self._pass
-        return one is not None and one.plan is not None and one.cursor < len(one.plan)
 
     @property
     def is_training(self) -> bool:
@@ -453,11 +448,6 @@ class Order:
 
     # ---------------------------------------------------------------- events
 
-    @property
-    def _turn(self) -> int:
-        """The event at which a backward begins; gathers are below, reductions above."""
-        return self._num
-
     def _reduction(self, bucket: int) -> int:
         return self._num + 1 + bucket
 
@@ -512,10 +502,9 @@ class Order:
     @property
     def next_unit(self) -> int | None:
         """The unit whose gather is the next event of the plan."""
-        if not self.has_plan:
+        one = self._pass
+        if one is None or one.plan is None or one.cursor >= len(one.plan):
             return None
-        one = self._confirm()
-        assert one.plan is not None
         event = one.plan[one.cursor]
         return event if event < self._turn else None
 
@@ -828,11 +817,11 @@ def gather_ahead(
         ahead += unit.numel
         if unit in whole:
             return  # it may be in use, and be used once more
-        if budget is None and sum(not one.is_held for one in whole) > 1:
+        if budget is None and len([one for one in whole if not one.is_held]) > 1:
             return  # one, where there is none yet
         if budget is not None and ahead > budget:
             return
-        if limit is not None and sum(one.numel for one in whole) + unit.numel > limit:
+        if limit is not None and sum([one.numel for one in whole]) + unit.numel > limit:
             return
         order.gather_ahead()
 

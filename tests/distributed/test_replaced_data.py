@@ -286,7 +286,11 @@ def _put_on_one_rank(rank, world_size, stage):
     net = Net()
     before = copy.deepcopy(net.state_dict())
     engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.0)], ZeroConfig(stage=stage))
-    expected = (ValueError, "keeps its shape") if rank == 1 else (RuntimeError, "rank 1 could not take the new values")
+    expected = (
+        (ValueError, "keeps its shape")
+        if rank == 1
+        else (RuntimeError, "rank 1 could not take the new values")
+    )
     with pytest.raises(expected[0], match=expected[1]), gathered(net, writeback=True):
         put_wrong_shape(net) if rank == 1 else replace(net)
     engine.close()

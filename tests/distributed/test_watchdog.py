@@ -217,7 +217,7 @@ def _cut_while_waiting(rank, world_size):
     group = dist.new_group()
     dist.barrier(group=group)
     if rank == 0:
-        threading.Timer(1.0, cut_connections, [group]).start()
+        threading.Timer(1.0, cut_connections, [[group]]).start()
         outcome = _error_of(lambda: dist.all_reduce(torch.ones(1), group=group))
     else:
         time.sleep(5)
