@@ -200,17 +200,26 @@ class Rank:
             self.order.gather_ahead()
         return unit
 
-    def step(self, units, dense=()):
-        """One forward and backward over `units`, which is then reduced."""
+    def step(self, units, *, meets=False):
+        """One forward and backward over `units`, which are then reduced.
+
+        Args:
+            units: In the order of forward.
+            meets: All ranks do something else together before the last unit of both.
+        """
         if not self.order.is_training:
             self.order.begin("training", [True])
-        for unit in units:
+        for number, unit in enumerate(units):
+            if meets and number == len(units) - 1:
+                self.order.meet_for("a mean of losses")
             self.use(unit)
             if not self.order.is_last_of_forward(unit):
                 self.whole.discard(unit)
         self.order.turn([True], "backward", list(reversed(range(NUM_UNITS))))
         expected = Counter(units)
-        for unit in reversed(units):
+        for number, unit in reversed(list(enumerate(units))):
+            if meets and number == 0:
+                self.order.meet_for("a mean of gradients")
             self.use(unit, is_backward=True)
             self.whole.discard(unit)
             self.gradients[unit] += 1
@@ -266,7 +275,7 @@ def units_of(rng, mode):
     return [0, 1, 1, *every] if mode == "repeated" else every
 
 
-def run(size, seed, mode, kind=Order, num_steps=12):
+def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
     """A training with an evaluation in it; the rounds that the last step has waited for."""
     rng = random.Random(seed)
     world = World(size, random.Random(seed + 1))
@@ -279,7 +288,7 @@ def run(size, seed, mode, kind=Order, num_steps=12):
         own = of_ranks[rank]
         for step in range(num_steps):
             before = one.talk.num_awaited
-            one.step(units_of(own, mode))
+            one.step(units_of(own, mode) or [0], meets=meets)
             awaited[rank] = one.talk.num_awaited - before
             if step == evaluates_after:
                 one.evaluate([units_of(own, mode) for _ in range(own.randrange(4))])
@@ -296,9 +305,9 @@ def run(size, seed, mode, kind=Order, num_steps=12):
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
-@given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES))
-def test_no_rank_waits_for_ever_whatever_branches_they_take(size, seed, mode):
-    run(size, seed, mode)
+@given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
+def test_no_rank_waits_for_ever_whatever_branches_they_take(size, seed, mode, meets):
+    run(size, seed, mode, meets=meets)
 
 
 @pytest.mark.parametrize("mode", ["same", "repeated"])

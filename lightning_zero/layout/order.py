@@ -71,6 +71,7 @@ _MOST_ALIKE = 64
 _TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
 _CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretold
 _MOST_LOGGED = 100_000  # events
+_MOST_KNOWN = 1000  # keys: where each pass has a new one, none would be met again
 _MOST_TEXT = 1024  # bytes, of a failure
 _MOST_BOUNDARIES = 8  # between batches, without a round
 
@@ -180,7 +181,7 @@ class _Pass:
     has_logged_turn: bool = False
     eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
     ready: set[int] = field(default_factory=set)
-    num_reduced: int = 0
+    reduced: list[int] = field(default_factory=list)
     used: set[int] = field(default_factory=set)  # units
     has_deviated: bool = False
     is_in_vain: bool = False
@@ -294,7 +295,7 @@ class Order:
         is_foretold = False
         if is_training:
             is_foretold = is_settled and self._foretell() == key
-            if len(self._following) > _MOST_LOGGED:
+            if len(self._following) > _MOST_KNOWN:
                 self._following.clear()
             for length in _CONTEXTS:
                 self._following[self._context[-length:]] = key
@@ -412,6 +413,8 @@ class Order:
         if one is None:
             return
         log = tuple(one.log) if one.is_learned else ()
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
         known = self._known.setdefault(one.key, _Known()) if one.key is not None else _Known()
         mark, is_as_last = _hash(log if one.plan is None else known.log), False
         if one.is_training:
@@ -558,7 +561,7 @@ class Order:
             self._events.turn()
         else:
             if one is not None:
-                one.num_reduced += 1
+                one.reduced.append(event - self._turn - 1)
             self._events.issue_reduction(event - self._turn - 1)
         self.is_mid_event = False
 
@@ -570,8 +573,8 @@ class Order:
             if is_backward and not one.has_logged_turn:
                 one.log.append(self._turn)  # where all ranks have turned
                 one.has_logged_turn = True
-            while one.num_reduced < min(heard.num_ready, len(one.eager)):
-                self._issue(self._reduction(one.eager[one.num_reduced]))
+            while len(one.reduced) < min(heard.num_ready, len(one.eager)):
+                self._issue(self._reduction(one.eager[len(one.reduced)]))
         if heard.lowest < self.waits.begin:
             lowest = heard.lowest
             unit = lowest if lowest < self._num else 2 * self._num - 1 - lowest
@@ -590,7 +593,7 @@ class Order:
         one, kept = self._pass, None
         if one is not None and one.is_training and request == self.waits.together:
             kept = _Pass(_hash(one.key or 0, topic or 0), is_training=True)  # goes on behind it
-            kept.has_turned, kept.eager, kept.ready = one.has_turned, one.eager, one.ready
+            kept.has_turned, kept.ready = one.has_turned, one.ready
         self._leave()
         while True:
             heard = self._say(request, topic, name)
@@ -606,9 +609,9 @@ class Order:
                 self._leave()
         if request == self.waits.together:
             self._past = _hash(self._past, topic or 0)
-        if kept is not None:
+        if kept is not None and one is not None:
             kept.plan = self._plan_of(kept.key)
-            kept.num_reduced = one.num_reduced if one is not None else 0
+            kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
             self._pass = kept
         self._heard_wish = heard.wish
 

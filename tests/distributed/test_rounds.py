@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import Engine, OffloadConfig, ZeroConfig
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, lockstep
 from lightning_zero.comm.rounds import Rounds
 from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import run_ranks
@@ -155,3 +155,23 @@ def _fall_behind(rank, world_size):
 def test_a_forward_that_gathers_nothing_waits_for_nobody():
     early, _ = run_ranks(2, _fall_behind)
     assert early < 0.5
+
+
+def _generate(rank, world_size):
+    """Rank 1 makes two tokens more."""
+    torch.manual_seed(0)
+    module = Blocks(8)
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], ZeroConfig(stage=3))
+    for _ in range(4):
+        before = engine.comm.control.num_rounds
+        with lockstep(module):
+            for _ in range(6 + 2 * rank):
+                module(torch.randn(2, 4))
+        count = engine.comm.control.num_rounds - before
+    engine.close()
+    return count
+
+
+def test_generation_has_a_round_for_each_token():
+    for count in run_ranks(2, _generate):
+        assert count <= 8 + 2  # the tokens of the longer one, the beginning and the end
