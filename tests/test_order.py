@@ -171,8 +171,8 @@ class Rank:
         self.reduced.add(bucket)
         self.gradients.pop(bucket, None)
 
-    def turn(self):
-        pass
+    def begin_pass(self):
+        raise AssertionError("a unit is used outside of a pass")
 
     def finish(self):
         if self.reducing is not None:

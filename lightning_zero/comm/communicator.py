@@ -115,6 +115,7 @@ class Communicator:
         rank: In the world, as agreements count.
         size: Of the world.
         mesh: Which ranks share shards with this one, and which hold the same.
+        rallies: After an exception on one rank all ranks are brought together by `rally`, or end.
         recorder: Of what goes on in this process.
         control: What ranks tell each other.
         meet: Brings the ranks together before a collective on request, and finds out those that do
@@ -128,6 +129,7 @@ class Communicator:
     rank: int
     size: int
     mesh: Mesh
+    rallies: bool
     recorder: Recorder
     control: Control
     meet: Callable[[str], object]
@@ -178,6 +180,7 @@ class Communicator:
             watchdog=watchdog or Watchdog("", rank=self.rank, size=1),
         )
         self._owns_watchdog = watchdog is None
+        self.rallies = watchdog is not None
         if self._owns_watchdog:
             name = self.control.broadcast_object(uuid4().hex)
             self.control.watchdog = Watchdog(

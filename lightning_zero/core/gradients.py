@@ -58,6 +58,7 @@ class ReplicaMean:
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self.is_partial = False
+        self._is_averaged = False  # before the backward, for other ranks
         self._comm = comm
         self._name = name
         self._pending: Pending | None = None
@@ -70,10 +71,17 @@ class ReplicaMean:
     def add(self) -> None:
         """A mean over the group has been added."""
         self.is_partial = self._comm.mesh.num_replicas > 1
+        self._is_averaged = False
+
+    def add_average(self) -> None:
+        """A mean over all ranks has been added: the next `begin` is theirs who have not."""
+        self._is_averaged = self._comm.mesh.num_replicas > 1
 
     def begin(self, shard: Tensor) -> None:
         """Issues the average of `shard`, in place. Collective."""
-        if self._pending is None and self._comm.mesh.num_replicas > 1:
+        if self._is_averaged:
+            self._is_averaged = False
+        elif self._pending is None and self._comm.mesh.num_replicas > 1:
             self._pending = self._comm.average_replicas(shard, self._name)
 
     def finish(self) -> None:
@@ -102,7 +110,7 @@ class ReplicaMean:
         if self._pending is not None:
             self._comm.forget(self._pending)
         self._pending = None
-        self.is_partial = False
+        self.is_partial = self._is_averaged = False
 
 
 class Gradients:
@@ -169,6 +177,8 @@ class Gradients:
         self._carry: Tensor | None = None  # that value, while `whole` is written over it
         self._out: Tensor | None = None
         self._pending: Pending | None = None
+        # The mean of other ranks, and its average over replicas: see `reduce_for_others`.
+        self._of_others: tuple[Tensor, Pending | None] | None = None
 
     # ---------------------------------------------------------------- backward
 
@@ -189,6 +199,7 @@ class Gradients:
                     self._take_over(index, grad)
                 self._parameters[index].grad = None
         self._forget_zeroed()
+        self._take_from_others()
         self.is_touched = list(self.is_local)
         if expected is None:
             expected = [parameter.requires_grad for parameter in self._parameters]
@@ -275,6 +286,40 @@ class Gradients:
             whole.tensor, self._out, self._plan.name, cuts=self._plan.layout.cuts
         )
 
+    def reduce_for_others(self, *, averages: bool) -> None:
+        """Reduces zeros for ranks that are in a backward before this one. Collective; waits.
+
+        What they have is added by the next `prepare`: until then users see and zero what there was.
+
+        Args:
+            averages: The others go on to average over replicas.
+        """
+        layout, scratch = self._plan.layout, self._comm.scratch
+        whole = scratch.take(layout.numel, self._plan.dtype).zero_()
+        numel = len(layout.shard(self._comm.mesh.shard_rank))
+        out = torch.empty(numel, dtype=self._dtype, device=whole.device)
+        name = self._plan.name
+        self._comm.reduce_scatter(whole, out, name, cuts=layout.cuts).wait()
+        scratch.give(whole)
+        average = None
+        if averages and self._offloaded is None and self._comm.mesh.num_replicas > 1:
+            if self.replicas.is_partial and self.shard is not None:
+                out.add_(self.shard)  # of earlier micro-batches
+                self.shard.zero_()
+            average = self._comm.average_replicas(out, name)
+        self._of_others = (out, average)
+
+    def _take_from_others(self) -> None:
+        if self._of_others is None:
+            return
+        out, average = self._of_others
+        self._of_others = None
+        if average is not None:
+            average.wait()
+        self._add(out)
+        if average is not None:
+            self.replicas.add_average()
+
     def finish(self) -> None:
         """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
         if self._pending is None:
@@ -284,6 +329,11 @@ class Gradients:
         out = self._out
         assert out is not None
         self._pending = self._out = None
+        self._add(out)
+        self._close()
+
+    def _add(self, out: Tensor) -> None:
+        """Adds a mean to what was reduced before."""
         if self._offloaded is not None:
             self._offloaded.put(out, is_added=self._holds_mean)
             self._adopt(self._offloaded.shard)
@@ -296,7 +346,6 @@ class Gradients:
             self.shard.add_(out)
         self._holds_mean = True
         self.replicas.add()
-        self._close()
 
     def begin_average(self) -> None:
         """Issues the average over replicas, where it can travel beside backward. Collective."""
@@ -448,7 +497,9 @@ class Gradients:
             self._comm.forget(self._pending)
             self.whole = None if self._is_sharded else self.whole
         self.replicas.drop()
-        self._pending = self._out = self._carry = None
+        if self._of_others is not None and self._of_others[1] is not None:
+            self._comm.forget(self._of_others[1])
+        self._pending = self._out = self._carry = self._of_others = None
         self._holds_mean = False
         self._expected = set()
         for index, parameter in enumerate(self._parameters):

@@ -2,12 +2,12 @@
 
 [Note: Lockstep] In stage 3 every forward is collective. A rank that needs fewer of them than the
 others (its samples end earlier, it has fewer batches) leaves the loop early and then takes part in
-what the others still gather, in rounds, until all have left: see [Note: Same order on every rank]
-in schedule.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
+what the others still gather until all have left: see [Note: Who waits for whom] in
+layout/order.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
-in another batch or behind the last: those of the strategy, and each batch, come after `meet_for`,
-to which every rank must come with the same name of it, or all fail.
+in another batch or behind the last: those of the strategy come after `meet_for`, to which every
+rank must come with the same name of it, or all fail; batches are compared with the next round.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Lockstep:
         schedule = self._schedule
         if schedule.moment is Moment.BACKWARD:
             raise RuntimeError("lockstep() was entered in the middle of a backward; do so before.")
-        self._order.interrupt("lockstep()")
+        if not self._order.is_loose:
+            self._order.leave("lockstep()")
         self._depth += 1
         self._loosen()
         try:
@@ -111,7 +112,7 @@ class Lockstep:
                 self._order.fail(error)
             except RanksApartError:
                 return
-            except RuntimeError as failure:  # they cannot be told: they find this rank gone
+            except Exception as failure:  # they cannot be told: they find this rank gone
                 self._comm.abort(failure)
         else:
             self._comm.abort(error)  # others may wait for data of this rank, which goes away

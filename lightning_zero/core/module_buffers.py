@@ -29,6 +29,13 @@ class SharedBuffers:
         self._is_on = is_on
         self._has_shared = False  # by the last `refresh`
 
+    @property
+    def is_due(self) -> bool:
+        """`refresh` is collective."""
+        if self.are_fresh or not self._is_on or self._comm.size == 1:
+            return False
+        return next(self._module.buffers(), None) is not None
+
     def refresh(self) -> None:
         """Copies rank 0's to all ranks, unless they are fresh. Collective."""
         self._has_shared = not self.are_fresh

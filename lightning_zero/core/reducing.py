@@ -32,6 +32,7 @@ class Reducing:
     Attributes:
         under_way: The bucket whose reduction is under way.
         is_mid_step: The last backward ends no step, and nobody has asked for its means since.
+        has_stepped: An optimizer has, since the last backward.
     """
 
     def __init__(
@@ -42,16 +43,17 @@ class Reducing:
         self._comm = comm
         self._config = config
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
-        self._has_begun = False
+        self._is_open = False  # a backward is under way on this rank
         self._trainable: Trainable = ()  # in this backward
         self._ends_step = True  # no further micro-batch will follow
         self._sequence = list(reversed(self._buckets))  # of reductions where there is no plan
         self._is_sequence_agreed = False
         self._arrived: list[Bucket] = []  # order of completion in this backward
-        self._reduced: set[Bucket] = set()  # in this backward
+        self._reduced: set[Bucket] = set()  # in this backward, also before this rank came to it
         # What the last agreed backward touched, by what was trainable in it (GANs take turns).
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
         self.under_way: Bucket | None = None
+        self.has_stepped = False
         self._has_local = False  # the last backward left gradients local
         self._has_partial = False  # or reduced within the group only
         self.is_mid_step = False
@@ -75,13 +77,10 @@ class Reducing:
     # ---------------------------------------------------------------- one backward
 
     def begin(self, *, ends_step: bool) -> None:
-        """Before a backward: gradients have a place. Once, also if a plan comes to it earlier."""
-        if self._has_begun:
-            return
-        self._has_begun = True
+        """Before a backward: what is reduced is out of autograd's sight."""
+        self._is_open, self.has_stepped = True, False
         self._ends_step = ends_step
         self._arrived = []
-        self._reduced = set()
         self._trainable = self.trainable()
         touched = self._touched.get(self._trainable)
         for bucket in self._buckets:
@@ -111,7 +110,8 @@ class Reducing:
         else:
             for bucket in self._buckets:
                 bucket.grads.show()  # means of earlier backwards, which this one has not touched
-        self._has_begun = False
+        self._is_open = False
+        self._reduced = set()
         self.is_mid_step = not ends_step
         self._has_local = not reduces
         has_replicas = self._comm.mesh.num_replicas > 1
@@ -123,12 +123,26 @@ class Reducing:
         self._comm.free_scratch()
         self._touched.clear()  # perhaps not on all ranks the same
         self.under_way = None
-        self._has_begun = self.is_mid_step = self._has_local = self._has_partial = False
+        self._reduced = set()
+        self._is_open = self.is_mid_step = self._has_local = self._has_partial = False
 
     # ---------------------------------------------------------------- one bucket
 
-    def reduce(self, bucket: Bucket) -> None:
-        """Issues the reduction of `bucket`, with what there is. Collective."""
+    def reduce(self, bucket: Bucket, *, ends_step: bool) -> None:
+        """Issues the reduction of `bucket`, with what there is. Collective.
+
+        Args:
+            bucket: Which.
+            ends_step: No further micro-batch will follow; outside of a backward of this rank.
+        """
+        if not self._is_open:
+            averages = ends_step and self._config.overlap_comm
+            bucket.grads.reduce_for_others(averages=averages)
+            self._reduced.add(bucket)
+            return
+        self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
         self.finish()
         bucket.grads.reduce()
         self._reduced.add(bucket)
@@ -178,7 +192,7 @@ class Reducing:
         rest += [bucket for bucket in self._sequence if is_late[bucket]]
         self._order.conclude(is_complete=not rest)
         for bucket in rest:
-            self.reduce(bucket)
+            self._reduce(bucket)
         self.finish()
         for bucket in self._sequence:
             if completes and (bucket in reduced or is_partial[bucket] or any(touched[bucket])):
@@ -201,6 +215,7 @@ class Reducing:
         """Before an optimizer's step: means are there. Collective."""
         self.reduce_local()
         self._order.note("a step of the optimizer")
+        self.has_stepped = True
 
     def reduce_local(self) -> None:
         """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""

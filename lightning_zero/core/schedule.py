@@ -22,6 +22,7 @@ told in layout/order.py. On this rank:
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,13 +118,13 @@ class Schedule:
             self.shared.are_fresh = True  # a backward that follows has saved them
         self.moment = Moment.FORWARD
         self._recorder.phase(Kind.FORWARD)
-        self._begin_pass()
+        self.begin_pass()
         self.prepare()
         # A forward in training may change them (BatchNorm), whether a backward follows or not.
         self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.gathering.unshard_held()
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
         self._ends_step = not self.is_accumulating
         if self.order.is_training:
@@ -131,12 +132,15 @@ class Schedule:
         if not torch.is_grad_enabled():
             if self.gathering.is_needed:
                 self.order.begin("a forward")
-        elif self.gathering.is_needed or self.reducing.reduces(ends_step=self._ends_step):
+        elif self.gathering.is_needed or self.reducing.has_stepped:
+            # Where nothing is gathered before use, a forward after a step waits for its gathers.
             kind = f"a forward and its backward{'' if self._ends_step else ', of several'}"
             self.order.begin(kind, self.reducing.trainable())
 
     def prepare(self) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
+        if self.shared.is_due:
+            self.order.confirm()  # else others might still ask this rank for a gather
         self._wait_for_gathers_of_steps()
         if self._is_compiled:
             self._finish_gathers()
@@ -355,11 +359,7 @@ class Schedule:
 
     def issue_reduction(self, bucket: int) -> None:
         """See `Events`."""
-        self.reducing.reduce(self._buckets[bucket])
-
-    def turn(self) -> None:
-        """See `Events`."""
-        self.reducing.begin(ends_step=self._ends_step)
+        self.reducing.reduce(self._buckets[bucket], ends_step=self._ends_step)
 
     # ---------------------------------------------------------------- failures
 
@@ -382,9 +382,11 @@ class Schedule:
         self._depth = 0
         self.moment = Moment.IDLE
         self._recorder.forget()
+        errors: list[Exception] = []
+        if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
+            _attempt(self.order.give_up_pass, errors)  # others may follow the same plan
         self.order.forget()
         self.gathering.forget()
-        errors: list[Exception] = []
         for bucket in self._buckets:
             for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):
                 _attempt(act, errors)
@@ -397,10 +399,10 @@ class Schedule:
 
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""
+        self.order.restart()
         for bucket in self._buckets:
             bucket.cancel_gather(is_lost=False)
         self.reset()
-        self.order.restart()
         for bucket in self._buckets:
             bucket.gather_again()
 

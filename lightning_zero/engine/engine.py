@@ -316,6 +316,8 @@ class Engine:
             return
         self._is_closed = True
         target = (device or self.device) if keeps_parameters else None
+        if self.comm.control.is_open:
+            self.lockstep.meet_for("the end of the engine")
         self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()

@@ -124,8 +124,8 @@ class Events(Protocol):
     def issue_reduction(self, bucket: int) -> None:
         """Issues the reduction of a bucket, with the gradients that there are."""
 
-    def turn(self) -> None:
-        """From here on come reductions."""
+    def begin_pass(self) -> None:
+        """Calls `Order.begin`: a unit is used, and no pass is open."""
 
 
 class Round(NamedTuple):
@@ -319,6 +319,11 @@ class Order:
         known = self._known.get(key) if key is not None else None
         return known.plan if known is not None else None
 
+    def confirm(self) -> None:
+        """Waits until all ranks have begun this pass, where that is not foretold."""
+        if self._pass is not None:
+            self._confirm()
+
     def _confirm(self) -> _Pass:
         """Before an event: all ranks have begun the same pass, where that is not foretold."""
         one = self._pass
@@ -401,10 +406,7 @@ class Order:
             return
         one = self._confirm()
         if one.plan is not None:
-            stop = len(one.plan)
-            if one.is_training and not one.has_turned and self._turn in one.plan:
-                stop = one.plan.index(self._turn)  # a boundary in mid-forward
-            self._advance(stop, None)
+            self._advance(len(one.plan), None)
         self._ended, self._pass = one, None
 
     def _learn(self, heard: Round, *, is_incomplete: bool = False) -> None:
@@ -433,10 +435,21 @@ class Order:
             known.plan, known.log, known.num_alike = None, (), 0
             known.num_needed = min(2 * known.num_needed, _MOST_ALIKE)
 
+    def give_up_pass(self) -> None:
+        """After an exception on this rank: issues what is left of the plan. Collective.
+
+        Ranks that follow it come to its end, and to a round: there they find out whether all have
+        failed, and go on together.
+        """
+        one = self._pass
+        if one is not None and one.is_begun and not self.is_mid_event:
+            self._leave()
+
     def forget(self) -> None:
         """After an exception: nothing is under way, and nothing known. Local."""
         self._pass = self._ended = None
         self._unheard.clear()
+        self._flags_mark = _NOTHING
         self._known.clear()
         self._following.clear()
         self._context = ()
@@ -448,6 +461,7 @@ class Order:
         """As `forget`, on all ranks, which have come together anew. Local."""
         self.forget()
         self._past = 0
+        self._heard_wish = None
 
     # ---------------------------------------------------------------- events
 
@@ -463,7 +477,9 @@ class Order:
                 with each token that is generated.
         """
         if self._pass is None:
-            self._pass = _Pass(None)
+            self._events.begin_pass()
+        if self._pass is None:
+            self._pass = _Pass(None)  # nothing that another rank could have part in
         if may_repeat and unit in self._pass.used and unit not in self.upcoming():
             self.begin("another forward of a step")
         self._pass.used.add(unit)
@@ -555,11 +571,7 @@ class Order:
         self.is_mid_event = True
         if event < self._turn:
             self._events.issue_gather(event, is_kept=is_kept)
-        elif event == self._turn:
-            if one is not None:
-                one.has_turned = True
-            self._events.turn()
-        else:
+        elif event > self._turn:
             if one is not None:
                 one.reduced.append(event - self._turn - 1)
             self._events.issue_reduction(event - self._turn - 1)
@@ -615,9 +627,9 @@ class Order:
             self._pass = kept
         self._heard_wish = heard.wish
 
-    def interrupt(self, name: str) -> None:
-        """`meet` before something within a pass of training, which ends there. Collective."""
-        if self.is_training:
+    def leave(self, name: str) -> None:
+        """`meet` if a pass is open: before collectives that are no part of it. Collective."""
+        if self._pass is not None or self._ended is not None:
             self.meet(self.waits.together, name)
             self._pass = None
 
@@ -645,6 +657,7 @@ class Order:
             self.note(name)
         else:
             self.meet(self.waits.together, name)
+            self._num_boundaries = 0
         wish, self._heard_wish = self._heard_wish, None
         return wish
 
@@ -749,7 +762,7 @@ class Order:
             if told.failed < self._talk.size:
                 return self._told_failure(told.failed)
             if told.lowest < self.waits.begin:
-                return None
+                return self._talk.apart(_alone(name)) if alarms else None
             if not told.is_alike_loose:
                 is_apart = True
             elif told.is_loose:

@@ -104,7 +104,7 @@ def replay(
         rank: Whose shards, where they differ.
     """
     run = Replay(plan, config, rank, on_gloo=on_gloo, is_apart=is_apart, accumulates=accumulates)
-    for _ in range(2):
+    for _ in range(3):
         run.follow(trace.moments)  # learns the order, as the first steps do
     return run.follow(trace.moments)
 
@@ -196,6 +196,7 @@ class Replay:
         self._is_backward = False
         self._ahead: set[_Unit] = set()  # not used yet
         self._reduced: list[int] = []
+        self._arrived_buckets: list[int] = []
         self._whole: set[_Unit] = set()
         self._awaited: Counter[_Unit] = Counter()
         self._missing: dict[str, set[str]] = {}  # by bucket: gradients still to come
@@ -259,7 +260,7 @@ class Replay:
             case Event.END:
                 self._order.end(bytes, self._finish_reduction)
                 self._order.conclude(is_complete=True)
-                self._sequence = self._reduced
+                self._sequence = list(dict.fromkeys([*self._arrived_buckets, *self._reduced]))
                 self._finish_reduction()
                 self._scratch.clear()
                 self._receive.clear()
@@ -295,8 +296,9 @@ class Replay:
         self._reduced.append(bucket)
         self._reduce(self._plan.buckets[bucket])
 
-    def turn(self) -> None:
+    def begin_pass(self) -> None:
         """See `Events`."""
+        self._order.begin("a forward and its backward", ())
 
     def _prefetch(self) -> None:
         ahead = sum(unit.numel for unit in self._ahead)
@@ -329,6 +331,7 @@ class Replay:
             return
         if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
             self._whole.discard(unit)
+        self._arrived_buckets.append(self._number_of[bucket.name])
         self._order.ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
