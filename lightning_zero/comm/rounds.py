@@ -14,6 +14,7 @@ minimum nor a maximum minds. Receives are posted before the first hop.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero.comm.watchdog import cut_connections
 from lightning_zero.layout.order import Heard, Judge
 
 __all__ = ["Rounds"]
@@ -30,6 +32,7 @@ __all__ = ["Rounds"]
 
 _Task = tuple[Sequence[int], bytes, Judge | None, "Future[Heard]"]
 _FIRST_TAG = 1 << 20  # of nobody else on the group
+_EXIT_S = 2.0  # for the thread to end with the process
 
 
 class Rounds:
@@ -85,9 +88,20 @@ class Rounds:
                 target=_run, args=(weakref.ref(self), self._tasks), daemon=True, name="zero-rounds"
             )
             self._thread.start()
+            weakref.finalize(self, self._tasks.put, None).atexit = False
+            _end_at_exit(self)
         self._last = future
         self._tasks.put((numbers, mask, judge, future))
         return future
+
+    def end_with_process(self) -> None:
+        """Ends the thread, also where it waits for a rank that does not come. Local."""
+        thread, last = self._thread, self._last
+        self.close()
+        if thread is not None and thread.is_alive():
+            if last is not None and not last.done():
+                cut_connections([self._group])
+            thread.join(_EXIT_S)
 
     def close(self) -> None:
         """Ends the thread, when it has ended the rounds under way. Local; does not wait."""
@@ -141,6 +155,18 @@ def _run(rounds: weakref.ref[Rounds], tasks: queue.SimpleQueue[_Task | None]) ->
             return
         owner.work(task)
         del owner, task
+
+
+def _end_at_exit(rounds: Rounds) -> None:
+    """A thread that waits in torch while the interpreter ends would crash it."""
+    reference = weakref.ref(rounds)
+
+    def end() -> None:
+        if (alive := reference()) is not None:
+            alive.end_with_process()
+
+    atexit.register(end)
+    weakref.finalize(rounds, atexit.unregister, end).atexit = False
 
 
 def _fulfil(future: Future[Heard], run: Callable[[], Heard]) -> None:

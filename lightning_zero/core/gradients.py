@@ -58,7 +58,6 @@ class ReplicaMean:
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self.is_partial = False
-        self._is_averaged = False  # before the backward, for other ranks
         self._comm = comm
         self._name = name
         self._pending: Pending | None = None
@@ -71,17 +70,10 @@ class ReplicaMean:
     def add(self) -> None:
         """A mean over the group has been added."""
         self.is_partial = self._comm.mesh.num_replicas > 1
-        self._is_averaged = False
-
-    def add_average(self) -> None:
-        """A mean over all ranks has been added: the next `begin` is theirs who have not."""
-        self._is_averaged = self._comm.mesh.num_replicas > 1
 
     def begin(self, shard: Tensor) -> None:
         """Issues the average of `shard`, in place. Collective."""
-        if self._is_averaged:
-            self._is_averaged = False
-        elif self._pending is None and self._comm.mesh.num_replicas > 1:
+        if self._pending is None and self._comm.mesh.num_replicas > 1:
             self._pending = self._comm.average_replicas(shard, self._name)
 
     def finish(self) -> None:
@@ -110,7 +102,7 @@ class ReplicaMean:
         if self._pending is not None:
             self._comm.forget(self._pending)
         self._pending = None
-        self.is_partial = self._is_averaged = False
+        self.is_partial = False
 
 
 class Gradients:
@@ -199,7 +191,8 @@ class Gradients:
                     self._take_over(index, grad)
                 self._parameters[index].grad = None
         self._forget_zeroed()
-        self._take_from_others()
+        if self._of_others is not None and self._of_others[1] is None:
+            self._take_from_others()
         self.is_touched = list(self.is_local)
         if expected is None:
             expected = [parameter.requires_grad for parameter in self._parameters]
@@ -289,7 +282,8 @@ class Gradients:
     def reduce_for_others(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this one. Collective; waits.
 
-        What they have is added by the next `prepare`: until then users see and zero what there was.
+        What they have is added when this rank comes to its backward, or to its end: until then
+        users see and zero what there was.
 
         Args:
             averages: The others go on to average over replicas.
@@ -306,6 +300,7 @@ class Gradients:
             if self.replicas.is_partial and self.shard is not None:
                 out.add_(self.shard)  # of earlier micro-batches
                 self.shard.zero_()
+                self.replicas.is_partial = False
             average = self._comm.average_replicas(out, name)
         self._of_others = (out, average)
 
@@ -314,11 +309,11 @@ class Gradients:
             return
         out, average = self._of_others
         self._of_others = None
+        is_partial = average is None or self.replicas.is_partial
         if average is not None:
             average.wait()
         self._add(out)
-        if average is not None:
-            self.replicas.add_average()
+        self.replicas.is_partial &= is_partial
 
     def finish(self) -> None:
         """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
@@ -354,12 +349,16 @@ class Gradients:
 
     def average(self) -> None:
         """Completes the mean over all ranks. Collective, at the end of backward; waits."""
+        if self._of_others is not None and not self.replicas.is_partial:
+            self._take_from_others()  # the others have averaged it before
+            return
         if self._offloaded is not None:
             self.replicas.average_offloaded(self._offloaded, self._numel)
         elif self.shard is None:  # zeroed on this rank alone: the others average theirs
             self._adopt(self._zeros())
         self.begin_average()
         self.replicas.finish()
+        self._take_from_others()
 
     def publish(self, touched: Sequence[bool]) -> None:
         """Shows users their gradients: `.grad` of every parameter that any rank has touched.
@@ -367,6 +366,7 @@ class Gradients:
         Args:
             touched: By slot, the same on every rank.
         """
+        self._take_from_others()
         if self._offloaded is not None:
             self._offloaded.settle()
         for index, is_touched in enumerate(touched):

@@ -66,8 +66,8 @@ def _train(rank, world_size, mode, seed, options):
     torch.manual_seed(0)
     net, alone = Net(), Net()
     alone.load_state_dict(net.state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    reference = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
     engine = Engine(net, [optimizer], ZeroConfig(stage=3, **options))
     of_ranks = [random.Random(f"{seed} {r}") for r in range(world_size)]
     for step in range(STEPS):
@@ -79,7 +79,7 @@ def _train(rank, world_size, mode, seed, options):
         engine.zero_grad(set_to_none=step % 3 > 0)  # between the two, as Lightning does
         engine.backward(loss)
         engine.step()
-        reference.zero_grad()
+        reference.zero_grad(set_to_none=step % 3 > 0)
         sum(_loss(alone, r, step, *ways[r]) / world_size for r in range(world_size)).backward()
         reference.step()
     with gathered(net):
