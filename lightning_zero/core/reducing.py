@@ -76,12 +76,12 @@ class Reducing:
 
     # ---------------------------------------------------------------- one backward
 
-    def begin(self, *, ends_step: bool) -> None:
+    def begin(self, trainable: Trainable, *, ends_step: bool) -> None:
         """Before a backward: what is reduced is out of autograd's sight."""
         self._is_open, self.has_stepped = True, False
         self._ends_step = ends_step
         self._arrived = []
-        self._trainable = self.trainable()
+        self._trainable = trainable
         touched = self._touched.get(self._trainable)
         for bucket in self._buckets:
             bucket.wait_for_step()

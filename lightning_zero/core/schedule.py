@@ -288,10 +288,10 @@ class Schedule:
         self.moment = Moment.BACKWARD
         self._recorder.phase(Kind.BACKWARD)
         self._ends_step = reduces
+        trainable = self.reducing.trainable()
         if self.reducing.reduces(ends_step=reduces):
-            trainable = self.reducing.trainable()
             self.order.turn(trainable, "a backward", self.reducing.eager(trainable))
-        self.reducing.begin(ends_step=reduces)
+        self.reducing.begin(trainable, ends_step=reduces)
         self.gathering.begin_backward()
         self.gathering.unshard_held()
 
