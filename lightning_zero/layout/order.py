@@ -15,14 +15,17 @@ of pass it is, which parameters are trained, what the pass before it was.
   the plan, each event when it needs it, or is ready for it, or needs one behind it.
 * A rank that needs a unit which is not in the rest of its plan issues that rest, with what there
   is, and asks for it. The others answer in the round at the end of their pass. Gradients that come
-  after their reduction are *late*: reduced once more, after the end. Where that happens often the
-  plan is given up, and twice as many equal logs are needed for the next.
+  after their reduction are *late*: reduced once more, after the end. Before its own backward the
+  rank reduces zeros, and what the others had waits beside what users see, who may zero that, until
+  the rank comes to its backward. Where plans do not fit often they are given up, and twice as many
+  equal logs are needed for the next.
 
 Why nobody waits in a circle:
 
 1. In a pass with a plan all ranks issue its events in the order of the plan, and all of them before
-   they enter a round that ends the pass, or ask in one. In a pass without, all issue what a round
-   has told before they enter the next.
+   they enter any round that they wait for: one that ends the pass, one in its middle, before a
+   collective of the user's, or one in which they ask. In a pass without, all issue what a round has
+   told before they enter the next.
 2. A rank waits for the data of events only that it has issued itself. So of all ranks that wait for
    data the one that has issued least waits for an event which all have issued: it completes.
 3. A rank waits for a round only when it has issued all events up to that round. Whoever has not
