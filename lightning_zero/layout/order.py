@@ -341,6 +341,8 @@ class Order:
             heard = self._say(self.waits.begin, one.key, "the beginning of a pass")
         self._learn(heard)
         one.is_begun = True
+        one.log.clear()  # of a pass that has failed on this rank, and on others later
+        one.has_logged_turn = False
         if not heard.is_same_key:
             one.key = None
         if one.is_learned:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero import Engine, ZeroConfig, gathered
+from lightning_zero import Engine, ZeroConfig, gathered, lockstep
 from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
 
@@ -113,3 +113,75 @@ OPTIONS = [
 def test_so_they_do_with_other_settings(options):
     size = 4 if "sharding_group_size" in options else 2
     assert max(run_ranks(size, _train, "late", 0, options)) < 1e-6
+
+
+def _look_between(rank, world_size):
+    """Rank 0 takes another way for the first time, and all look at the whole before backward."""
+    torch.manual_seed(0)
+    net = Net()
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=3))
+    for step in range(6):
+        order = [1, 0, 2, 1] if step == 4 and rank == 0 else [0, 1, 2]
+        loss = net(torch.ones(1, WIDTH), order).sum()
+        with gathered(net):
+            pass
+        with lockstep(net):
+            net(torch.ones(1, WIDTH), order)
+        engine.backward(loss)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def test_ranks_meet_between_forward_and_backward_whatever_way_they_took():
+    run_ranks(2, _look_between)
+
+
+def _fail_and_go_on(rank, world_size):
+    """All ranks fail, each in another block, and go on."""
+    torch.manual_seed(0)
+    net, alone = Net(), Net()
+    alone.load_state_dict(net.state_dict())
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=3))
+    reference = torch.optim.SGD(alone.parameters(), lr=0.01)
+    order = list(range(NUM))
+    for step in range(8):
+        if step in (4, 5):
+            handle = net.blocks[1 + rank].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                net(torch.ones(1, WIDTH), order)
+            handle.remove()
+        engine.backward(_loss(net, rank, step, [order], False))
+        engine.step()
+        engine.zero_grad()
+        reference.zero_grad()
+        sum(_loss(alone, r, step, [order], False) / world_size for r in range(2)).backward()
+        reference.step()
+    with gathered(net):
+        pairs = zip(net.parameters(), alone.parameters(), strict=True)
+        worst = max((one - other).abs().max().item() for one, other in pairs)
+    engine.close()
+    return worst
+
+
+def test_ranks_that_all_fail_in_other_places_go_on():
+    assert max(run_ranks(2, _fail_and_go_on)) < 1e-6
+
+
+def _freeze_between(rank, world_size):
+    torch.manual_seed(0)
+    net = Net()
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=3))
+    for step in range(6):
+        loss = net(torch.ones(1, WIDTH), range(NUM)).sum()
+        net.blocks[1].requires_grad_(step < 5 or rank == 0)
+        if step == 5:
+            with pytest.raises(RuntimeError, match=r"requires_grad of parameter blocks\.1\.one"):
+                engine.backward(loss)
+            return
+        engine.backward(loss)
+        engine.zero_grad()
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_between_forward_and_backward_is_named():
+    run_ranks(2, _freeze_between)
