@@ -232,7 +232,8 @@ class Gradients:
         """
         parameter = self._parameters[index]
         grad = parameter.grad
-        assert grad is not None
+        if grad is None:
+            return False  # frozen since its forward: autograd has left it out
         is_open = self.whole is not None and self._is_sharded and self._pending is None
         whole = self.whole if is_open else self._open()
         assert whole is not None

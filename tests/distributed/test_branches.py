@@ -185,3 +185,31 @@ def _freeze_between(rank, world_size):
 
 def test_a_parameter_that_is_frozen_on_one_rank_between_forward_and_backward_is_named():
     run_ranks(2, _freeze_between)
+
+
+def _freeze_on_all(rank, world_size, stage):
+    torch.manual_seed(0)
+    net, alone = Net(), Net()
+    alone.load_state_dict(net.state_dict())
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=stage))
+    reference = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for step in range(8):
+        ours, theirs = (m(torch.ones(1, WIDTH), range(NUM)).sum() for m in (net, alone))
+        for module in (net, alone):
+            module.blocks[1].requires_grad_(step < 5)
+        engine.backward(ours)
+        theirs.backward()
+        engine.step()
+        reference.step()
+        engine.zero_grad()
+        reference.zero_grad()
+    with gathered(net):
+        pairs = zip(net.parameters(), alone.parameters(), strict=True)
+        worst = max((one - other).abs().max().item() for one, other in pairs)
+    engine.close()
+    return worst
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_that_is_frozen_on_all_between_the_two_is_left_out(stage):
+    assert max(run_ranks(2, _freeze_on_all, stage)) < 1e-6
