@@ -354,11 +354,11 @@ class Schedule:
     # ---------------------------------------------------------------- what the order decides
 
     def issue_gather(self, unit: int, *, is_kept: bool) -> None:
-        """See `Events`."""
+        """See `Issuer`."""
         self.gathering.issue(self.units[unit], is_kept=is_kept)
 
     def issue_reduction(self, bucket: int) -> None:
-        """See `Events`."""
+        """See `Issuer`."""
         self.reducing.reduce(self._buckets[bucket], ends_step=self._ends_step)
 
     # ---------------------------------------------------------------- failures

@@ -56,7 +56,7 @@ from typing import NamedTuple, Protocol
 from lightning_zero.layout.config import ZeroConfig
 
 __all__ = [
-    "Events",
+    "Issuer",
     "Heard",
     "Judge",
     "Order",
@@ -118,7 +118,7 @@ class Talk(Protocol):
         """For ranks that have come to different points."""
 
 
-class Events(Protocol):
+class Issuer(Protocol):
     """Who does what this decides on."""
 
     def issue_gather(self, unit: int, *, is_kept: bool) -> None:
@@ -221,7 +221,7 @@ class Order:
 
     Args:
         talk: Between the ranks.
-        events: Does what is decided.
+        issuer: Does what is decided.
         numels: Elements of each unit; 0 for one that is not gathered.
         num_buckets: That are reduced.
         names: Of the parameters, whose `requires_grad` are the flags of a pass.
@@ -237,7 +237,7 @@ class Order:
     def __init__(
         self,
         talk: Talk,
-        events: Events,
+        issuer: Issuer,
         *,
         numels: Sequence[int],
         num_buckets: int,
@@ -245,7 +245,7 @@ class Order:
         ahead: int | None = None,
     ) -> None:
         self._talk = talk
-        self._events = events
+        self._issuer = issuer
         self._numels = list(numels)
         self._num = len(self._numels)
         self._turn = self._num  # the event at which a backward begins, above gathers
@@ -482,7 +482,7 @@ class Order:
                 with each token that is generated.
         """
         if self._pass is None:
-            self._events.begin_pass()
+            self._issuer.begin_pass()
         if self._pass is None:
             self._pass = _Pass(None)  # nothing that another rank could have part in
         if may_repeat and unit in self._pass.used and unit not in self.upcoming():
@@ -575,11 +575,11 @@ class Order:
             one.log.append(event)
         self.is_mid_event = True
         if event < self._turn:
-            self._events.issue_gather(event, is_kept=is_kept)
+            self._issuer.issue_gather(event, is_kept=is_kept)
         elif event > self._turn:
             if one is not None:
                 one.reduced.append(event - self._turn - 1)
-            self._events.issue_reduction(event - self._turn - 1)
+            self._issuer.issue_reduction(event - self._turn - 1)
         self.is_mid_event = False
 
     def _answer(self, heard: Round, *, is_kept: bool = False) -> None:

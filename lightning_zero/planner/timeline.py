@@ -283,7 +283,7 @@ class Replay:
             self._prefetch()
 
     def issue_gather(self, unit: int, *, is_kept: bool) -> None:
-        """See `Events`."""
+        """See `Issuer`."""
         one = self._list[unit]
         self._gathers.update(bucket.name for bucket in one.buckets)
         if is_kept:
@@ -291,13 +291,13 @@ class Replay:
             self._ahead.add(one)
 
     def issue_reduction(self, bucket: int) -> None:
-        """See `Events`."""
+        """See `Issuer`."""
         self._finish_reduction()
         self._reduced.append(bucket)
         self._reduce(self._plan.buckets[bucket])
 
     def begin_pass(self) -> None:
-        """See `Events`."""
+        """See `Issuer`."""
         self._order.begin("a forward and its backward", ())
 
     def _prefetch(self) -> None:
