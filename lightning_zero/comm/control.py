@@ -197,7 +197,10 @@ class Control:
 
     def give_up(self, error: Exception) -> None:
         """Lets the other ranks fail, wherever they wait. Local, from any thread."""
-        self.watchdog.abort(error)
+        if isinstance(error, RanksApartError):
+            self.watchdog.part(error)
+        else:
+            self.watchdog.abort(error)
 
     def failed(self, text: str) -> Exception:
         """What to raise where another rank has failed, and all go on together. Local."""

@@ -133,6 +133,7 @@ class Watchdog:
         self._epoch = 0  # number of the rallies that have brought all together
         self._aborts: dict[int, Verdict] = {}  # the first one of each epoch
         self._death: Verdict | None = None
+        self._apart: RanksApartError | None = None
         self._judged_at: float | None = None
         self._is_cut = False  # nothing collective is possible on any group of this process
         self._is_needed = True  # the others must not go
@@ -247,7 +248,7 @@ class Watchdog:
         """Raises PeerAbortedError where there is a verdict."""
         verdict = self.verdict
         if verdict is not None:
-            raise PeerAbortedError(self._explain(verdict)) from cause
+            raise self._apart or PeerAbortedError(self._explain(verdict)) from cause
 
     def _explain(self, verdict: Verdict) -> str:
         if verdict.rank == self._rank:
@@ -268,6 +269,11 @@ class Watchdog:
         while self.verdict is None and self._is_on_watch() and time.monotonic() < until:
             self._order(lambda: None)
             time.sleep(0.02)
+
+    def part(self, error: RanksApartError) -> None:
+        """As `abort`, of what all ranks find out alike: this one raises it where it waits."""
+        self._apart = error
+        self.abort(error)
 
     def abort(self, error: BaseException | None) -> None:
         """Makes the other ranks fail where they wait for this one. Does not wait for them."""
@@ -297,7 +303,7 @@ class Watchdog:
                 outcome = self._order(partial(self._decide, epoch, until))
         if outcome != _TOGETHER or self.is_lost:
             return False
-        self._judged_at = None
+        self._judged_at = self._apart = None
         self._epoch += 1
         self._order(self._judge)  # a faster rank may have failed again already
         return True
