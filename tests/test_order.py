@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.layout.order import Heard, Order, hoisted
+from lightning_zero.layout.hoist import hoisted
+from lightning_zero.layout.order import Order
+from lightning_zero.layout.talk import Heard
 
 NUM_UNITS = 5
 

@@ -21,7 +21,7 @@ from lightning_zero.comm.watchdog import (
     Watchdog,
     cut_connections,
 )
-from lightning_zero.layout.order import Heard, Judge
+from lightning_zero.layout.talk import Heard, Judge
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 

@@ -9,6 +9,8 @@
     names       names of parameters and modules
     units       which modules are gathered together
     order       what is gathered and reduced next, on all ranks; who waits for whom
+    talk        what ranks say for that in one round
+    hoist       the plan that is made of a log
     plan        a module cut into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

@@ -47,28 +47,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.hoist import hoisted
+from lightning_zero.layout.talk import NOTHING, Heard, Judge, Round, Talk, both_ways
 
 __all__ = [
     "Issuer",
-    "Heard",
-    "Judge",
     "Order",
-    "Round",
-    "Talk",
     "Unit",
     "Waits",
     "gather_ahead",
-    "hoisted",
 ]
 
-_NOTHING = 2**62  # said by a rank that has nothing to compare
 _ALIKE = 2  # equal logs that make a plan
 _MOST_ALIKE = 64
 _TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
@@ -77,45 +72,6 @@ _MOST_LOGGED = 100_000  # events
 _MOST_KNOWN = 1000  # keys: where each pass has a new one, none would be met again
 _MOST_TEXT = 1024  # bytes, of a failure
 _MOST_BOUNDARIES = 8  # between batches, without a round
-
-
-class Heard(NamedTuple):
-    """What all ranks hear of one round, the same on every rank but for the error."""
-
-    numbers: list[int]  # the lowest of each
-    mask: bytes  # the highest of each
-    error: Exception | None = None  # by the judge of this rank
-
-
-Judge = Callable[[Heard], Exception | None]  # may hold further rounds
-
-
-class Talk(Protocol):
-    """How ranks speak: `comm.control.Control`."""
-
-    rank: int
-    size: int
-
-    def widen(self, num_bytes: int) -> None:
-        """Makes room in every saying."""
-
-    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
-        """One round."""
-
-    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
-        """One round, while this rank goes on."""
-
-    def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Around waiting for other ranks."""
-
-    def give_up(self, error: Exception) -> None:
-        """Lets the other ranks fail, wherever they wait."""
-
-    def failed(self, text: str) -> Exception:
-        """For another rank's failure."""
-
-    def apart(self, text: str) -> Exception:
-        """For ranks that have come to different points."""
 
 
 class Issuer(Protocol):
@@ -129,45 +85,6 @@ class Issuer(Protocol):
 
     def begin_pass(self) -> None:
         """Calls `Order.begin`: a unit is used, and no pass is open."""
-
-
-class Round(NamedTuple):
-    """What all ranks have said in one round."""
-
-    lowest: int  # request
-    highest: int
-    num_ready: int  # reductions that all are ready for
-    key: int  # of those that sent one, the lowest
-    is_same_key: bool
-    is_same_flags: bool
-    is_same_past: bool
-    wish: int | None  # the lowest
-    has_deviated: bool  # any
-    is_in_vain: bool  # all have left gathers of the plan unused
-    is_loose: bool  # any
-    is_alike_loose: bool  # all are, or none
-    failed: int  # the lowest rank that has, or their number
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Round:
-        """As `Order._numbers` has put it."""
-        low, high, ready, key, *marks, wish, deviated, in_vain, loose, all_loose, failed = numbers
-        most_key, flags, most_flags, past, most_past = marks
-        return cls(
-            lowest=low,
-            highest=-high,
-            num_ready=ready,
-            key=key,
-            is_same_key=key == _NOTHING or key == -most_key,
-            is_same_flags=flags == _NOTHING or flags == -most_flags,
-            is_same_past=past == _NOTHING or past == -most_past,
-            wish=None if wish == _NOTHING else wish,
-            has_deviated=deviated < 0,
-            is_in_vain=in_vain > 0,
-            is_loose=loose < 0,
-            is_alike_loose=loose == -all_loose,
-            failed=failed,
-        )
 
 
 @dataclass
@@ -266,7 +183,7 @@ class Order:
         self._last_log = 0  # a hash of what the last training pass has issued
         self._past = 0  # a hash of what was done together
         self._flags: bytes = b""
-        self._flags_mark = _NOTHING
+        self._flags_mark = NOTHING
         self._heard_wish: int | None = None
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
         talk.widen(max(2 * num_buckets + len(self._names), talk.size, _MOST_TEXT))
@@ -292,7 +209,7 @@ class Order:
             self._look(flags)
             key = _hash(kind, self._flags_mark, self._last_log)
         else:
-            self._flags_mark = _NOTHING
+            self._flags_mark = NOTHING
             key = _hash(kind)
         one = self._pass = _Pass(key, is_training)
         is_foretold = False
@@ -454,7 +371,7 @@ class Order:
         """After an exception: nothing is under way, and nothing known. Local."""
         self._pass = self._ended = None
         self._unheard.clear()
-        self._flags_mark = _NOTHING
+        self._flags_mark = NOTHING
         self._known.clear()
         self._following.clear()
         self._context = ()
@@ -711,11 +628,11 @@ class Order:
             request,
             -request,
             ready,
-            *(([_NOTHING]) if key is None else [key]),
-            _NOTHING if key is None else -key,
-            *_both_ways(self._flags_mark if compares else None),
-            *_both_ways(self._past if compares else None),
-            _NOTHING if wish is None else wish,
+            *(([NOTHING]) if key is None else [key]),
+            NOTHING if key is None else -key,
+            *both_ways(self._flags_mark if compares else None),
+            *both_ways(self._past if compares else None),
+            NOTHING if wish is None else wish,
             -int(of_last is not None and of_last.has_deviated),
             int(of_last is not None and of_last.is_in_vain),
             -int(self.is_loose),
@@ -796,7 +713,7 @@ class Order:
 
     def _told_flags(self) -> Exception:
         """Names the first parameter of which ranks differ."""
-        flags = self._flags if self._flags_mark != _NOTHING else b""
+        flags = self._flags if self._flags_mark != NOTHING else b""
         say = self._talk.say
         some = say([], flags).mask
         others = say([], bytes(not flag for flag in flags)).mask
@@ -847,65 +764,9 @@ def gather_ahead(
         order.gather_ahead()
 
 
-def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tuple[int, ...]:
-    """The plan of a log: gathers come before the reductions that they need not wait for.
-
-    A unit that forward gathers last and backward first is gathered once.
-
-    Args:
-        log: Events; see `Order`.
-        numels: Elements of each unit.
-        ahead: A gather passes the reductions since the gather before it; with a number, also those
-            before earlier ones, as long as their units have no more elements. 0: none.
-    """
-    turn = len(numels)
-    plan: list[int] = []
-    since: list[int] = []  # reductions between each gather and the one before it
-    units: list[int] = []
-    num_since = 0
-    last_of_forward: int | None = None
-    for event in log:
-        if event > turn:
-            num_since += 1
-            plan.append(event)
-            continue
-        if event == turn:
-            last_of_forward = units[-1] if units else None
-            plan.append(event)
-            since, units, num_since = [], [], 0
-            continue
-        if event == last_of_forward and not num_since:
-            last_of_forward = None
-            units.append(event)
-            since.append(0)
-            continue
-        last_of_forward = None
-        units.append(event)
-        since.append(num_since)
-        num_since = 0
-        passed, together = 0, 0
-        for num, unit in zip(reversed(since), reversed(units), strict=True):
-            together += numels[unit]
-            if ahead is not None and together > ahead:
-                break
-            passed += num
-            if ahead is None:
-                break
-        place = len(plan)
-        while passed and plan[place - 1] > turn:
-            place, passed = place - 1, passed - 1
-        plan.insert(place, event)
-    return tuple(plan)
-
-
 def _prefix(eager: Sequence[int], ready: set[int]) -> int:
     """How many of the first are ready."""
     return next((i for i, bucket in enumerate(eager) if bucket not in ready), len(eager))
-
-
-def _both_ways(mark: int | None) -> tuple[int, int]:
-    """The lowest of the second, turned, is the highest mark of all."""
-    return (_NOTHING, _NOTHING) if mark is None or mark == _NOTHING else (mark, -mark)
 
 
 def _hash(*parts: object) -> int:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
-from lightning_zero.layout.order import Heard, Judge, Order, gather_ahead
+from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
+from lightning_zero.layout.talk import Heard, Judge
 from lightning_zero.layout.units import ROOT
 from lightning_zero.planner.trace import Event, Moment, StepTrace
 

@@ -184,7 +184,7 @@ class ZeroStrategy(CheckpointStrategy):
             rank_zero_warn(message)
         config = translation.config
         stage = kwargs.get("stage", config.stage)
-        if stage in STAGES and stage != config.stage:
+        if stage in STAGES:
             config = config.for_stage(stage)  # options of the file's own may have no meaning there
         strategy = cls(**{**vars(config), **kwargs})
         strategy.translation = translation

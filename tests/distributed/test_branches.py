@@ -61,6 +61,15 @@ def _loss(net, rank, step, forwards, is_checkpointed):
     )
 
 
+def _worst(engine, net, alone):
+    """The largest difference between parameters at the end of a training."""
+    with gathered(net):
+        pairs = zip(net.parameters(), alone.parameters(), strict=True)
+        worst = max((one - other).abs().max().item() for one, other in pairs)
+    engine.close()
+    return worst
+
+
 def _train(rank, world_size, mode, seed, options):
     """The largest difference to a training that one process makes of all ranks' losses."""
     torch.manual_seed(0)
@@ -82,11 +91,7 @@ def _train(rank, world_size, mode, seed, options):
         reference.zero_grad(set_to_none=step % 3 > 0)
         sum(_loss(alone, r, step, *ways[r]) / world_size for r in range(world_size)).backward()
         reference.step()
-    with gathered(net):
-        pairs = zip(net.parameters(), alone.parameters(), strict=True)
-        worst = max((one - other).abs().max().item() for one, other in pairs)
-    engine.close()
-    return worst
+    return _worst(engine, net, alone)
 
 
 MODES = ["same", "checkpointed", "repeated", "dropped", "shuffled", "rare", "twice", "late"]
@@ -157,11 +162,7 @@ def _fail_and_go_on(rank, world_size):
         reference.zero_grad()
         sum(_loss(alone, r, step, [order], False) / world_size for r in range(2)).backward()
         reference.step()
-    with gathered(net):
-        pairs = zip(net.parameters(), alone.parameters(), strict=True)
-        worst = max((one - other).abs().max().item() for one, other in pairs)
-    engine.close()
-    return worst
+    return _worst(engine, net, alone)
 
 
 def test_ranks_that_all_fail_in_other_places_go_on():
@@ -203,11 +204,7 @@ def _freeze_on_all(rank, world_size, stage):
         reference.step()
         engine.zero_grad()
         reference.zero_grad()
-    with gathered(net):
-        pairs = zip(net.parameters(), alone.parameters(), strict=True)
-        worst = max((one - other).abs().max().item() for one, other in pairs)
-    engine.close()
-    return worst
+    return _worst(engine, net, alone)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
