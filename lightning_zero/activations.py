@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_zero.record import streams
 from lightning_zero.tensors.buffer import is_of_flat_buffer
 
 __all__ = ["OffloadedActivations", "offload_activations"]
@@ -172,12 +173,12 @@ class _Offloaded:
         self._storage = storage
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._device = tensor.device
-        self._stream = _side_stream(tensor.device) if tensor.is_cuda else None
+        self._stream = _side_stream(tensor.device)
         self._source: Tensor | None = tensor.detach()
         self._version = tensor._version
         self._is_changed = False
         self._here: Tensor | None = None  # back on the device, until the last use
-        self._fetched: torch.cuda.Event | None = None
+        self._fetched: streams.Event | None = None
         self._num_taken = 0
         is_pinned = pins and self._stream is not None
         with torch.no_grad():
@@ -202,7 +203,7 @@ class _Offloaded:
         self._is_changed = self._source._version != self._version
         if self._left is not None:
             # Whatever takes its memory next on this stream comes after the copy.
-            torch.cuda.current_stream(self._device).wait_event(self._left)
+            streams.current(self._device).wait_event(self._left)
         self._source = None
 
     def fetch(self) -> None:
@@ -236,7 +237,7 @@ class _Offloaded:
         tensor = self._here
         assert tensor is not None
         if self._fetched is not None:
-            current = torch.cuda.current_stream(self._device)
+            current = streams.current(self._device)
             current.wait_event(self._fetched)
             tensor.record_stream(current)
         self._num_taken += 1
@@ -246,10 +247,9 @@ class _Offloaded:
 
     def _beside(self) -> AbstractContextManager[Any]:
         """On the side stream, after all that the current one has to do."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+        if self._stream is not None:
+            self._stream.wait_stream(streams.current(self._device))
+        return streams.on(self._stream)
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -272,5 +272,5 @@ def _changed(tensor: Tensor) -> RuntimeError:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device) -> streams.Stream | None:
+    return streams.make_stream(device)

@@ -130,6 +130,20 @@ def test_only_comm_calls_collectives():
     assert_none((module, known(module, room)) for module, room in rooms() if room not in may)
 
 
+def test_streams_and_events_are_made_in_one_module():
+    made = {"Stream", "Event", "stream", "current_stream", "synchronize"}
+
+    def found(module):
+        attributes = {
+            ast.unparse(n) for n in ast.walk(syntax_of(module)) if isinstance(n, ast.Attribute)
+        }
+        return attributes & {f"torch.cuda.{name}" for name in made}
+
+    assert_none(
+        (module, found(module)) for module in MODULES if module != "lightning_zero.record.streams"
+    )
+
+
 def test_no_stage_number_is_compared_outside_its_module():
     assert_none(
         (module, {ast.unparse(n) for n in ast.walk(syntax_of(module)) if compares_stage(n)})

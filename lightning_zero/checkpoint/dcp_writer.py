@@ -34,6 +34,7 @@ from lightning_zero.checkpoint.sharded import shards_in
 from lightning_zero.checkpoint.summary import identity
 from lightning_zero.checkpoint.torch_file import Progress
 from lightning_zero.comm.channel import Channel
+from lightning_zero.record import streams
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import read_flat
 
@@ -181,7 +182,7 @@ class ShardedSave:
         memory.clear()
         memory.update(kept)
         if pin:
-            torch.cuda.synchronize()
+            streams.synchronize()
 
     def run(self) -> None:
         """Writes, and puts the directory in place when every rank has. Collective; waits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.tensors.buffer import Scratch
 
@@ -287,14 +288,14 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
 class _Event:
     """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
 
-    event: torch.cuda.Event | None
+    event: streams.Event | None
     tensors: tuple[Tensor, ...] = ()
     marks: tuple[Mark, Mark] | None = None
 
     def wait(self) -> None:
         """See `Pending`."""
         if self.event is not None:
-            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
+            streams.current(self.tensors[0].device).wait_event(self.event)
         self.event, self.tensors = None, ()
 
 
@@ -323,9 +324,8 @@ class DeviceBackend:
         self._rank = rank
         self._size = size
         self._recorder = recorder
-        has_streams = device.type == "cuda"
-        self._gather_stream = torch.cuda.Stream(device) if has_streams else None
-        self._reduce_stream = torch.cuda.Stream(device) if has_streams else None
+        self._gather_stream = streams.make_stream(device)
+        self._reduce_stream = streams.make_stream(device)
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
         self._has_mean = backend_for(device) == "nccl"
 
@@ -383,15 +383,12 @@ class DeviceBackend:
         if self._gather_stream is not None:
             self._gather_stream.synchronize()
 
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        if stream is None:
-            return nullcontext()
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        return torch.cuda.stream(stream)
+    def _on(self, stream: streams.Stream | None) -> AbstractContextManager[Any]:
+        if stream is not None:
+            stream.wait_stream(streams.current(stream.device))
+        return streams.on(stream)
 
-    def _event(
-        self, stream: torch.cuda.Stream | None, began: Mark | None, *tensors: Tensor
-    ) -> _Event:
+    def _event(self, stream: streams.Stream | None, began: Mark | None, *tensors: Tensor) -> _Event:
         ended = self._recorder.mark()
         event = stream.record_event() if stream is not None else None
         return _Event(event, tensors, (began, ended) if began and ended else None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_zero.record import streams
 
 __all__ = ["StepLoop", "StepWorker"]
 
@@ -28,7 +30,7 @@ class StepLoop:
         self._device = device
         self._kept = kept if device.type == "cuda" else None
         self._num_buckets = 0
-        self._events: list[torch.cuda.Event | None] = []  # of the buckets that are stepped
+        self._events: list[streams.Event | None] = []  # of the buckets that are stepped
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -45,7 +47,7 @@ class StepLoop:
     def advance(self) -> None:
         """The next bucket is stepped, when the current stream has done what is queued there."""
         is_cuda = self._device.type == "cuda"
-        event = torch.cuda.current_stream(self._device).record_event() if is_cuda else None
+        event = streams.current(self._device).record_event() if is_cuda else None
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
@@ -62,7 +64,7 @@ class StepLoop:
         if self.num_stepped <= number:
             return self._error
         if (event := self._events[number]) is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            streams.current(self._device).wait_event(event)
         return None
 
 
@@ -75,7 +77,7 @@ class StepWorker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = streams.make_stream(device)
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
 
@@ -83,7 +85,7 @@ class StepWorker:
         """Runs `run`, which advances `loop`; if it raises, the loop fails."""
         ready = None
         if self._stream is not None:
-            ready = torch.cuda.current_stream(self._device).record_event()
+            ready = streams.current(self._device).record_event()
 
         def work() -> None:
             try:
@@ -97,11 +99,10 @@ class StepWorker:
         self._last = self._executor.submit(work)
 
     def _on_stream(self, ready: Any) -> AbstractContextManager[Any]:
-        if self._stream is None:
-            return nullcontext()
-        torch.cuda.set_device(self._device)
-        self._stream.wait_event(ready)  # gradients are there, old values are no longer read
-        return torch.cuda.stream(self._stream)
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+            self._stream.wait_event(ready)  # gradients are there, old values are no longer read
+        return streams.on(self._stream)
 
     def drain(self) -> None:
         """Nothing is left to run, and the current stream comes after it. Loops tell of failures."""
@@ -109,7 +110,7 @@ class StepWorker:
             self._last.result()
             self._last = None
         if self._executor is not None and self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            streams.current(self._device).wait_stream(self._stream)
 
     def close(self, outliving: Iterable[Tensor] = ()) -> None:
         """Waits, and ends the thread.
@@ -125,7 +126,7 @@ class StepWorker:
         self._executor.shutdown()
         self._executor = None
         if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
+            current = streams.current(self._device)
             self._stream.wait_stream(current)
             for tensor in outliving:
                 if tensor.is_cuda:

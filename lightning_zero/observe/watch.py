@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +26,7 @@ from lightning_zero.observe.metrics import (
     over_ranks,
 )
 from lightning_zero.observe.report import Flow, JobReport, Speed, memory_reports
+from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
 from lightning_zero.strategy.strategy import ZeroStrategy
@@ -296,7 +296,7 @@ class Watch:
     def _align(self) -> None:
         """Ranks whose devices have nothing left to do meet."""
         if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+            streams.synchronize(self._engine.device)
         self._engine.lockstep.meet_for("a window of the monitor")
 
     def cut(self) -> None:

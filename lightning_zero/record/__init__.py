@@ -2,6 +2,7 @@
 
     spans       `Span`, and the `Recording` of a window, with what was hidden and what was exposed
     recorder    `Recorder`: begins and ends spans, on the host or on a CUDA stream
+    streams     CUDA streams and events
 
 Begin with `spans.Recording`.
 """

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import record_function
 
+from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind, Recording, Span
 
 __all__ = ["OFF", "OpenSpan", "Mark", "Pending", "Recorder", "now_on_device", "seconds_between"]
 
-Mark = float | torch.cuda.Event  # see [Note: Marks]
+Mark = float | streams.Event  # see [Note: Marks]
 
 
 class OpenSpan:
@@ -85,12 +86,12 @@ OFF = OpenSpan(
 
 def now_on_device(device: torch.device) -> Mark:
     """Marks this moment on the current stream of `device`, which may not be the current device."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event = streams.make_event(is_timed=True)
+    event.record(streams.current(device))
     return event
 
 
-def seconds_between(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+def seconds_between(one: streams.Event, other: streams.Event) -> float:
     """Negative if `other` came first, for which CUDA promises no negative answer."""
     after = float(one.elapsed_time(other))
     return (after if after > 0 else -float(other.elapsed_time(one))) / 1e3
@@ -145,7 +146,7 @@ class Recorder:
         self._phase = OFF
         self._layers: dict[tuple[Kind, str], OpenSpan] = {}
         # When the window began, by both clocks; None between windows.
-        self._zero: torch.cuda.Event | None = None
+        self._zero: streams.Event | None = None
         self._zero_s: float | None = None
         self._stops_at_end = False  # nobody has called `start`
         self._step = 0
@@ -170,7 +171,7 @@ class Recorder:
         self._step = step
         self._counts = [0, 0, 0, 0]
         zero = self._now()
-        if isinstance(zero, torch.cuda.Event):
+        if not isinstance(zero, float):
             zero.synchronize()
             self._zero, zero = zero, time.perf_counter()
         self._zero_s = zero
@@ -189,7 +190,7 @@ class Recorder:
         if self._zero_s is None:
             raise RuntimeError("no window has begun; call begin(step) before end().")
         now = self._now()
-        if isinstance(now, torch.cuda.Event):
+        if not isinstance(now, float):
             now.synchronize()
         seconds = self._seconds(now)
         over = [self._over.popleft() for _ in range(len(self._over))]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
+from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
 from lightning_zero.tiers import InFile, InMemory, ShardStore, Storage, Transfer
@@ -31,8 +32,7 @@ class GradQueue:
         self.scratch = Scratch(
             torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_MEANS_ON_THE_WAY
         )
-        is_cuda = storage.device.type == "cuda"
-        self._stream = torch.cuda.Stream(storage.device) if is_cuda else None
+        self._stream = streams.make_stream(storage.device)
 
     def admit(self, grad: OffloadedGrad) -> None:
         """Makes room for `grad`: what is oldest must have landed."""
@@ -45,17 +45,17 @@ class GradQueue:
         if grad in self._queue:
             self._queue.remove(grad)
 
-    def copy(self, source: Tensor, target: Tensor, name: str) -> torch.cuda.Event | None:
+    def copy(self, source: Tensor, target: Tensor, name: str) -> streams.Event | None:
         """Copies the mean of bucket `name` from the device to CPU memory beside the computation."""
         if self._stream is None:
             target.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(streams.current(source.device))
+        with streams.on(self._stream):
             recorder = self.storage.recorder
             with recorder.moving(name, target.nbytes, source.device, target.device):
                 target.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = self._stream.record_event()
+            event: streams.Event = self._stream.record_event()
             return event
 
 
@@ -65,7 +65,7 @@ class _Transit:
 
     values: Tensor  # 1-D, CPU
     source: Tensor  # on the device; alive until the event
-    event: torch.cuda.Event | None
+    event: streams.Event | None
     is_added: bool
     is_staged: bool = False  # `values` go back to the queue
     transfer: Transfer | None = None

@@ -21,6 +21,7 @@ from lightning_zero.layout.offload import (
     padded_bytes,
     step_buffers,
 )
+from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.disk import free_bytes
@@ -36,21 +37,23 @@ class Uploader:
     """Casts block by block into page-locked memory; one block travels while the next is cast."""
 
     def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
-        self._stream = torch.cuda.Stream(device)
+        stream = streams.make_stream(device)
+        assert stream is not None, device
+        self._stream = stream
         self._blocks = [
             aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin) for _ in range(NUM_UPLOAD_BLOCKS)
         ]
-        self._events: list[torch.cuda.Event | None] = [None] * NUM_UPLOAD_BLOCKS
+        self._events: list[streams.Event | None] = [None] * NUM_UPLOAD_BLOCKS
         self._next = 0
         self._recorder = recorder
 
     def send(self, values: Tensor, target: Tensor, name: str) -> None:
         """Copies `values` (1-D, CPU) to `target` (1-D, device); the current stream waits for it."""
-        current = torch.cuda.current_stream(target.device)
+        current = streams.current(target.device)
         self._stream.wait_stream(current)  # whoever reads the old values has been queued before
         step = UPLOAD_BLOCK_BYTES // target.element_size()
         span = self._recorder.span
-        with torch.cuda.stream(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
+        with streams.on(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
             for start in range(0, values.numel(), step):
                 part = target[start : start + step]
                 event = self._events[self._next]
