@@ -36,6 +36,7 @@ from lightning_zero.comm.channel import Channel
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.watchdog import Watchdog, cut_connections
 from lightning_zero.layout.mesh import Mesh
+from lightning_zero.record import streams
 from lightning_zero.record.recorder import Pending, Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
@@ -313,6 +314,11 @@ class Communicator:
         both = torch.stack([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
+
+    def wait_for_copies(self) -> None:
+        """Waits until copies to the CPU that the current stream was given have arrived. Local."""
+        if self.device.type == "cuda":
+            streams.current(self.device).synchronize()
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to every rank, in place, and waits."""

@@ -322,12 +322,13 @@ class Engine:
         failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
+        # Before states are dropped, which the compute stream reads meanwhile.
+        self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self.schedule.hooks.detach()
         failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
             bucket.give_back(target)
-        self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()

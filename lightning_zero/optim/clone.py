@@ -5,6 +5,10 @@ key of its state. To step a slice of it, in memory of our choice, perhaps on a w
 *copy* of the optimizer (same class, same attributes, no hooks) gets groups with the same settings
 whose members are stand-ins: fresh parameters over the slice, with its gradient and its state. The
 user's objects are not touched, so nobody sees a step half done.
+
+[Note: Numbers on their way] A loss scaler, or a rate that is a tensor, rests on the device. torch's
+fused steps send such a number to the CPU without waiting, and read it there at once, before it has
+come. So whoever steps on the CPU gets numbers that are there.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.tensors.guarded import attributes_of
 
-__all__ = ["OptimizerClone", "Slice", "copy_of", "raw_step", "settings_of"]
+__all__ = ["OptimizerClone", "Slice", "copy_of", "numbers_on_cpu", "raw_step", "settings_of"]
 
 
 def copy_of(
@@ -50,6 +55,14 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
         if key != "params"
+    }
+
+
+def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`; 0-dim tensors are on the CPU, and there. See [Note: Numbers on their way]."""
+    return {
+        key: value.cpu() if isinstance(value, Tensor) and not value.dim() else value
+        for key, value in values.items()
     }
 
 
@@ -93,10 +106,19 @@ class OptimizerClone:
         self._groups = [settings_of(group) for group in optimizer.param_groups]
         self._attributes = dict(optimizer.__dict__)
 
+    @cached_property
+    def _on_cpu(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Settings and attributes for steps on the CPU."""
+        return [numbers_on_cpu(settings) for settings in self._groups], numbers_on_cpu(
+            self._attributes
+        )
+
     def step(self, slices: Sequence[Slice]) -> None:
-        """One step on `slices`. See [Note: Stand-ins]."""
-        groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in self._groups]
-        copy = copy_of(self.optimizer, groups, self._attributes)
+        """One step on `slices`, of one device. See [Note: Stand-ins]."""
+        is_on_cpu = slices[0].data.device.type == "cpu"
+        all_settings, attributes = self._on_cpu if is_on_cpu else (self._groups, self._attributes)
+        groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in all_settings]
+        copy = copy_of(self.optimizer, groups, attributes)
         stand_ins = []
         for part in slices:
             stand_in = _stand_in(part)

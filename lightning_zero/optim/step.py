@@ -31,7 +31,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, chunks_of
-from lightning_zero.optim.clone import OptimizerClone
+from lightning_zero.optim.clone import OptimizerClone, numbers_on_cpu
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
@@ -126,8 +126,17 @@ class OptimizerStep:
         else:
             for bucket in self._stepping:
                 bucket.masters.enter_step()
+            self._bring_numbers()
             self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
+
+    def _bring_numbers(self) -> None:
+        """What a loss scaler lends for one step. See [Note: Numbers on their way]."""
+        tiers = {bucket.plan.tiers.optim for bucket in self._stepping}
+        if any(self._storage.step_device(tier).type == "cpu" for tier in tiers):
+            own = self.optimizer.__dict__
+            lent = {name: own[name] for name in ("grad_scale", "found_inf") if name in own}
+            own.update(numbers_on_cpu(lent))
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:

@@ -36,6 +36,9 @@ class Sharers(Protocol):
     def max_(self, values: Tensor, name: str) -> Tensor:
         """See `Communicator`."""
 
+    def wait_for_copies(self) -> None:
+        """See `Communicator`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:

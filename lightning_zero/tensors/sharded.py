@@ -633,12 +633,15 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What a GradScaler calls: an infinity in any part makes every rank leave out the step."""
     grads, found_inf, scale = args
+    first = _first_of(grads)
+    if found_inf.device != first.cut.comm.device:
+        first.cut.comm.wait_for_copies()  # the scaler has sent these two without waiting
     for grad in grads:
         if isinstance(grad, ShardedTensor):
             grad.change(lambda part: func([part], found_inf, scale))
         else:
             func([grad], found_inf, scale)
-    _first_of(grads)._highest(found_inf, "unscale_")
+    first._highest(found_inf, "unscale_")
 
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {

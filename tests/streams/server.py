@@ -1,0 +1,86 @@
+"""Trains scenarios, each in a process that is forked from this one, which has imported torch.
+
+    LD_PRELOAD=FOLDER/libaccelerator.so python -m tests.streams.server FOLDER
+
+reads a scenario from each line and answers with a line, both in JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import torch.distributed.fsdp  # noqa: F401  # what is imported here is not imported by each fork
+
+from tests.streams.fake_cuda import FakeCuda
+from tests.streams.scenarios import Scenario, train
+
+__all__ = ["Outcome"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the clocks have seen of one scenario.
+
+    Attributes:
+        num_checks: Pairs of uses of memory that were compared.
+        findings: How often each was found.
+        syncs: Waits of the host in a step, by why and where.
+        num_launches: In a step.
+        seconds: Of the processor.
+        error: Of the training itself.
+    """
+
+    num_checks: int = 0
+    findings: dict[str, int] = dataclasses.field(default_factory=dict)
+    syncs: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_launches: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+def _run(scenario: Scenario, libraries: Path) -> Outcome:
+    cuda = FakeCuda(libraries)
+    with cuda.on(scenario.num_ranks):
+        syncs, launches = train(scenario, cuda.clocks)
+    clocks = cuda.clocks
+    launched = sum(launches.values())
+    return Outcome(clocks.num_checks, dict(clocks.findings), syncs, launched, process_time())
+
+
+def _in_fork(scenario: Scenario, libraries: Path) -> str:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                os.chdir(folder)
+                outcome = _run(scenario, libraries)
+        except BaseException:
+            outcome = Outcome(error=traceback.format_exc())
+        with os.fdopen(writer, "w") as answer:
+            json.dump(dataclasses.asdict(outcome), answer)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    os.wait()
+    return text or json.dumps(dataclasses.asdict(Outcome(error="the process has died")))
+
+
+def _main() -> None:
+    libraries = Path(sys.argv[1])
+    for line in sys.stdin:
+        given: dict[str, Any] = json.loads(line)
+        given["options"] = tuple(given["options"])
+        print(_in_fork(Scenario(**given), libraries), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
