@@ -178,6 +178,7 @@ class _Offloaded:
         self._version = tensor._version
         self._is_changed = False
         self._here: Tensor | None = None  # back on the device, until the last use
+        self._left: streams.Event | None = None
         self._fetched: streams.Event | None = None
         self._num_taken = 0
         is_pinned = pins and self._stream is not None
@@ -189,6 +190,9 @@ class _Offloaded:
             with self._beside():
                 self._copy.copy_(self._source, non_blocking=is_pinned)
             self._left = self._stream.record_event() if self._stream is not None else None
+
+    def __del__(self) -> None:
+        self.drop_source()  # a graph may go before its last copies are made
 
     @property
     def has_arrived(self) -> bool:

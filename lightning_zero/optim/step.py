@@ -135,8 +135,8 @@ class OptimizerStep:
         tiers = {bucket.plan.tiers.optim for bucket in self._stepping}
         if any(self._storage.step_device(tier).type == "cpu" for tier in tiers):
             own = self.optimizer.__dict__
-            lent = {name: own[name] for name in ("grad_scale", "found_inf") if name in own}
-            own.update(numbers_on_cpu(lent))
+            names = own.keys() & {"grad_scale", "found_inf"}
+            own.update(numbers_on_cpu({name: own[name] for name in names}))
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:

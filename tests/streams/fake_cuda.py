@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 import lightning_zero
-from lightning_zero.comm import backends
+from lightning_zero import activations
 from lightning_zero.comm.control import Control
 from lightning_zero.core import step_worker
 from lightning_zero.engine import optimizers
@@ -248,6 +248,8 @@ class FakeCuda:
         cuda.synchronize, cuda.set_device = self.synchronize, lambda device: None
         cuda.current_device, cuda.is_current_stream_capturing = (lambda: 0), (lambda: False)
         cuda.get_device_capability = lambda device=None: (9, 0)
+        scalers: Any = torch.amp.GradScaler
+        scalers._maybe_opt_step = _step_after_a_look
         common: Any = torch.cuda.amp.common
         common.amp_definitely_not_available = lambda: False
 
@@ -297,6 +299,8 @@ class FakeCuda:
         nvme.takes_direct = lambda folder: False  # type: ignore[attr-defined]
         nvme.NvmeFile._begin = _begin_transfer(self)  # type: ignore[method-assign]
         step_worker.ThreadPoolExecutor = _AtOnce  # type: ignore[assignment,misc]
+
+        activations.Tensor = FakeTensor  # type: ignore[misc]  # subclasses of Tensor stay
 
         class FakeGuarded(guarded.GuardedParameter, FakeTensor):
             pass
@@ -358,7 +362,7 @@ class _Checker(TorchDispatchMode):
             cuda.clocks.synchronize([stream], f"{name} of a tensor of the device")
         if name == "equal" or args[0].dtype is torch.bool:
             return True
-        return 0.0 if args[0].is_floating_point() else 1  # a norm that is clipped, no infinity
+        return 0.5 if args[0].is_floating_point() else 1  # no division by it fails
 
     def _use(self, name: str, given: _Given, *, is_beside: bool, fresh: list[Tensor]) -> None:
         cuda = self._cuda
@@ -453,6 +457,13 @@ class _AtOnce:
 
     def shutdown(self) -> None:
         pass
+
+
+def _step_after_a_look(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """As torch's for an optimizer that cannot leave out a step itself; no value is infinite."""
+    for found in state["found_inf_per_device"].values():
+        found.item()
+    return optimizer.step(*args, **kwargs)
 
 
 def _on_real_tensors(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,27 +1,12 @@
-"""What is trained under the clocks: a small model, in every way that moves memory differently."""
+"""What is trained under the clocks: every way that moves memory differently."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import lightning_zero
-from lightning_zero.comm import backends
-from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.engine.shadow import Shadow
-from lightning_zero.record import streams
-from tests.streams.clocks import Clocks
-from tests.streams.fake_cuda import DEVICE
-
-__all__ = ["Scenario", "train"]
-
-_NUM_STEPS = 4  # the order of gathers is followed after two that were alike
-_VOCABULARY, _WIDTH, _TOKENS = 512, 32, 8
+__all__ = ["ALL", "CHOSEN", "Scenario"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +14,17 @@ class Scenario:
     """One way to train.
 
     Attributes:
+        name: Of it.
         config: Of `ZeroConfig`.
         precision: "fp32", "bf16", or "fp16" with a loss scaler.
         optimizer: "adamw", "foreach", or "muon" of whole tensors.
-        options: Any of "clip", "accumulate", "looks", "average", "activations".
+        options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights and
+            offloaded "activations".
         broken: A wait that is left out.
         num_ranks: Of which this is rank 0.
     """
 
+    name: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -44,161 +32,80 @@ class Scenario:
     broken: str = ""
     num_ranks: int = 8
 
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
-        self.down = nn.Linear(2 * _WIDTH, _WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+    @property
+    def is_on_device(self) -> bool:
+        """All states rest there."""
+        return not any(key.startswith("offload") for key in self.config)
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.blocks = nn.ModuleList(_Block() for _ in range(3))
-        self.head = nn.Linear(_WIDTH, _VOCABULARY)
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale
-
-
-def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], dict[int, int]]:
-    """Trains; inside `FakeCuda.on`.
-
-    Returns:
-        Waits of the host in the last step, and launches by stream.
-    """
-    _break(scenario.broken)
-    training = _Training(scenario)
-    for number in range(_NUM_STEPS):
-        is_last = number == _NUM_STEPS - 1
-        if is_last:
-            training.look()
-            clocks.syncs.clear()
-            clocks.launches.clear()
-        training.step()
-    found = dict(clocks.syncs), dict(clocks.launches)
-    training.end()
-    return found
+_NVME = {"device": "nvme", "nvme_path": ".", "buffer_count": 2, "buffer_size": 2**16}
+_PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu optimizer": {"offload_optimizer": "cpu"},
+    "cpu parameters": {"offload_param": "cpu"},
+    "cpu both": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+    "nvme optimizer": {"offload_optimizer": _NVME},
+    "nvme both": {"offload_optimizer": _NVME, "offload_param": _NVME},
+    "nvme gradients": {"offload_optimizer": {**_NVME, "max_in_cpu_bytes": 0}},
+    "half": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+}
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"options": ("clip",)},
+    "accumulate": {"options": ("accumulate",)},
+    "groups": {"config": {"sharding_group_size": 4}, "options": ("accumulate", "clip")},
+    "overlap": {"config": {"overlap_step": True}, "options": ("looks",)},
+    "muon": {"optimizer": "muon", "options": ("looks",)},
+    "foreach": {"optimizer": "foreach"},
+    "at once": {"config": {"assume_elementwise": True}},
+    "average": {"options": ("average", "looks")},
+    "activations": {"options": ("activations",)},
+    "no overlap": {"config": {"overlap_comm": False}},
+}
 
 
-class _Training:
-    def __init__(self, scenario: Scenario) -> None:
-        self._options = scenario.options
-        with DEVICE:
-            self._module = _Net()
-            average = _Net() if "average" in self._options else None
-        self._optimizers = _optimizers_of(scenario.optimizer, self._module)
-        config: dict[str, Any] = dict(scenario.config)
-        self._scaler: torch.amp.GradScaler | None = None
-        if scenario.precision != "fp32":
-            is_bf16 = scenario.precision == "bf16"
-            config["param_dtype"] = torch.bfloat16 if is_bf16 else torch.float16
-            self._scaler = None if is_bf16 else torch.amp.GradScaler("cuda")
-        self._engine = lightning_zero.Engine(
-            self._module,
-            self._optimizers,
-            lightning_zero.ZeroConfig(**config),
-            device=DEVICE,
-        )
-        self._shadow = Shadow(self._engine, average) if average is not None else None
-        self._offload: AbstractContextManager[Any] = nullcontext()
-        if "activations" in self._options:
-            self._offload = lightning_zero.offload_activations(min_bytes=1, num_prefetched=2)
-
-    def step(self) -> None:
-        """All of one step of the optimizer."""
-        is_accumulating = "accumulate" in self._options
-        if is_accumulating:
-            with self._engine.no_sync():
-                self._backward()
-        self._backward()
-        if self._scaler is not None:
-            self._engine.finish_reductions()
-            for optimizer in self._optimizers:
-                self._scaler.unscale_(optimizer)
-        if "clip" in self._options:
-            self._engine.clip_grad_norm_(1.0)
-        if self._scaler is not None:
-            for optimizer in self._optimizers:
-                self._scaler.step(optimizer)
-            self._scaler.update()
-        else:
-            self._engine.step()
-        if self._shadow is not None:
-            with self._shadow.shown(writes=False), torch.no_grad():
-                pairs = zip(
-                    self._shadow.module.parameters(), self._module.parameters(), strict=True
-                )
-                for average, parameter in pairs:
-                    average.lerp_(parameter.to(average.device), 0.1)
-        self._engine.zero_grad()
-
-    def _backward(self) -> None:
-        ids = torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE)
-        with self._offload:
-            loss = F.cross_entropy(self._module(ids).float().flatten(0, 1), ids.flatten())
-        self._engine.backward(loss if self._scaler is None else self._scaler.scale(loss))
-
-    def look(self) -> None:
-        """What somebody does between two steps."""
-        if "looks" not in self._options:
-            return
-        for optimizer in self._optimizers:
-            for state in optimizer.state_dict()["state"].values():
-                for value in state.values():
-                    value.cpu()
-        with lightning_zero.gathered(self._module), torch.no_grad():
-            for parameter in self._module.parameters():
-                parameter.sum().cpu()
-        with torch.no_grad():
-            self._module(torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE))
-
-    def end(self) -> None:
-        """After the last step."""
-        if self._shadow is not None:
-            with self._shadow.shown(writes=True), torch.no_grad():
-                pairs = zip(
-                    self._shadow.module.parameters(), self._module.parameters(), strict=True
-                )
-                for average, parameter in pairs:
-                    parameter.copy_(average)
-            self._shadow.give_back(None)
-        self._engine.close()
-        for parameter in self._module.parameters():
-            parameter.data.add_(1.0)
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
+def _scenario(stage: int, place: str, precision: str, way: str) -> Scenario:
+    options = dict(_WAYS[way])
+    config = {"stage": stage, **_PLACES[place], **options.pop("config", {})}
+    name = f"stage {stage}, {place}, {precision}, {way}"
+    return Scenario(name, config, precision, **options)
 
 
-def _optimizers_of(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
-    parameters = list(module.parameters())
-    if name == "adamw":
-        return [torch.optim.AdamW(parameters, fused=True)]
-    if name == "foreach":
-        return [torch.optim.AdamW(parameters, foreach=True)]
-    assert name == "muon", name
-    matrices = [p for p in parameters if p.dim() == 2]
-    others = [p for p in parameters if p.dim() != 2]
-    return [torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True)]
+def _is_possible(stage: int, place: str) -> bool:
+    return stage == 3 or "offload_param" not in _PLACES[place]
 
 
-def _break(what: str) -> None:
-    """Leaves out one wait."""
-    if what == "side stream":
-        backends.DeviceBackend._on = lambda self, stream: streams.on(stream)  # type: ignore[method-assign]
-    elif what == "gather":
-        backends._Event.wait = lambda self: None  # type: ignore[method-assign]
-    elif what == "drain":
-        StepWorker.drain = lambda self: None  # type: ignore[method-assign]
-    else:
-        assert not what, what
+ALL = [
+    _scenario(stage, place, precision, way)
+    for stage, place, precision, way in product((1, 2, 3), _PLACES, _PRECISIONS, _WAYS)
+    if _is_possible(stage, place)
+]
+_CHOSEN = """
+1, device, fp32, overlap
+1, device, bf16, groups
+1, device, fp16, average
+1, cpu optimizer, fp32, clip
+1, cpu optimizer, fp16, plain
+2, device, fp32, muon
+2, device, bf16, overlap
+2, device, fp16, accumulate
+2, cpu optimizer, bf16, overlap
+2, nvme optimizer, fp32, accumulate
+3, device, fp32, plain
+3, device, bf16, clip
+3, device, fp16, activations
+3, device, bf16, muon
+3, device, fp32, groups
+3, device, fp32, overlap
+3, cpu optimizer, fp16, clip
+3, cpu optimizer, fp16, at once
+3, half, fp16, plain
+3, cpu parameters, bf16, accumulate
+3, cpu both, fp32, overlap
+3, cpu both, bf16, activations
+3, nvme optimizer, fp32, average
+3, nvme gradients, fp16, clip
+3, nvme both, bf16, overlap
+"""
+CHOSEN = {f"stage {line}" for line in _CHOSEN.split("\n") if line}

@@ -17,10 +17,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-import torch.distributed.fsdp  # noqa: F401  # what is imported here is not imported by each fork
-
-from tests.streams.fake_cuda import FakeCuda
-from tests.streams.scenarios import Scenario, train
+from tests.streams.scenarios import Scenario
 
 __all__ = ["Outcome"]
 
@@ -46,7 +43,20 @@ class Outcome:
     error: str = ""
 
 
+def _preload() -> None:
+    """What is imported here is not imported by each fork."""
+    import torch._subclasses.schema_check_mode
+    import torch.distributed.fsdp
+    import torch.profiler._cupti_monitor
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    import tests.streams.training  # noqa: F401
+
+
 def _run(scenario: Scenario, libraries: Path) -> Outcome:
+    from tests.streams.fake_cuda import FakeCuda
+    from tests.streams.training import train
+
     cuda = FakeCuda(libraries)
     with cuda.on(scenario.num_ranks):
         syncs, launches = train(scenario, cuda.clocks)
@@ -76,6 +86,7 @@ def _in_fork(scenario: Scenario, libraries: Path) -> str:
 
 def _main() -> None:
     libraries = Path(sys.argv[1])
+    _preload()
     for line in sys.stdin:
         given: dict[str, Any] = json.loads(line)
         given["options"] = tuple(given["options"])

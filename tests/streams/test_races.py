@@ -1,0 +1,59 @@
+"""No use of memory is left to chance, and the host waits no more than it must."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.streams.conftest import Checker
+from tests.streams.scenarios import ALL, CHOSEN, Scenario
+
+SCENARIOS = [
+    pytest.param(one, id=one.name, marks=() if one.name in CHOSEN else pytest.mark.slow)
+    for one in ALL
+]
+# Of the host, in one step of four buckets; nowhere more than now.
+MOST_WAITS = {
+    "stage 1, cpu optimizer, fp32, clip": 6,
+    "stage 1, cpu optimizer, fp16, plain": 6,
+    "stage 2, cpu optimizer, bf16, overlap": 3,
+    "stage 2, nvme optimizer, fp32, accumulate": 4,
+    "stage 3, cpu optimizer, fp16, clip": 20,
+    "stage 3, cpu optimizer, fp16, at once": 11,
+    "stage 3, cpu parameters, bf16, accumulate": 8,
+    "stage 3, cpu both, fp32, overlap": 8,
+    "stage 3, cpu both, bf16, activations": 8,
+    "stage 3, nvme optimizer, fp32, average": 16,
+    "stage 3, nvme both, bf16, overlap": 10,
+    "stage 3, nvme gradients, fp16, clip": 20,
+    "stage 3, half, fp16, plain": 5,
+}
+IN_FILES = {"device": "nvme", "nvme_path": ".", "buffer_count": 2, "buffer_size": 2**16}
+BROKEN = [
+    Scenario(config={"stage": 2}, broken="side stream"),
+    Scenario(config={"stage": 3}, broken="gather"),
+    Scenario(config={"stage": 3, "overlap_step": True}, options=("looks",), broken="drain"),
+    Scenario(config={"stage": 1, "offload_optimizer": IN_FILES}, broken="file"),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_use_of_memory_comes_after_the_one_before(checker: Checker, scenario: Scenario):
+    outcome = checker.run(scenario)
+    assert outcome.num_checks > 500
+    assert outcome.findings == {}
+    # A scaler that may have to leave out a step looks whether, where torch's step cannot.
+    waits = {why: count for why, count in outcome.syncs.items() if not why.endswith("[outside]")}
+    if scenario.is_on_device:
+        assert waits == {}
+    elif scenario.name in MOST_WAITS:
+        assert sum(waits.values()) <= MOST_WAITS[scenario.name], waits
+
+
+@pytest.mark.parametrize("scenario", BROKEN, ids=lambda scenario: scenario.broken)
+def test_a_wait_that_is_left_out_is_found(checker: Checker, scenario: Scenario):
+    found = checker.run(scenario).findings
+    assert any(text.startswith("RACE") for text in found), found
+
+
+def test_the_chosen_scenarios_are_there():
+    assert {one.name for one in ALL} >= CHOSEN

@@ -1,0 +1,185 @@
+"""Trains a small model as a scenario says, on a fake device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_zero
+from lightning_zero.comm import backends
+from lightning_zero.core.step_worker import StepWorker
+from lightning_zero.engine.shadow import Shadow
+from lightning_zero.record import streams
+from lightning_zero.tiers import nvme
+from tests.streams.clocks import Clocks
+from tests.streams.fake_cuda import DEVICE
+from tests.streams.scenarios import Scenario
+
+__all__ = ["train"]
+
+_NUM_STEPS = 4  # the order of gathers is followed after two that were alike
+_VOCABULARY, _WIDTH, _TOKENS = 512, 32, 8
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
+        self.down = nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], dict[int, int]]:
+    """Trains; inside `FakeCuda.on`.
+
+    Returns:
+        Waits of the host in the last step, and launches by stream.
+    """
+    _break(scenario.broken)
+    training = _Training(scenario)
+    for number in range(_NUM_STEPS):
+        is_last = number == _NUM_STEPS - 1
+        if is_last:
+            training.look()
+            clocks.syncs.clear()
+            clocks.launches.clear()
+        training.step()
+    found = dict(clocks.syncs), dict(clocks.launches)
+    training.end()
+    return found
+
+
+class _Training:
+    def __init__(self, scenario: Scenario) -> None:
+        self._options = scenario.options
+        with DEVICE:
+            self._module = _Net()
+            average = _Net() if "average" in self._options else None
+        self._optimizers = _optimizers_of(scenario.optimizer, self._module)
+        config: dict[str, Any] = dict(scenario.config)
+        self._scaler: torch.amp.GradScaler | None = None
+        if scenario.precision != "fp32":
+            is_bf16 = scenario.precision == "bf16"
+            config["param_dtype"] = torch.bfloat16 if is_bf16 else torch.float16
+            self._scaler = None if is_bf16 else torch.amp.GradScaler("cuda")
+        self._engine = lightning_zero.Engine(
+            self._module,
+            self._optimizers,
+            lightning_zero.ZeroConfig(**config),
+            device=DEVICE,
+        )
+        self._shadow = Shadow(self._engine, average) if average is not None else None
+        self._offload = lightning_zero.offload_activations(min_bytes=1, num_prefetched=2)
+
+    def step(self) -> None:
+        """All of one step of the optimizer."""
+        is_accumulating = "accumulate" in self._options
+        if is_accumulating:
+            with self._engine.no_sync():
+                self._backward()
+        self._backward()
+        if self._scaler is not None:
+            self._engine.finish_reductions()
+            for optimizer in self._optimizers:
+                self._scaler.unscale_(optimizer)
+        if "clip" in self._options:
+            self._engine.clip_grad_norm_(1.0)
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                self._scaler.step(optimizer)
+            self._scaler.update()
+        else:
+            self._engine.step()
+        if self._shadow is not None:
+            with self._shadow.shown(writes=False), torch.no_grad():
+                pairs = zip(
+                    self._shadow.module.parameters(), self._module.parameters(), strict=True
+                )
+                for average, parameter in pairs:
+                    average.lerp_(parameter.to(average.device), 0.1)
+        self._engine.zero_grad()
+
+    def _backward(self) -> None:
+        ids = torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE)
+        with self._offload if "activations" in self._options else nullcontext():
+            loss = F.cross_entropy(self._module(ids).float().flatten(0, 1), ids.flatten())
+        self._engine.backward(loss if self._scaler is None else self._scaler.scale(loss))
+
+    def look(self) -> None:
+        """What somebody does between two steps."""
+        if "looks" not in self._options:
+            return
+        for optimizer in self._optimizers:
+            for state in optimizer.state_dict()["state"].values():
+                for value in state.values():
+                    value.cpu()
+        with lightning_zero.gathered(self._module), torch.no_grad():
+            for parameter in self._module.parameters():
+                parameter.sum().cpu()
+        with torch.no_grad():
+            self._module(torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE))
+
+    def end(self) -> None:
+        """After the last step."""
+        assert bool(self._offload.nbytes) == ("activations" in self._options)
+        if self._shadow is not None:
+            with self._shadow.shown(writes=True), torch.no_grad():
+                pairs = zip(
+                    self._shadow.module.parameters(), self._module.parameters(), strict=True
+                )
+                for average, parameter in pairs:
+                    parameter.copy_(average)
+            self._shadow.give_back(None)
+        self._engine.close()
+        for parameter in self._module.parameters():
+            parameter.data.add_(1.0)
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+
+def _optimizers_of(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(module.parameters())
+    if name == "adamw":
+        return [torch.optim.AdamW(parameters, fused=True)]
+    if name == "foreach":
+        return [torch.optim.AdamW(parameters, foreach=True)]
+    assert name == "muon", name
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True)]
+
+
+def _break(what: str) -> None:
+    """Leaves out one wait."""
+    if what == "side stream":
+        backends.DeviceBackend._on = lambda self, stream: streams.on(stream)  # type: ignore[method-assign]
+    elif what == "gather":
+        backends._Event.wait = lambda self: None  # type: ignore[method-assign]
+    elif what == "drain":
+        StepWorker.drain = lambda self: None  # type: ignore[method-assign]
+    elif what == "file":
+        nvme.Transfer.wait = lambda self: None  # type: ignore[method-assign]
+    else:
+        assert not what, what
