@@ -134,12 +134,13 @@ class FakeCuda:
 
     @contextmanager
     def on(self, size: int) -> Iterator[None]:
-        """Inside, tensors of DEVICE are fake, and this process is rank 0 of `size`."""
+        """Inside, tensors of DEVICE are fake, and this process is rank 0 of `size`; 0: alone."""
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         self._double_torch()
         self._double_engine()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        if size:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         with FakeTensorMode(allow_non_fake_inputs=True), _Checker(self):
             yield
 

@@ -18,10 +18,10 @@ class Scenario:
         config: Of `ZeroConfig`.
         precision: "fp32", "bf16", or "fp16" with a loss scaler.
         optimizer: "adamw", "foreach", or "muon" of whole tensors.
-        options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights and
-            offloaded "activations".
+        options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights,
+            offloaded "activations", and "failures" of a forward and of a backward.
         broken: A wait that is left out.
-        num_ranks: Of which this is rank 0.
+        num_ranks: Of which this is rank 0; 0: there is no process group.
     """
 
     name: str = ""
@@ -62,6 +62,9 @@ _WAYS: dict[str, dict[str, Any]] = {
     "average": {"options": ("average", "looks")},
     "activations": {"options": ("activations",)},
     "no overlap": {"config": {"overlap_comm": False}},
+    "failures": {"options": ("failures",)},
+    "one rank": {"num_ranks": 1},
+    "no group": {"num_ranks": 0},
 }
 
 
@@ -88,11 +91,13 @@ _CHOSEN = """
 1, cpu optimizer, fp32, clip
 1, cpu optimizer, fp16, plain
 2, device, fp32, muon
+2, device, fp32, no group
 2, device, bf16, overlap
 2, device, fp16, accumulate
 2, cpu optimizer, bf16, overlap
 2, nvme optimizer, fp32, accumulate
-3, device, fp32, plain
+3, device, fp32, failures
+3, device, fp32, one rank
 3, device, bf16, clip
 3, device, fp16, activations
 3, device, bf16, muon
@@ -103,6 +108,7 @@ _CHOSEN = """
 3, half, fp16, plain
 3, cpu parameters, bf16, accumulate
 3, cpu both, fp32, overlap
+3, cpu both, fp32, failures
 3, cpu both, bf16, activations
 3, nvme optimizer, fp32, average
 3, nvme gradients, fp16, clip

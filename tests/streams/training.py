@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 import lightning_zero
 from lightning_zero.comm import backends
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.shadow import Shadow
+from lightning_zero.optim import clone
 from lightning_zero.record import streams
 from lightning_zero.tiers import nvme
 from tests.streams.clocks import Clocks
@@ -23,6 +25,14 @@ __all__ = ["train"]
 
 _NUM_STEPS = 4  # the order of gathers is followed after two that were alike
 _VOCABULARY, _WIDTH, _TOKENS = 512, 32, 8
+
+
+class _FailureError(Exception):
+    """Of the model."""
+
+
+def _fail(grad: Tensor) -> None:
+    raise _FailureError
 
 
 class _Block(nn.Module):
@@ -43,11 +53,16 @@ class _Net(nn.Module):
         self.blocks = nn.ModuleList(_Block() for _ in range(3))
         self.head = nn.Linear(_WIDTH, _VOCABULARY)
         self.register_buffer("scale", torch.ones(1))
+        self.failing = ""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = block(x)
+            if number == 1 and self.failing == "forward":
+                raise _FailureError
+            if number == 1 and self.failing == "backward":
+                x.register_hook(_fail)
         return self.head(x) * self.scale
 
 
@@ -129,15 +144,25 @@ class _Training:
 
     def look(self) -> None:
         """What somebody does between two steps."""
+        if "failures" in self._options:
+            for self._module.failing in ("forward", "backward"):
+                try:
+                    self._backward()
+                except _FailureError:
+                    self._engine.reset()
+                else:
+                    raise AssertionError("nothing has failed")
+            self._module.failing = ""
+            self.step()
         if "looks" not in self._options:
             return
         for optimizer in self._optimizers:
             for state in optimizer.state_dict()["state"].values():
                 for value in state.values():
                     value.cpu()
-        with lightning_zero.gathered(self._module), torch.no_grad():
+        with lightning_zero.gathered(self._module, writeback=True), torch.no_grad():
             for parameter in self._module.parameters():
-                parameter.sum().cpu()
+                parameter.mul_(0.5).sum().cpu()
         with torch.no_grad():
             self._module(torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE))
 
@@ -179,6 +204,12 @@ def _break(what: str) -> None:
         backends._Event.wait = lambda self: None  # type: ignore[method-assign]
     elif what == "drain":
         StepWorker.drain = lambda self: None  # type: ignore[method-assign]
+    elif what == "forget":
+        Communicator.forget = lambda self, pending: None  # type: ignore[method-assign]
+    elif what == "copies":
+        Communicator.wait_for_copies = lambda self: None  # type: ignore[method-assign]
+    elif what == "numbers":
+        clone.numbers_on_cpu = dict  # type: ignore[assignment]
     elif what == "file":
         nvme.Transfer.wait = lambda self: None  # type: ignore[method-assign]
     else:
