@@ -32,6 +32,7 @@ from torch.multiprocessing.spawn import (
 
 from lightning_zero.cli.sizes import check_rates, count_of, parse_bytes, parse_seconds, write_rates
 from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.record import streams
 
 __all__ = ["COLLECTIVES", "LinkReport", "Timing", "add_parser", "measure_link"]
 
@@ -157,7 +158,7 @@ def _time(comm: Communicator, issue: Callable[[], Pending], count: int) -> float
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        streams.synchronize(device)
 
 
 _DESCRIPTION = (
