@@ -58,7 +58,7 @@ def _place() -> str:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE):
             found.append(f"{file[len(_PACKAGE) + 1 :]}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " < ".join(found) or "outside"
 
 
@@ -70,10 +70,10 @@ class _Stream(torch.Stream):
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())
 
-    def wait_event(self, event: _Event) -> None:  # type: ignore[override]
+    def wait_event(self, event: _Event) -> None:
         self.cuda.clocks.wait(self.stream_id, event.number)
 
-    def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
+    def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event(self.cuda)
         event.record(self)
         return event
@@ -289,24 +289,24 @@ class FakeCuda:
     def _double_engine(self) -> None:
         for name in ("make_stream", "make_event", "synchronize"):
             setattr(streams, name, getattr(self, name))
-        streams.current, streams.on = self.current_stream, self.on_stream  # type: ignore[assignment]
+        streams.current, streams.on = self.current_stream, self.on_stream
         for name in ("min_ints", "union", "broadcast_object", "gather_objects", "gather_floats"):
             setattr(Control, name, _on_real_tensors(getattr(Control, name)))
         probe = _on_real_tensors(optimizers.probe)
         optimizers.probe = lambda optimizer, device, dtype: probe(
             optimizer, torch.device("cpu"), dtype
         )
-        memory._map = self._map  # type: ignore[assignment]
-        nvme.takes_direct = lambda folder: False  # type: ignore[attr-defined]
-        nvme.NvmeFile._begin = _begin_transfer(self)  # type: ignore[method-assign]
-        step_worker.ThreadPoolExecutor = _AtOnce  # type: ignore[assignment,misc]
+        memory._map = self._map
+        nvme.takes_direct = lambda folder: False
+        nvme.NvmeFile._begin = _begin_transfer(self)
+        step_worker.ThreadPoolExecutor = _AtOnce
 
-        activations.Tensor = FakeTensor  # type: ignore[misc]  # subclasses of Tensor stay
+        activations.Tensor = FakeTensor  # subclasses of Tensor stay
 
         class FakeGuarded(guarded.GuardedParameter, FakeTensor):
             pass
 
-        guarded.GuardedParameter = FakeGuarded  # type: ignore[misc]
+        guarded.GuardedParameter = FakeGuarded
 
     def _map(self, nbytes: int, *, pin: bool) -> tuple[Tensor, Any]:
         tensor = torch.empty(nbytes, dtype=torch.uint8)
@@ -341,7 +341,7 @@ class _Checker(TorchDispatchMode):
                 return answer
             known = {self._cuda.region(tensor)[0] for tensor in (*given.reads, *given.writes)}
             result = func(*args, **kwargs)
-            made = [leaf for leaf in tree_iter(result) if type(leaf) in _FAKES]
+            made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
             fresh = [tensor for tensor in made if self._cuda.region(tensor)[0] not in known]
             if kwargs.get("pin_memory"):
                 self._cuda.pin(fresh[0], is_cached=True)
@@ -403,6 +403,7 @@ class _Given:
         values = [*zip(arguments, args, strict=False)]
         values += [(one, kwargs[one.name]) for one in arguments if one.name in kwargs]
         written = _COLLECTIVES.get(name)
+        assert (written is None) == (func.namespace != "c10d"), f"what does {name} write?"
         for number, (argument, value) in enumerate(values):
             alias = argument.alias_info
             is_write = alias is not None and alias.is_write
@@ -428,7 +429,6 @@ _COLLECTIVES = {
 }
 _NO_VALUES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _SAME_MEMORY = ("_unsafe_view", "lift_fresh", "set_", "resize_")
-_FAKES = (FakeTensor,)
 
 
 def _moves_nothing(func: Any, name: str) -> bool:

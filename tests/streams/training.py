@@ -199,18 +199,18 @@ def _optimizers_of(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
 def _break(what: str) -> None:
     """Leaves out one wait."""
     if what == "side stream":
-        backends.DeviceBackend._on = lambda self, stream: streams.on(stream)  # type: ignore[method-assign]
+        backends.DeviceBackend._on = lambda self, stream: streams.on(stream)
     elif what == "gather":
-        backends._Event.wait = lambda self: None  # type: ignore[method-assign]
+        backends._Event.wait = lambda self: None
     elif what == "drain":
-        StepWorker.drain = lambda self: None  # type: ignore[method-assign]
+        StepWorker.drain = lambda self: None
     elif what == "forget":
-        Communicator.forget = lambda self, pending: None  # type: ignore[method-assign]
+        Communicator.forget = lambda self, pending: None
     elif what == "copies":
-        Communicator.wait_for_copies = lambda self: None  # type: ignore[method-assign]
+        Communicator.wait_for_copies = lambda self: None
     elif what == "numbers":
-        clone.numbers_on_cpu = dict  # type: ignore[assignment]
+        clone.numbers_on_cpu = dict
     elif what == "file":
-        nvme.Transfer.wait = lambda self: None  # type: ignore[method-assign]
+        nvme.Transfer.wait = lambda self: None
     else:
         assert not what, what
