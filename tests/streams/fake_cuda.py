@@ -292,10 +292,7 @@ class FakeCuda:
         streams.current, streams.on = self.current_stream, self.on_stream
         for name in ("min_ints", "union", "broadcast_object", "gather_objects", "gather_floats"):
             setattr(Control, name, _on_real_tensors(getattr(Control, name)))
-        probe = _on_real_tensors(optimizers.probe)
-        optimizers.probe = lambda optimizer, device, dtype: probe(
-            optimizer, torch.device("cpu"), dtype
-        )
+        optimizers.probe = _probe_on_cpu(optimizers.probe)
         memory._map = self._map
         nvme.takes_direct = lambda folder: False
         nvme.NvmeFile._begin = _begin_transfer(self)
@@ -340,7 +337,8 @@ class _Checker(TorchDispatchMode):
             if (answer := self._answer(name, args, given)) is not None:
                 return answer
             known = {self._cuda.region(tensor)[0] for tensor in (*given.reads, *given.writes)}
-            result = func(*args, **kwargs)
+            is_fake = func._overloadname != "tensor_lr"  # which returns nothing anyway
+            result = func(*args, **kwargs) if is_fake else None
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
             fresh = [tensor for tensor in made if self._cuda.region(tensor)[0] not in known]
             if kwargs.get("pin_memory"):
@@ -473,6 +471,22 @@ def _on_real_tensors(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return without_modes
+
+
+def _probe_on_cpu(probe: Callable[..., Any]) -> Callable[..., Any]:
+    """The trial of an optimizer, whose rate may be a fake tensor."""
+    run = _on_real_tensors(probe)
+
+    def probe_on_cpu(optimizer: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        found = run(optimizer, torch.device("cpu"), dtype)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return found
+
+    return probe_on_cpu
 
 
 def _begin_transfer(cuda: FakeCuda) -> Callable[..., Any]:

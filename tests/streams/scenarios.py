@@ -17,7 +17,8 @@ class Scenario:
         name: Of it.
         config: Of `ZeroConfig`.
         precision: "fp32", "bf16", or "fp16" with a loss scaler.
-        optimizer: "adamw", "foreach", or "muon" of whole tensors.
+        optimizer: "adamw"; the same with a "tensor rate", or by "foreach"; or "muon" of whole
+            tensors.
         options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights,
             offloaded "activations", and "failures" of a forward and of a backward.
         broken: A wait that is left out.
@@ -59,6 +60,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"config": {"overlap_step": True}, "options": ("looks",)},
     "muon": {"optimizer": "muon", "options": ("looks",)},
     "foreach": {"optimizer": "foreach"},
+    "tensor rate": {"optimizer": "tensor rate", "config": {"overlap_step": True}},
     "at once": {"config": {"assume_elementwise": True}},
     "average": {"options": ("average", "looks")},
     "activations": {"options": ("activations",)},
@@ -67,7 +69,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "one rank": {"num_ranks": 1},
     "no group": {"num_ranks": 0},
 }
-_ALIKE_IN_ALL_PRECISIONS = ("no overlap", "failures", "one rank", "no group")
+_ALIKE_IN_ALL_PRECISIONS = ("no overlap", "failures", "one rank", "no group", "tensor rate")
 
 
 def _scenario(stage: int, place: str, precision: str, way: str) -> Scenario:
@@ -83,6 +85,7 @@ _CHOSEN = """
 1, device, fp16, average
 1, cpu optimizer, fp32, clip
 1, cpu optimizer, fp16, plain
+1, cpu optimizer, bf16, tensor rate
 2, device, fp32, muon
 2, device, fp32, no group
 2, device, bf16, overlap

@@ -190,6 +190,8 @@ def _optimizers_of(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW(parameters, fused=True)]
     if name == "foreach":
         return [torch.optim.AdamW(parameters, foreach=True)]
+    if name == "tensor rate":
+        return [torch.optim.AdamW(parameters, lr=torch.ones((), device=DEVICE), fused=True)]
     assert name == "muon", name
     matrices = [p for p in parameters if p.dim() == 2]
     others = [p for p in parameters if p.dim() != 2]
