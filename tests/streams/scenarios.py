@@ -91,13 +91,10 @@ _CHOSEN = """
 2, device, bf16, overlap
 2, device, fp16, accumulate
 2, cpu optimizer, bf16, overlap
-2, nvme optimizer, fp32, accumulate
 3, device, fp32, failures
 3, device, fp32, one rank
-3, device, bf16, clip
 3, device, fp16, activations
 3, device, bf16, muon
-3, device, fp32, groups
 3, device, fp32, overlap
 3, cpu optimizer, fp16, clip
 3, cpu optimizer, fp16, at once

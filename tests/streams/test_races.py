@@ -16,7 +16,6 @@ MOST_WAITS = {
     "stage 1, cpu optimizer, fp32, clip": 6,
     "stage 1, cpu optimizer, fp16, plain": 6,
     "stage 2, cpu optimizer, bf16, overlap": 3,
-    "stage 2, nvme optimizer, fp32, accumulate": 4,
     "stage 3, cpu optimizer, fp16, clip": 20,
     "stage 3, cpu optimizer, fp16, at once": 11,
     "stage 3, cpu parameters, bf16, accumulate": 8,
