@@ -496,7 +496,7 @@ class Gradients:
             self._offloaded.drop()
         if self._pending is not None:
             self._comm.forget(self._pending)
-            self.whole = None if self._is_sharded else self.whole
+            self.whole = None  # others may still write to it
         self.replicas.drop()
         if self._of_others is not None and self._of_others[1] is not None:
             self._comm.forget(self._of_others[1])

@@ -81,6 +81,7 @@ def _scenario(stage: int, place: str, precision: str, way: str) -> Scenario:
 
 _CHOSEN = """
 1, device, fp32, overlap
+1, device, fp32, failures
 1, device, bf16, groups
 1, device, fp16, average
 1, cpu optimizer, fp32, clip
@@ -101,7 +102,6 @@ _CHOSEN = """
 3, half, fp16, plain
 3, cpu parameters, bf16, accumulate
 3, cpu both, fp32, overlap
-3, cpu both, fp32, failures
 3, cpu both, bf16, activations
 3, nvme optimizer, fp32, average
 3, nvme gradients, fp16, clip
