@@ -21,6 +21,7 @@ __all__ = [
     "GlooAllReduce",
     "DeviceBackend",
     "GlooBackend",
+    "Source",
     "backend_for",
 ]
 
@@ -33,17 +34,19 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
 )
 
 
+Source = Tensor | Callable[[Tensor], object]  # 1-D, or what fills a 1-D tensor on any stream
+
+
 class Backend(Protocol):
     """How the data plane moves flat tensors. See `Communicator` for the arguments."""
 
-    def all_gather(
-        self,
-        whole: Tensor,
-        source: Tensor | None = None,
-        cuts: Sequence[int] | None = None,
-        name: str = "",
-    ) -> Pending:
-        """Fills `whole` in place from every rank's own part, which is first taken from `source`."""
+    def fill(
+        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
+    ) -> None:
+        """Takes this rank's part of `whole` from `source`, before its gather."""
+
+    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
+        """Fills `whole` in place from every rank's own part."""
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
@@ -54,7 +57,7 @@ class Backend(Protocol):
         """Averages `whole` in place."""
 
     def wait_for_sent(self) -> None:
-        """Waits until no gather reads its source any more."""
+        """Waits until `fill` has copied what it was given."""
 
 
 def backend_for(device: torch.device) -> str:
@@ -68,13 +71,13 @@ def backend_for(device: torch.device) -> str:
 class ClosedBackend:
     """Takes the place of an exchange whose group is gone."""
 
-    def all_gather(
-        self,
-        whole: Tensor,
-        source: Tensor | None = None,
-        cuts: Sequence[int] | None = None,
-        name: str = "",
-    ) -> Pending:
+    def fill(
+        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
+    ) -> None:
+        """See `Backend`."""
+        self.all_gather(whole)
+
+    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
         """See `Backend`."""
         raise RuntimeError("the engine is closed; no collective is possible any more.")
 
@@ -133,16 +136,15 @@ class GlooBackend:
         self._gather_tag = 0
         self._reduce_tag = 1
 
-    def all_gather(
-        self,
-        whole: Tensor,
-        source: Tensor | None = None,
-        cuts: Sequence[int] | None = None,
-        name: str = "",
-    ) -> Pending:
+    def fill(
+        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
+    ) -> None:
         """See `Backend`."""
-        if source is not None:
-            _part(whole, self._rank, self._size, cuts).copy_(source)
+        own = _part(whole, self._rank, self._size, cuts)
+        _ = own.copy_(source) if isinstance(source, Tensor) else source(own)
+
+    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
+        """See `Backend`."""
         self._gather_tag += 2
         return self._gather(whole, self._gather_tag, cuts)
 
@@ -306,8 +308,19 @@ class DeviceBackend:
     reduction for each of them, issued together.
 
     Gathers and reductions have a stream each, so that a reduction that waits for a backward does
-    not hold up the gather of the next bucket. Each side stream first waits for the current stream,
-    on which the buffers were allocated and written.
+    not hold up the gather of the next bucket, and so have copies from the CPU, which go beside the
+    gather before them. Each side stream first waits for the current stream, on which the buffers
+    were allocated and written. What they do goes before the computation that is queued beside it,
+    for others wait for it.
+
+    Two communicators are under way at once on one device. Their kernels may wait for each other if
+    the device has not room for both, or starts them in another order on each rank: leave
+    CUDA_DEVICE_MAX_CONNECTIONS as it is (Megatron-LM sets it to 1), and with NCCL 2.26 or later set
+    NCCL_LAUNCH_ORDER_IMPLICIT=1, with which kernels start in the order in which they were issued,
+    one order on all ranks here (layout/order.py). One communicator would be better where it is
+    memory that is short: each takes buffers of its own, which NCCL_BUFFSIZE makes smaller.
+
+    Without a group this rank is alone, and nothing but copies is left.
     """
 
     def __init__(
@@ -324,32 +337,38 @@ class DeviceBackend:
         self._rank = rank
         self._size = size
         self._recorder = recorder
-        self._gather_stream = streams.make_stream(device)
-        self._reduce_stream = streams.make_stream(device)
+        self._copy_stream = streams.make_stream(device, is_urgent=True)
+        self._gather_stream = streams.make_stream(device, is_urgent=True)
+        self._reduce_stream = streams.make_stream(device, is_urgent=True)
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
-        self._has_mean = backend_for(device) == "nccl"
+        self._has_mean = group is not None and backend_for(device) == "nccl"
 
-    def all_gather(
-        self,
-        whole: Tensor,
-        source: Tensor | None = None,
-        cuts: Sequence[int] | None = None,
-        name: str = "",
-    ) -> Pending:
+    def fill(
+        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
+    ) -> None:
         """See `Backend`."""
         own = _part(whole, self._rank, self._size, cuts)
-        with self._on(self._gather_stream):
-            if source is not None:
+        with self._on(self._copy_stream):
+            if isinstance(source, Tensor):
                 with self._recorder.moving(name, own.nbytes, source.device, own.device):
                     own.copy_(source, non_blocking=True)
-            began = self._recorder.mark()
-            if cuts is None:
-                _all_gather_single(whole, own, group=self._gather_group)
             else:
-                parts = _parts(whole, self._size, cuts)
-                dist.all_gather(parts, own, group=self._gather_group)
-            tensors = (whole,) if source is None else (whole, source)
-            return self._event(self._gather_stream, began, *tensors)
+                source(own)
+        if self._gather_stream is not None and self._copy_stream is not None:
+            self._gather_stream.wait_stream(self._copy_stream)
+
+    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
+        """See `Backend`."""
+        with self._on(self._gather_stream):
+            began = self._recorder.mark()
+            if self._group is not None:
+                own = _part(whole, self._rank, self._size, cuts)
+                if cuts is None:
+                    _all_gather_single(whole, own, group=self._gather_group)
+                else:
+                    parts = _parts(whole, self._size, cuts)
+                    dist.all_gather(parts, own, group=self._gather_group)
+            return self._event(self._gather_stream, began, whole)
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
@@ -357,6 +376,9 @@ class DeviceBackend:
         """See `Backend`."""
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
+            if self._group is None:
+                out.copy_(whole)
+                return self._event(self._reduce_stream, began, whole, out)
             source = whole.to(out.dtype)
             op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
             if cuts is None:
@@ -372,16 +394,17 @@ class DeviceBackend:
         """See `Backend`."""
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
-            op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
-            dist.all_reduce(whole, op=op, group=self._group)
-            if not self._has_mean:
-                whole.mul_(1 / self._size)
+            if self._group is not None:
+                op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
+                dist.all_reduce(whole, op=op, group=self._group)
+                if not self._has_mean:
+                    whole.mul_(1 / self._size)
             return self._event(self._reduce_stream, began, whole)
 
     def wait_for_sent(self) -> None:
         """See `Backend`."""
-        if self._gather_stream is not None:
-            self._gather_stream.synchronize()
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
 
     def _on(self, stream: streams.Stream | None) -> AbstractContextManager[Any]:
         if stream is not None:

@@ -30,6 +30,7 @@ from lightning_zero.comm.backends import (
     DeviceBackend,
     GlooAllReduce,
     GlooBackend,
+    Source,
     backend_for,
 )
 from lightning_zero.comm.channel import Channel
@@ -214,8 +215,10 @@ class Communicator:
     def _open_backend(self) -> Backend:
         """Makes the groups along the axes of the mesh. Collective."""
         mesh = self.mesh
+        if self._group is None and self.device.type == "cuda":
+            return DeviceBackend(None, None, 0, 1, self.device, self.recorder)
         if self._group is None:
-            return GlooBackend(None, mesh.shard_rank, mesh.num_shards)
+            return GlooBackend(None, 0, 1)
         is_gloo = backend_for(self.device) == "gloo"
         axes = self._axes = open_axes(
             mesh, self._group, has_gather_group=not is_gloo, timeout=self._timeout
@@ -231,7 +234,7 @@ class Communicator:
         self,
         whole: Tensor,
         name: str = "",
-        source: Tensor | None = None,
+        source: Source | None = None,
         cuts: Sequence[int] | None = None,
     ) -> Pending:
         """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
@@ -239,12 +242,14 @@ class Communicator:
         Args:
             whole: The whole buffer.
             name: Bucket, for profiler and recorder.
-            source: This rank's shard, 1-D, where it is not in `whole` yet; it may be in CPU memory.
+            source: This rank's shard, where it is not in `whole` yet: 1-D, perhaps in CPU memory;
+                or what fills a 1-D tensor with it, on any stream.
             cuts: Elements of each rank's shard; None: all alike.
         """
         sent = _sent(whole.nbytes, self.mesh.num_shards)
-        issue = self._backend.all_gather
-        return self._issue(Kind.GATHER, name, sent, issue, whole, source, cuts, name)
+        if source is not None:
+            self._backend.fill(whole, source, cuts, name)
+        return self._issue(Kind.GATHER, name, sent, self._backend.all_gather, whole, cuts)
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None

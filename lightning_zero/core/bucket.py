@@ -33,6 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.gradients import Gradients
@@ -261,10 +262,9 @@ class Bucket:
 
     def send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        source = self.shards.send_params()
-        return self.gather_in_place(self.whole.tensor, source)
+        return self.gather_in_place(self.whole.tensor, self.shards.sent_params())
 
-    def gather_in_place(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+    def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
         """Issues a gather into `whole`, laid out as the bucket, of `source` or its own part."""
         cuts = self.plan.layout.cuts
         return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)

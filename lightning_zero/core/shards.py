@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_zero.comm.backends import Source
 from lightning_zero.core.writes import Fingerprint
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
@@ -180,12 +181,11 @@ class Shards:
             self.follower.write(0, self.master.fetch(0, self.master.numel))
         self.mark_written()
 
-    def send_params(self) -> Tensor | None:
-        """Readies the parameters for a gather: what it has to send, if not in the whole buffer."""
+    def sent_params(self) -> Source | None:
+        """What a gather has to send of this rank, where it is not in the whole buffer."""
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)
-            self.reader.copy_to(self.own_whole)
-            return None
+            return self.reader.copy_to
         return self.param.tensor if isinstance(self.param, InMemory) else None
 
     def stop_reading(self) -> None:

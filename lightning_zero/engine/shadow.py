@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
@@ -129,9 +130,9 @@ class Shadow:
 class _ShadowBucket(Bucket):
     """Where optimizer states are whole, every rank has all elements: it sends only its share."""
 
-    def gather_in_place(self, whole: Tensor, source: Tensor | None = None) -> Pending:
+    def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
         """See `Bucket`."""
-        if source is not None and self.steps_whole:
+        if isinstance(source, Tensor) and self.steps_whole:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
         return super().gather_in_place(whole, source)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.layout.offload import PAGE_BYTES
+from lightning_zero.record.streams import Event
 
 __all__ = [
     "BufferPool",
@@ -78,25 +79,32 @@ class BufferPool:
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self.nbytes = buffers[0].numel()
-        self._free = deque(buffers)
+        self._free: deque[tuple[Tensor, Event | None]] = deque((one, None) for one in buffers)
         self._is_closed = False
 
     def take(self) -> Tensor | None:
-        """A free buffer, 1-D, uint8, `nbytes`; None if all are taken."""
+        """A free buffer, 1-D, uint8, `nbytes`; None if all are taken.
+
+        Waits for copies to a device that `give` has told of.
+        """
         try:
-            return self._free.pop()
+            buffer, left = self._free.popleft()
         except IndexError:
             return None
+        if left is not None:
+            left.synchronize()
+        return buffer
 
-    def give(self, buffer: Tensor) -> None:
-        """Give back what `take` gave; nothing may use its memory any more."""
+    def give(self, buffer: Tensor, left: Event | None = None) -> None:
+        """Give back what `take` gave; nothing may use its memory any more once `left` is past."""
         if not self._is_closed:
-            self._free.append(buffer)
+            self._free.append((buffer, left))
 
     def close(self) -> None:
         """Let go of the buffers; `take` returns None from now on."""
         self._is_closed = True
-        self._free.clear()
+        while self.take() is not None:
+            pass  # no copy reads it any more
 
 
 def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:

@@ -97,19 +97,27 @@ class ParamReader:
         return True
 
     def copy_to(self, target: Tensor) -> None:
-        """Fills `target`: 1-D, all elements of the store, on any device. Waits until it is done."""
+        """Fills `target`: 1-D, all elements of the store, on any device.
+
+        Waits for the file; on a device the current stream has the copies.
+        """
+        has_streams = target.device.type == "cuda"
         try:
             for start, stop in self._chunks:
                 buffer, transfer, is_pooled = self._next(start, stop)
+                left = None
                 try:
                     transfer.wait()
                     nbytes = (stop - start) * self._store.dtype.itemsize
                     way = (buffer.device, target.device)
+                    part = buffer[:nbytes].view(self._store.dtype)
                     with self._recorder.moving(self._store.name, nbytes, *way):
-                        target[start:stop].copy_(buffer[:nbytes].view(self._store.dtype))
+                        target[start:stop].copy_(part, non_blocking=is_pooled)
+                    if has_streams:
+                        left = streams.current(target.device).record_event()
                 finally:
                     if is_pooled:
-                        self._pool.give(buffer)
+                        self._pool.give(buffer, left)
         finally:
             self.cancel()
 

@@ -47,7 +47,8 @@ def _unequal_parts(rank, world_size):
     whole[start : start + cuts[rank]] = rank + 1
     exchange.all_gather(whole, cuts=cuts).wait()
     sent = torch.zeros(7)
-    exchange.all_gather(sent, torch.full((cuts[rank],), rank + 1.0), cuts=cuts).wait()
+    exchange.fill(sent, torch.full((cuts[rank],), rank + 1.0), cuts)
+    exchange.all_gather(sent, cuts=cuts).wait()
     mean = torch.empty(cuts[rank])
     exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, cuts=cuts).wait()
     return whole.tolist(), sent.tolist(), mean.tolist()
