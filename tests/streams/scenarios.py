@@ -102,6 +102,8 @@ _CHOSEN = """
 3, half, fp16, plain
 3, cpu parameters, bf16, accumulate
 3, cpu both, fp32, overlap
+3, cpu both, fp32, no group
+3, nvme both, fp32, no group
 3, cpu both, bf16, activations
 3, nvme optimizer, fp32, average
 3, nvme gradients, fp16, clip

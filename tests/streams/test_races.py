@@ -13,6 +13,8 @@ SCENARIOS = [
 ]
 # Of the host, in one step of four buckets; nowhere more than now.
 MOST_WAITS = {
+    "stage 3, cpu both, fp32, no group": 8,
+    "stage 3, nvme both, fp32, no group": 10,
     "stage 1, cpu optimizer, fp32, clip": 6,
     "stage 1, cpu optimizer, fp16, plain": 6,
     "stage 2, cpu optimizer, bf16, overlap": 3,
