@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_zero.comm.control import PeerFailedError
-from lightning_zero.comm.watchdog import cut_connections, summary
+from lightning_zero.comm.groups import cut_connections
+from lightning_zero.comm.watchdog import summary
 
 __all__ = ["Channel"]
 

@@ -14,7 +14,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -35,14 +34,15 @@ from lightning_zero.comm.backends import (
 )
 from lightning_zero.comm.channel import Channel
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.watchdog import Watchdog, cut_connections
+from lightning_zero.comm.groups import Axes, cut_connections, new_group, open_axes
+from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Pending, Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
 
-__all__ = ["AllReduce", "Axes", "Communicator", "Pending", "open_axes", "replica_backend"]
+__all__ = ["AllReduce", "Communicator", "Pending", "replica_backend"]
 
 
 class AllReduce(Protocol):
@@ -50,46 +50,6 @@ class AllReduce(Protocol):
 
     def all_reduce(self, whole: Tensor) -> Pending:
         """Averages `whole` in place."""
-
-
-@dataclass(frozen=True)
-class Axes:
-    """This rank's groups.
-
-    Attributes:
-        world: Small sums and broadcasts.
-        shard: Reductions within the group; `world` where that is all ranks.
-        gather: Gathers within it; None where they share `shard`.
-        replica: The ranks that hold the same shard; None where there is one replica.
-    """
-
-    world: Any
-    shard: Any
-    gather: Any = None
-    replica: Any = None
-
-    @property
-    def groups(self) -> list[Any]:
-        """Those that there are, each once."""
-        shard = None if self.shard is self.world else self.shard
-        groups = (self.gather, shard, self.replica, self.world)
-        return [group for group in groups if group is not None]
-
-
-def open_axes(mesh: Mesh, world: Any, *, has_gather_group: bool, timeout: timedelta | None) -> Axes:
-    """Makes the groups. Collective: every rank takes part in making every group, in one order."""
-
-    def along(axis: list[list[int]]) -> Any:
-        made = [dist.new_group(ranks, timeout=timeout) for ranks in axis]
-        return next(group for group, ranks in zip(made, axis, strict=True) if mesh.rank in ranks)
-
-    is_divided = mesh.num_replicas > 1
-    return Axes(
-        world,
-        shard=along(mesh.groups()) if is_divided else world,
-        gather=along(mesh.groups()) if has_gather_group else None,
-        replica=along(mesh.replicas()) if is_divided else None,
-    )
 
 
 def replica_backend(group: Any, mesh: Mesh, device: torch.device, recorder: Recorder) -> AllReduce:
@@ -209,7 +169,7 @@ class Communicator:
     def _open_group(self) -> None:
         """Makes the group of all ranks for data. Collective."""
         if dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(timeout=self._timeout)
+            self._group = new_group(timeout=self._timeout)
             self._axes = Axes(self._group, shard=self._group)  # until there are others
 
     def _open_backend(self) -> Backend:
@@ -336,7 +296,7 @@ class Communicator:
         """A new channel for messages beside the collectives, closed by `abort` and `close`."""
         group = None
         if self.control.is_open and self.size > 1:
-            group = dist.new_group(timeout=self._timeout, backend="gloo")
+            group = new_group(timeout=self._timeout, backend="gloo")
         channel = Channel(self.rank, self.size, group)
         self._channels = [other for other in self._channels if other.is_open]
         self._channels.append(channel)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.comm.watchdog import cut_connections
+from lightning_zero.comm.groups import cut_connections
 from lightning_zero.layout.talk import Heard, Judge
 
 __all__ = ["Rounds"]

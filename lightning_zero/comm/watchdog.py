@@ -26,8 +26,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.doing import Wait, Waits
+from lightning_zero.comm.groups import cut_connections
 from lightning_zero.comm.peers import Peers, Roll, how_ended
 from lightning_zero.comm.rank_store import HostedStore, store_of_ranks
 from lightning_zero.comm.reports import Reports
@@ -46,7 +47,6 @@ __all__ = [
     "RanksApartError",
     "Verdict",
     "Watchdog",
-    "cut_connections",
     "next_name",
     "summary",
 ]
@@ -559,49 +559,6 @@ def next_name(rank: int) -> str:
         return ""
     store = dist.distributed_c10d._get_default_store()
     return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
-
-
-def cut_connections(groups: Iterable[Any]) -> None:
-    """Ends what is under way on groups, on this rank: gloo's connections close, NCCL aborts.
-
-    NCCL's groups end all together: one alone may wait for a kernel that waits for another's
-    (https://github.com/pytorch/pytorch/issues/119797). Groups that are destroyed are left out.
-    """
-    known: list[tuple[Any, set[str]]] = []
-    for group in groups:
-        with suppress(RuntimeError, ValueError):
-            dist.get_backend(group)  # raises where it is destroyed
-            # Of a group with one for each kind of device the name tells none of them.
-            devices = group._device_types
-            known.append((group, {group._get_backend(d).name().lower() for d in devices}))
-    of_nccl = [group for group, backends in known if "nccl" in backends]
-    if of_nccl:
-        backend = of_nccl[0]._get_backend(torch.device("cuda"))
-        backend._group_start()
-        for group in of_nccl:
-            with suppress(RuntimeError, ValueError):
-                dist.distributed_c10d._abort_process_group(group)
-        backend._group_end()
-    for group, backends in known:
-        if "gloo" in backends:
-            _close_pairs(group)
-
-
-def _close_pairs(group: Any) -> None:
-    """Closes a group's connections of gloo.
-
-    Destroying the group does not while anything, a transfer or a traceback, refers to it. A receive
-    that times out closes those with all peers; where the peer has gone it fails, and closes none.
-    """
-    nothing = torch.empty(1)
-    for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if "Timed out" in str(error):
-                return
 
 
 def _is_of_connection(error: BaseException) -> bool:

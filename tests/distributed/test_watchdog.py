@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.comm.doing import Doing, is_one_way, report
+from lightning_zero.comm.groups import cut_connections
 from lightning_zero.comm.peers import how_ended
 from lightning_zero.comm.watchdog import (
     PeerAbortedError,
     RanksApartError,
     Watchdog,
-    cut_connections,
 )
 from tests.distributed.ranks import free_port, run_ranks
 from tests.distributed.test_launch import start
