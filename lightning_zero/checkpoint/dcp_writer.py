@@ -12,12 +12,12 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ __all__ = ["ShardedSave", "write_dcp"]
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
 _SYNC_BYTES = 2**26
+
+_T = TypeVar("_T")
 
 
 def _write_items(folder: Path, rank: int, planner: DefaultSavePlanner) -> list[WriteResult]:
@@ -93,6 +95,43 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
 
 
 @dataclass
+class Planned:
+    """What the saves over one channel have agreed on, which the next need not, while it holds.
+
+    Attributes:
+        entries: Name, source and dtype of every shard.
+        metadata: On rank 0: torch's plan of the whole.
+        written: On rank 0: what every rank has written where.
+        own: Of each of them, what this rank has said.
+    """
+
+    entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
+    metadata: Metadata | None = None
+    written: list[list[WriteResult]] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def gather_changed(
+        self, name: str, make: Callable[[], _T], channel: Channel
+    ) -> list[_T] | None:
+        """Every rank's result of `make`, where one of them differs from that of the last time.
+
+        Collective. On rank 0; None elsewhere, and where all are as they were.
+
+        Raises:
+            BaseException: See `Channel.attempt`.
+        """
+
+        def differs() -> bool:
+            last, self.own[name] = self.own.get(name), make()
+            return last is None or last != self.own[name]
+
+        answers = channel.attempt(differs)
+        if not channel.broadcast(answers is not None and any(answers)):
+            return None
+        return channel.gather(self.own[name])
+
+
+@dataclass
 class ShardedSave:
     """One checkpoint on its way to the disk.
 
@@ -101,12 +140,14 @@ class ShardedSave:
         planner: torch's, with this rank's entries.
         rest: What goes into `meta.pt`, pickled; empty on other ranks than 0.
         channel: Between the ranks.
+        planned: Of the saves before over this channel.
     """
 
     target: Path
     planner: DefaultSavePlanner
     rest: io.BytesIO
     channel: Channel
+    planned: Planned
 
     @classmethod
     def prepare(
@@ -115,6 +156,7 @@ class ShardedSave:
         target: Path,
         shards: Mapping[str, ShardTensor],
         channel: Channel,
+        planned: Planned | None = None,
     ) -> ShardedSave:
         """Agrees on what is to be written. Collective.
 
@@ -126,8 +168,10 @@ class ShardedSave:
             target: Where to.
             shards: All shards that this rank has made for it, by source.
             channel: Its session is held.
+            planned: Of the saves before over this channel; None: there were none.
         """
         is_first = channel.rank == 0
+        planned = planned or Planned()
         planner = DefaultSavePlanner()
         rest = io.BytesIO()
         agreed: dict[str, tuple[str, torch.dtype]] = {}
@@ -142,17 +186,23 @@ class ShardedSave:
                         agreed[name] = (value.source, value.dtype)
 
         channel.attempt(read_dict)
-        target, entries = channel.broadcast((target, agreed))
+        has_changed = agreed != planned.entries
+        target, has_changed = channel.broadcast((target, has_changed))
+        if has_changed:
+            planned.entries = channel.broadcast(agreed)
 
         def bring_shards() -> None:
             if not is_first:
                 planner.set_up_planner(
-                    {name: shards[source].cast(dtype) for name, (source, dtype) in entries.items()}
+                    {
+                        name: shards[source].cast(dtype)
+                        for name, (source, dtype) in planned.entries.items()
+                    }
                 )
                 planner.mappings = {}  # rank 0's has all names, in their order
 
         channel.attempt(bring_shards)
-        return cls(target, planner, rest, channel)
+        return cls(target, planner, rest, channel, planned)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -198,32 +248,38 @@ class ShardedSave:
             made = channel.attempt(lambda: atomic.begin(self.target) if is_first else None)
             folder = channel.broadcast(made[0] if made else None)
             assert folder is not None
-            metadata = self._plan()
-            written = channel.attempt(partial(_write_items, folder, channel.rank, self.planner))
-            channel.attempt(partial(self._finish, folder, metadata, written))
+            self._plan()
+            self._write(folder)
+            channel.attempt(partial(self._finish, folder))
         except BaseException as error:
+            self.planned.own.clear()  # of what they were, rank 0 may not have all
             if is_first and folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in FULL:
                 raise self._full() from error
             raise
 
-    def _plan(self) -> Metadata | None:
-        """Torch's plan of the whole: on rank 0."""
-        metadata: Metadata | None = None
-        plans = self.channel.attempt(self.planner.create_local_plan)
+    def _plan(self) -> None:
+        """Torch's plan of the whole, on rank 0."""
+        planner, planned = self.planner, self.planned
+        plans = planned.gather_changed("plan", planner.create_local_plan, self.channel)
 
         def merge() -> None:
-            nonlocal metadata
             if plans is not None:
-                _, metadata = self.planner.create_global_plan(plans)
+                _, metadata = planner.create_global_plan(plans)
                 entries = metadata.state_dict_metadata  # by rank; readers like the module's order
                 metadata.state_dict_metadata = {
-                    name: entries[name] for name in self.planner.state_dict if name in entries
+                    name: entries[name] for name in planner.state_dict if name in entries
                 }
+                planned.metadata = metadata
 
         self.channel.attempt(merge)
-        return metadata
+
+    def _write(self, folder: Path) -> None:
+        """This rank's file; and on rank 0 what every rank has written."""
+        write = partial(_write_items, folder, self.channel.rank, self.planner)
+        written = self.planned.gather_changed("written", write, self.channel)
+        self.planned.written = written or self.planned.written
 
     def _full(self) -> OSError:
         """What to say when the disk was full, after the files are gone again. Collective."""
@@ -233,12 +289,11 @@ class ShardedSave:
         total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
         return full_disk_error(self.target, total, free)
 
-    def _finish(
-        self, folder: Path, metadata: Metadata | None, written: list[list[WriteResult]] | None
-    ) -> None:
-        if metadata is None or written is None:
-            return  # not on rank 0
-        for rank in range(len(written)):
+    def _finish(self, folder: Path) -> None:
+        if self.channel.rank != 0:
+            return
+        assert self.planned.metadata is not None
+        for rank in range(self.channel.size):
             if not (folder / rank_file(rank)).is_file():
                 raise OSError(
                     errno.EIO,
@@ -246,7 +301,7 @@ class ShardedSave:
                     "sharded checkpoint needs a folder that all ranks share",
                     str(self.target),
                 )
-        FileSystemWriter(folder).finish(metadata, written)
+        FileSystemWriter(folder).finish(self.planned.metadata, self.planned.written)
         with open(folder / REST, "wb") as rest:
             rest.write(self.rest.getbuffer())
             rest.flush()

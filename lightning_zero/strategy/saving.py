@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_zero._version import __version__
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import local_path
-from lightning_zero.checkpoint.dcp_writer import ShardedSave
+from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
     sharded_masters,
@@ -115,6 +115,7 @@ class Saving:
         self._is_async = is_async
         self._in_flight = InFlight()
         self._channel: Channel | None = None
+        self._planned = Planned()  # over that channel
         self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
         self._has_warned = False
         self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
@@ -255,11 +256,13 @@ class Saving:
             "world_size": engine.comm.size,
         }
         if self._channel is None or not self._channel.is_open:
-            self._channel = engine.comm.open_channel()
+            self._channel, self._planned = engine.comm.open_channel(), Planned()
         channel = self._channel
         shards, self._shards = self._shards, {}
         with channel.session():
-            save = ShardedSave.prepare(checkpoint, _local_path(filepath), shards, channel)
+            save = ShardedSave.prepare(
+                checkpoint, _local_path(filepath), shards, channel, self._planned
+            )
             if waits or is_closed or not self._may_copy(save, engine):
                 save.run()
                 return

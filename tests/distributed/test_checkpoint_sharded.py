@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_zero import OffloadConfig
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.comm.channel import Channel
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule
@@ -413,6 +414,48 @@ def _rewrite(rank, world_size, spec, on_rank):
     make_trainer(spec, max_epochs=2).fit(other, ckpt_path="a.ckpt")
     name = next(iter(dict(module.named_parameters())))
     assert torch.equal(opened["state_dict"]["renamed"].clone(), module.state_dict()[name])
+
+
+class Again(MLPModule):
+    """Writes three checkpoints; the last has an entry more."""
+
+    def on_train_batch_end(self, *args):
+        self.trainer.save_checkpoint(f"{self.trainer.global_step}.ckpt")
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.trainer.global_step == 3:
+            checkpoint["state_dict"]["added"] = torch.arange(3.0)
+
+
+def _save_again(rank, world_size, spec):
+    sent = []  # bytes for rank 0, by save
+    gather = Channel.gather
+
+    def counted(channel, value):
+        sent[-1] += len(pickle.dumps(value))
+        return gather(channel, value)
+
+    class Counts(Callback):
+        def on_train_batch_end(self, *args):
+            sent.append(0)
+
+    Channel.gather = counted
+    trainer = make_trainer(spec, max_steps=3, callbacks=[Counts()])
+    module = Again(ranks=world_size)
+    trainer.fit(module)
+    first, second, third = sent
+    assert second < first / 4
+    assert rank or third > first
+    states = [open_checkpoint(f"{step}.ckpt")["state_dict"] for step in (1, 2, 3)]
+    assert ["added" in state for state in states] == [False, False, True]
+    for name, value in module.state_dict().items():
+        assert torch.equal(states[2][name].clone(), value)
+        assert not value.is_floating_point() or not torch.equal(states[1][name].clone(), value)
+    make_trainer(spec, max_steps=4).fit(Again(ranks=world_size), ckpt_path="2.ckpt")
+
+
+def test_what_is_saved_where_is_agreed_on_once():
+    run_ranks(2, _save_again, sharded(3), has_group=False)
 
 
 class Reading(MLPModule):
