@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -31,7 +32,7 @@ from lightning_zero.planner.timeline import replay
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
 
-__all__ = ["Case", "Compared", "compare"]
+__all__ = ["Case", "Compared", "compare", "compare_module"]
 
 _STEPS = 2
 
@@ -79,16 +80,21 @@ def compare(case: Case) -> Compared:
     args = argparse.Namespace(model=case.model, batch=1, context=case.num_tokens, overrides=())
     source = of_arguments(args)
     assert source.step is not None
-    states, peak = _plan(case, source.module, source.step)
+    return compare_module(case, source.module, source.step)
+
+
+def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Tensor]) -> Compared:
+    """As `compare`, of a module on the meta device and what computes its loss."""
+    states, peak = _plan(case, module, step)
     _form_group(case)
     before = _allocated(case)
-    for child in source.module.modules():  # nobody looks at values, and drawing them takes minutes
+    for child in module.modules():  # nobody looks at values, and drawing them takes minutes
         child.reset_parameters = partial(_fill, child)
     config, device = ZeroConfig(stage=case.stage), torch.device(case.device)
-    engine = Engine(source.module, config=config, device=device)
-    optimizer = torch.optim.AdamW(source.module.parameters(), fused=True)
+    engine = Engine(module, config=config, device=device)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     engine.attach(optimizer)
-    measured_peak = _train(case, engine, optimizer, source.step)
+    measured_peak = _train(case, engine, optimizer, step)
     return Compared(
         states,
         engine.memory_report().total_bytes,
