@@ -24,7 +24,15 @@ from torch.optim import Optimizer
 
 from lightning_zero.tensors.guarded import attributes_of
 
-__all__ = ["OptimizerClone", "Slice", "copy_of", "numbers_on_cpu", "raw_step", "settings_of"]
+__all__ = [
+    "OptimizerClone",
+    "Slice",
+    "copy_of",
+    "is_number_elsewhere",
+    "numbers_on_cpu",
+    "raw_step",
+    "settings_of",
+]
 
 
 def copy_of(
@@ -58,11 +66,15 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_number_elsewhere(value: Any) -> bool:
+    """Whether it is a 0-dim tensor of a device."""
+    return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
+
+
 def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values`; 0-dim tensors are on the CPU, and there. See [Note: Numbers on their way]."""
     return {
-        key: value.cpu() if isinstance(value, Tensor) and not value.dim() else value
-        for key, value in values.items()
+        key: value.cpu() if is_number_elsewhere(value) else value for key, value in values.items()
     }
 
 

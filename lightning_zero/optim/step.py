@@ -31,7 +31,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, chunks_of
-from lightning_zero.optim.clone import OptimizerClone, numbers_on_cpu
+from lightning_zero.optim.clone import OptimizerClone, is_number_elsewhere, numbers_on_cpu
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
@@ -71,6 +71,7 @@ class OptimizerStep:
         self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if kind is StepKind.BY_BUCKET else None  # None: step at once
+        self._brought: list[tuple[dict[str, Any], dict[str, Tensor]]] = []  # by group
         # A subclass's step may call its parent's, which calls hooks too.
         self._is_inside = self._is_inside_bucket = False
         self._handles = [
@@ -84,6 +85,7 @@ class OptimizerStep:
         """After an exception, which may have come between the two hooks."""
         self._is_inside = self._is_inside_bucket = False
         self._stepping = []
+        self._return_numbers()
 
     def detach(self) -> None:
         """Removes the hooks."""
@@ -131,17 +133,31 @@ class OptimizerStep:
         return args, kwargs
 
     def _bring_numbers(self) -> None:
-        """What a loss scaler lends for one step. See [Note: Numbers on their way]."""
-        tiers = {bucket.plan.tiers.optim for bucket in self._stepping}
-        if any(self._storage.step_device(tier).type == "cpu" for tier in tiers):
-            own = self.optimizer.__dict__
-            names = own.keys() & {"grad_scale", "found_inf"}
-            own.update(numbers_on_cpu({name: own[name] for name in names}))
+        """Settings, and what a loss scaler lends. See [Note: Numbers on their way]."""
+        first = (bucket.parameters[0] for bucket in self._stepping)  # they point at masters
+        if all(parameter.device.type != "cpu" for parameter in first):
+            return
+        own = self.optimizer.__dict__
+        names = own.keys() & {"grad_scale", "found_inf"}
+        own.update(numbers_on_cpu({name: own[name] for name in names}))
+        for group in self.optimizer.param_groups:
+            numbers = {key: value for key, value in group.items() if is_number_elsewhere(value)}
+            group.update(numbers_on_cpu(numbers))
+            self._brought.append((group, numbers))
+
+    def _return_numbers(self) -> None:
+        """The settings are the user's own tensors again, with what has become of them."""
+        for group, numbers in self._brought:
+            for key, number in numbers.items():
+                number.copy_(group[key])
+            group.update(numbers)
+        self._brought = []
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:
             return
         self._is_inside = False
+        self._return_numbers()
         self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
         for bucket in self._stepping:
             if self.kind is StepKind.AT_ONCE:

@@ -62,6 +62,10 @@ _WAYS: dict[str, dict[str, Any]] = {
     "foreach": {"optimizer": "foreach"},
     "tensor rate": {"optimizer": "tensor rate", "config": {"overlap_step": True}},
     "at once": {"config": {"assume_elementwise": True}},
+    "tensor rate at once": {
+        "optimizer": "tensor rate",
+        "config": {"assume_elementwise": True},
+    },
     "average": {"options": ("average", "looks")},
     "activations": {"options": ("activations",)},
     "no overlap": {"config": {"overlap_comm": False}},
@@ -69,7 +73,14 @@ _WAYS: dict[str, dict[str, Any]] = {
     "one rank": {"num_ranks": 1},
     "no group": {"num_ranks": 0},
 }
-_ALIKE_IN_ALL_PRECISIONS = ("no overlap", "failures", "one rank", "no group", "tensor rate")
+_ALIKE_IN_ALL_PRECISIONS = (
+    "no overlap",
+    "failures",
+    "one rank",
+    "no group",
+    "tensor rate",
+    "tensor rate at once",
+)
 
 
 def _scenario(stage: int, place: str, precision: str, way: str) -> Scenario:
@@ -87,6 +98,7 @@ _CHOSEN = """
 1, cpu optimizer, fp32, clip
 1, cpu optimizer, fp16, plain
 1, cpu optimizer, bf16, tensor rate
+3, cpu optimizer, fp32, tensor rate at once
 2, device, fp32, muon
 2, device, fp32, no group
 2, device, bf16, overlap
