@@ -34,15 +34,12 @@ def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tup
             plan.append(event)
             since, units, num_since = [], [], 0
             continue
-        if event == last_of_forward and not num_since:
-            last_of_forward = None
-            units.append(event)
-            since.append(0)
-            continue
-        last_of_forward = None
         units.append(event)
         since.append(num_since)
         num_since = 0
+        is_whole, last_of_forward = event == last_of_forward, None
+        if is_whole:
+            continue
         passed, together = 0, 0
         for num, unit in zip(reversed(since), reversed(units), strict=True):
             together += numels[unit]
