@@ -7,7 +7,7 @@ Imports the engine, checkpoint, planner and deepspeed; from here on lightning an
     engine_strategy   engines over a run: set-up, closures, gradients, teardown
     lifecycle         what a strategy holds of its engines, and what is left after a fit
     checkpointing, checkpoint_io, saving  Lightning's checkpoints, whole and sharded
-    processes, launch, children, hydra  who the ranks are, and how they start
+    processes, launch, children, hydra, hydra_jobs  who the ranks are, and how they start
     signals           SIGTERM and requeue, acted on by all ranks together between two batches
     precision         clipping, the loss scale, dtypes
     evaluation        validation with another number of batches on each rank

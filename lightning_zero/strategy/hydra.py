@@ -1,4 +1,6 @@
-"""Hydra jobs: where one ends and the next begins, and the command that starts a rank of one.
+"""Hydra jobs: which one this process runs, and the command that starts a rank of it.
+
+Hydra is imported where a job is there, not with the package.
 
 A Hydra job is told by what was resolved for it on rank 0, not by the words of the command line: in
 a sweep those stand for many jobs, and its flags may stand anywhere.
@@ -12,15 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobStatus
-from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
-from lightning.pytorch.strategies.launchers import subprocess_script
 
-from lightning_zero.strategy.children import Children, Untouched
-
-__all__ = ["HydraJobs", "check_launch", "child_command", "current_job"]
+__all__ = ["check_launch", "child_command", "current_job"]
 
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -155,42 +151,3 @@ def _quoted(value: Any) -> str:
     if not isinstance(value, str):
         return "null" if value is None else str(value)
     return QuotedString(value, Quote.single).with_quotes()
-
-
-_RANKS = ("LOCAL_RANK", "RANK", "SLURM_PROCID")  # of processes that something else has started
-
-
-class HydraJobs(Callback):
-    """Lets the jobs of a sweep launch their ranks one after another: `hydra.callbacks`.
-
-    A Trainer makes its process rank 0 for good, and the next job would find a process group whose
-    other ranks are gone. `ZeroStrategy` sees to that for itself; Lightning's own strategies do not,
-    and their children would run the whole sweep again: they are started as ours are.
-
-    Alternatives considered: to look for the end of a job from within the strategy, which the next
-    job need not use.
-    """
-
-    def __init__(self) -> None:
-        self._before: Untouched | None = None
-        self._lightnings: Any = None
-
-    def on_job_start(self, config: Any, **kwargs: Any) -> None:
-        """Remembers the process as it is."""
-        if not any(name in os.environ for name in _RANKS):
-            self._before = Untouched.now()
-            self._lightnings = vars(subprocess_script)["_hydra_subprocess_cmd"]
-            vars(subprocess_script)["_hydra_subprocess_cmd"] = child_command
-
-    def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """Makes it so again, once the ranks of this node have ended."""
-        if self._before is None:
-            return
-        vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightnings
-        has_failed = job_return.status is JobStatus.FAILED
-        if config.hydra.mode is not RunMode.MULTIRUN and not has_failed:
-            return  # no job follows, and a rank may take its time to end
-        if (children := Children.current()) is not None:
-            children.end(has_failed=has_failed)
-        self._before.restore()
-        self._before = None

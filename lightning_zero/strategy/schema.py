@@ -21,7 +21,7 @@ from lightning_zero.strategy.strategy import ZeroStrategy
 __all__ = ["ZeroStrategySettings", "register", "schema"]
 
 _GROUP = "hydra/lightning_zero"
-_JOBS = {"lightning_zero": {"_target_": "lightning_zero.strategy.hydra.HydraJobs"}}
+_JOBS = {"lightning_zero": {"_target_": "lightning_zero.strategy.hydra_jobs.HydraJobs"}}
 _SIMPLE = {bool, int, float, str, NoneType}
 _OF_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
 

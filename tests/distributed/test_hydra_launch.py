@@ -87,7 +87,7 @@ def test_a_sweep_over_device_counts_runs_every_job_once_on_its_own_ranks(tmp_pat
     ids=",".join,
 )
 def test_a_sweep_over_strategies_leaves_nothing_of_one_job_to_the_next(tmp_path, strategies):
-    jobs = "+hydra.callbacks.jobs._target_=lightning_zero.strategy.hydra.HydraJobs"
+    jobs = "+hydra.callbacks.jobs._target_=lightning_zero.strategy.hydra_jobs.HydraJobs"
     sweep = [f"strategy={','.join(strategies)}", "devices=2", f"hydra.sweep.dir={tmp_path}/sweep"]
     run_script(APP, "-m", *sweep, jobs, timeout_s=200)
     for job, strategy in enumerate(strategies):
