@@ -3,7 +3,7 @@
     world       what must hold before an engine: WORLD, its backend, its timeouts
     communicator  `Communicator`: all-gather, reduce-scatter and sums of one engine, over groups of
                 its own
-    groups      process groups: how they are made, along which axes, and how they are cut
+    groups      process groups: along which axes they are made, and how they are cut
     backends    how flat tensors travel: over gloo from peer to peer, over NCCL natively
     rounds      what every rank says at once, and all hear, in log2(N) messages
     control     small integers, masks and objects between CPUs; what ranks agree on

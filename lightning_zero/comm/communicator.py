@@ -34,7 +34,7 @@ from lightning_zero.comm.backends import (
 )
 from lightning_zero.comm.channel import Channel
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.groups import Axes, cut_connections, new_group, open_axes
+from lightning_zero.comm.groups import Axes, cut_connections, open_axes
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
@@ -169,7 +169,7 @@ class Communicator:
     def _open_group(self) -> None:
         """Makes the group of all ranks for data. Collective."""
         if dist.is_available() and dist.is_initialized():
-            self._group = new_group(timeout=self._timeout)
+            self._group = dist.new_group(timeout=self._timeout)
             self._axes = Axes(self._group, shard=self._group)  # until there are others
 
     def _open_backend(self) -> Backend:
@@ -296,7 +296,7 @@ class Communicator:
         """A new channel for messages beside the collectives, closed by `abort` and `close`."""
         group = None
         if self.control.is_open and self.size > 1:
-            group = new_group(timeout=self._timeout, backend="gloo")
+            group = dist.new_group(timeout=self._timeout, backend="gloo")
         channel = Channel(self.rank, self.size, group)
         self._channels = [other for other in self._channels if other.is_open]
         self._channels.append(channel)

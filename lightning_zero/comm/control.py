@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.groups import cut_connections, new_group
+from lightning_zero.comm.groups import cut_connections
 from lightning_zero.comm.rounds import Rounds
 from lightning_zero.comm.watchdog import (
     RanksApartError,
@@ -71,7 +71,7 @@ class Control:
     def open(self) -> None:
         """Makes the group, where there is a world."""
         if dist.is_available() and dist.is_initialized():
-            self._group = new_group(timeout=self._timeout, backend=self._backend)
+            self._group = dist.new_group(timeout=self._timeout, backend=self._backend)
         self._rounds.close()
         self._rounds = self._make_rounds()
 

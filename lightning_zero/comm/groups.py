@@ -1,11 +1,9 @@
-"""The process groups of an engine: how they are made, along which axes, and how they are cut."""
+"""The process groups of an engine: along which axes they are made, and how they are cut."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,45 +13,7 @@ import torch.distributed as dist
 
 from lightning_zero.layout.mesh import Mesh
 
-__all__ = ["Axes", "cut_connections", "lazy_connections", "new_group", "open_axes"]
-
-_LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch where a group is made
-_lock = threading.Lock()
-
-
-@contextmanager
-def lazy_connections() -> Iterator[None]:
-    """Around making groups: those of gloo connect two ranks when the first message passes.
-
-    Else each rank opens a file descriptor for every other one and each group, where rounds need
-    log2(N): with 512 ranks and two groups as many as a process commonly may have open. What the
-    user has set in the environment stays.
-    """
-    with _lock:
-        before = os.environ.get(_LAZY)
-        os.environ.setdefault(_LAZY, "1")
-        try:
-            yield
-        finally:
-            if before is None:
-                os.environ.pop(_LAZY, None)
-
-
-def new_group(
-    ranks: Sequence[int] | None = None,
-    *,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-) -> Any:
-    """A process group. Collective over all ranks, also those that are not in it.
-
-    Args:
-        ranks: Those in it; None: all.
-        timeout: Of its collectives; None: the backend's.
-        backend: None: the default group's.
-    """
-    with lazy_connections():
-        return dist.new_group(ranks, timeout=timeout, backend=backend)
+__all__ = ["Axes", "cut_connections", "open_axes"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +44,7 @@ def open_axes(mesh: Mesh, world: Any, *, has_gather_group: bool, timeout: timede
     """Makes the groups. Collective: every rank takes part in making every group, in one order."""
 
     def along(axis: list[list[int]]) -> Any:
-        made = [new_group(ranks, timeout=timeout) for ranks in axis]
+        made = [dist.new_group(ranks, timeout=timeout) for ranks in axis]
         return next(group for group, ranks in zip(made, axis, strict=True) if mesh.rank in ranks)
 
     is_divided = mesh.num_replicas > 1

@@ -20,7 +20,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.groups import lazy_connections
 from lightning_zero.comm.watchdog import Watchdog, next_name
 from lightning_zero.comm.world import (
     as_timeout,
@@ -147,13 +146,12 @@ class ProcessStrategy(ParallelStrategy):
             self.root_device
         )
         device_id = self.root_device if self.root_device.type != "cpu" else None
-        with lazy_connections():
-            _init_dist_connection(
-                self.cluster_environment,
-                self._process_group_backend,
-                timeout=self._timeout,
-                device_id=device_id,
-            )
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device_id,
+        )
         check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
         self._begin_watch()
 

@@ -94,31 +94,19 @@ _CHOSEN = """
 1, device, fp32, overlap
 1, device, fp32, failures
 1, device, bf16, groups
-1, device, fp16, average
-1, cpu optimizer, fp32, clip
 1, cpu optimizer, fp16, plain
-1, cpu optimizer, bf16, tensor rate
-3, cpu optimizer, fp32, tensor rate at once
-2, device, fp32, muon
-2, device, fp32, no group
-2, device, bf16, overlap
 2, device, fp16, accumulate
 2, cpu optimizer, bf16, overlap
-3, device, fp32, failures
-3, device, fp32, one rank
+3, device, fp32, overlap
 3, device, fp16, activations
 3, device, bf16, muon
-3, device, fp32, overlap
 3, cpu optimizer, fp16, clip
-3, cpu optimizer, fp16, at once
+3, cpu optimizer, fp32, tensor rate at once
 3, half, fp16, plain
 3, cpu parameters, bf16, accumulate
-3, cpu both, fp32, overlap
 3, cpu both, fp32, no group
 3, nvme both, fp32, no group
-3, cpu both, bf16, activations
 3, nvme optimizer, fp32, average
-3, nvme gradients, fp16, clip
 3, nvme both, bf16, overlap
 """
 CHOSEN = {f"stage {line}" for line in _CHOSEN.split("\n") if line}
