@@ -56,11 +56,12 @@ def _fit_alone(rank, world_size):
     return _fit(pl.strategies.SingleDeviceStrategy(DEVICE), rank)
 
 
-def _fit_sharded(rank, world_size, stage, backend):
+def _fit_sharded(rank, world_size, stage, backend, tier=None):
     strategy = lightning_zero.ZeroStrategy(
         stage=stage,
         parallel_devices=[DEVICE] * world_size,
         process_group_backend=backend,
+        offload_optimizer=tier,
     )
     return _fit(strategy, rank)
 
@@ -69,6 +70,15 @@ def _fit_sharded(rank, world_size, stage, backend):
 def test_nccl_at_world_size_1_follows_a_single_device(stage):
     ((expected, expected_scale),) = run_ranks(1, _fit_alone, timeout_s=120, has_group=False)
     ((losses, scale),) = run_ranks(1, _fit_sharded, stage, "nccl", timeout_s=120, has_group=False)
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert scale == expected_scale
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_on_the_cpu_follows_a_single_device(stage):
+    ((expected, expected_scale),) = run_ranks(1, _fit_alone, timeout_s=120, has_group=False)
+    arguments = (stage, "nccl", "cpu")
+    ((losses, scale),) = run_ranks(1, _fit_sharded, *arguments, timeout_s=120, has_group=False)
     assert losses == pytest.approx(expected, rel=1e-2)
     assert scale == expected_scale
 
