@@ -167,6 +167,8 @@ class _Offloaded:
         previous: weakref.ref[_Offloaded] | None,
         pins: bool,
     ) -> None:
+        self._source: Tensor | None = None
+        self._left: streams.Event | None = None
         self.previous = previous
         self.num_uses = 1
         # While this lives, no other storage has the same address: see `_known`.
@@ -174,11 +176,11 @@ class _Offloaded:
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._device = tensor.device
         self._stream = _side_stream(tensor.device)
-        self._source: Tensor | None = tensor.detach()
+        self._home = streams.current(tensor.device) if self._stream is not None else None
+        self._source = tensor.detach()
         self._version = tensor._version
         self._is_changed = False
         self._here: Tensor | None = None  # back on the device, until the last use
-        self._left: streams.Event | None = None
         self._fetched: streams.Event | None = None
         self._num_taken = 0
         is_pinned = pins and self._stream is not None
@@ -205,9 +207,9 @@ class _Offloaded:
             return
         # Changed while the copy was made of it, perhaps.
         self._is_changed = self._source._version != self._version
-        if self._left is not None:
-            # Whatever takes its memory next on this stream comes after the copy.
-            streams.current(self._device).wait_event(self._left)
+        if self._left is not None and self._home is not None:
+            # Whatever takes its memory next, on the stream it came from, comes after the copy.
+            self._home.wait_event(self._left)
         self._source = None
 
     def fetch(self) -> None:

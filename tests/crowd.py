@@ -6,10 +6,11 @@ import os
 
 __all__ = ["slowdown"]
 
+_MOST = 8.0
 _SAID = float(os.environ.get("LIGHTNING_ZERO_TEST_SLOWDOWN", "1"))
 
 
 def slowdown() -> float:
     """By what times are to be multiplied: what the environment says, or tasks that want a core."""
-    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1  # of the last minute
-    return max(_SAID, load / num_cores)
+    load = os.getloadavg()[0]  # of the last minute
+    return max(_SAID, min(load / len(os.sched_getaffinity(0)), _MOST))

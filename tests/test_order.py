@@ -438,6 +438,8 @@ TURN = 3  # of three units
         ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], 2, [0, 1, 2, TURN, 1, 0, 6, 5, 4]),
         # So it does where a reduction comes before its gather in backward.
         ([0, 1, 2, TURN, 6, 2, 1, 5, 0, 4], None, [0, 1, 2, TURN, 6, 1, 0, 5, 4]),
+        # What forward gathers twice may be freed after the second time.
+        ([2, 0, 1, 2, TURN, 2, 6, 1, 5], 0, [2, 0, 1, 2, TURN, 2, 6, 1, 5]),
         ([0, 1, 2], None, [0, 1, 2]),
         ([TURN, 6, 5, 4], None, [TURN, 6, 5, 4]),
         ([], None, []),

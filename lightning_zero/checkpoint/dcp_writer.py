@@ -102,13 +102,18 @@ class Planned:
         entries: Name, source and dtype of every shard.
         metadata: On rank 0: torch's plan of the whole.
         written: On rank 0: what every rank has written where.
-        own: Of each of them, what this rank has said.
+        own: This rank's last plan and what it wrote last, by name. Empty: the next save sends all.
     """
 
     entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
     metadata: Metadata | None = None
     written: list[list[WriteResult]] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forgets plans and files; the next save agrees anew, also if one rank alone forgets."""
+        self.own.clear()
+        self.metadata, self.written = None, []
 
     def gather_changed(
         self, name: str, make: Callable[[], _T], channel: Channel
@@ -252,7 +257,7 @@ class ShardedSave:
             self._write(folder)
             channel.attempt(partial(self._finish, folder))
         except BaseException as error:
-            self.planned.own.clear()  # of what they were, rank 0 may not have all
+            self.planned.clear()  # rank 0 may not have all of it
             if is_first and folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in FULL:

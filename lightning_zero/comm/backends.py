@@ -74,8 +74,7 @@ class ClosedBackend:
     def fill(
         self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
     ) -> None:
-        """See `Backend`."""
-        self.all_gather(whole)
+        """Nothing: the gather that follows is refused."""
 
     def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
         """See `Backend`."""
@@ -141,7 +140,10 @@ class GlooBackend:
     ) -> None:
         """See `Backend`."""
         own = _part(whole, self._rank, self._size, cuts)
-        _ = own.copy_(source) if isinstance(source, Tensor) else source(own)
+        if isinstance(source, Tensor):
+            own.copy_(source)
+        else:
+            source(own)
 
     def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
         """See `Backend`."""
@@ -308,17 +310,16 @@ class DeviceBackend:
     reduction for each of them, issued together.
 
     Gathers and reductions have a stream each, so that a reduction that waits for a backward does
-    not hold up the gather of the next bucket, and so have copies from the CPU, which go beside the
-    gather before them. Each side stream first waits for the current stream, on which the buffers
-    were allocated and written. What they do goes before the computation that is queued beside it,
-    for others wait for it.
+    not hold up the gather of the next bucket, and so have copies from the CPU, which overlap the
+    previous gather. Each side stream first waits for the current stream, on which the buffers were
+    allocated and written. These streams have high priority: other ranks wait for what they do.
 
     Two communicators are under way at once on one device. Their kernels may wait for each other if
     the device has not room for both, or starts them in another order on each rank: leave
-    CUDA_DEVICE_MAX_CONNECTIONS as it is (Megatron-LM sets it to 1), and with NCCL 2.26 or later set
-    NCCL_LAUNCH_ORDER_IMPLICIT=1, with which kernels start in the order in which they were issued,
-    one order on all ranks here (layout/order.py). One communicator would be better where it is
-    memory that is short: each takes buffers of its own, which NCCL_BUFFSIZE makes smaller.
+    CUDA_DEVICE_MAX_CONNECTIONS as it is (Megatron-LM sets it to 1). With NCCL 2.26 or later and
+    NCCL_LAUNCH_ORDER_IMPLICIT=1 kernels start in the order in which they were issued, which is one
+    order on all ranks (layout/order.py), but for a step that a worker takes. One communicator would
+    be better where memory is short: each takes buffers of its own; NCCL_BUFFSIZE makes them less.
 
     Without a group this rank is alone, and nothing but copies is left.
     """
@@ -337,9 +338,9 @@ class DeviceBackend:
         self._rank = rank
         self._size = size
         self._recorder = recorder
-        self._copy_stream = streams.make_stream(device, is_urgent=True)
-        self._gather_stream = streams.make_stream(device, is_urgent=True)
-        self._reduce_stream = streams.make_stream(device, is_urgent=True)
+        self._copy_stream = streams.make_stream(device, is_high_priority=True)
+        self._gather_stream = streams.make_stream(device, is_high_priority=True)
+        self._reduce_stream = streams.make_stream(device, is_high_priority=True)
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
         self._has_mean = group is not None and backend_for(device) == "nccl"
 

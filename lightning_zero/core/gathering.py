@@ -118,7 +118,7 @@ class Gathering:
         unit.gather()
         if was_whole:
             return
-        if is_kept:
+        if is_kept or self._order.is_last_of_forward(unit.index):
             self._unclaimed[unit] = None
         else:
             unit.release()

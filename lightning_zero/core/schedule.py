@@ -141,6 +141,8 @@ class Schedule:
         """Before the first forward after a step: what else is collective in it. Collective."""
         if self.shared.is_due:
             self.order.confirm()  # else others might still ask this rank for a gather
+            for bucket in self._buckets[:1]:
+                bucket.wait_for_all_steps()  # their gathers have one order with what comes now
         self._wait_for_gathers_of_steps()
         if self._is_compiled:
             self._finish_gathers()

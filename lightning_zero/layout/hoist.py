@@ -10,7 +10,8 @@ __all__ = ["hoisted"]
 def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tuple[int, ...]:
     """The plan of a log: gathers come before the reductions that they need not wait for.
 
-    A unit that forward gathers last and backward first is gathered once.
+    A unit that forward gathers last and backward first is gathered once, unless forward gathers it
+    twice: the second time it may be for a use without gradients, after which it is freed.
 
     Args:
         log: Events; see `Order`.
@@ -30,7 +31,8 @@ def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tup
             plan.append(event)
             continue
         if event == turn:
-            last_of_forward = units[-1] if units else None
+            is_last_once = bool(units) and units.count(units[-1]) == 1
+            last_of_forward = units[-1] if is_last_once else None
             plan.append(event)
             since, units, num_since = [], [], 0
             continue

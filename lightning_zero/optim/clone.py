@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.tensors.guarded import attributes_of
 
 __all__ = [
+    "Brought",
     "OptimizerClone",
     "Slice",
     "copy_of",
@@ -76,6 +77,31 @@ def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.cpu() if is_number_elsewhere(value) else value for key, value in values.items()
     }
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A setting of a group that is on the CPU for one step. See [Note: Numbers on their way].
+
+    Attributes:
+        group: Of the user's optimizer.
+        key: Of the setting.
+        number: The user's own tensor.
+        copy: What took its place.
+    """
+
+    group: dict[str, Any]
+    key: str
+    number: Tensor
+    copy: Tensor
+
+    def give_back(self) -> None:
+        """The user's tensor takes its place again, with what the step has written to it."""
+        if self.group.get(self.key) is not self.copy:
+            return  # the step has set it anew
+        if self.copy._version:
+            self.number.copy_(self.copy)
+        self.group[self.key] = self.number
 
 
 def raw_step(optimizer: Optimizer) -> None:

@@ -31,7 +31,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, chunks_of
-from lightning_zero.optim.clone import OptimizerClone, is_number_elsewhere, numbers_on_cpu
+from lightning_zero.optim.clone import Brought, OptimizerClone, is_number_elsewhere, numbers_on_cpu
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
@@ -71,7 +71,7 @@ class OptimizerStep:
         self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if kind is StepKind.BY_BUCKET else None  # None: step at once
-        self._brought: list[tuple[dict[str, Any], dict[str, Tensor]]] = []  # by group
+        self._brought: list[Brought] = []  # for this step
         # A subclass's step may call its parent's, which calls hooks too.
         self._is_inside = self._is_inside_bucket = False
         self._handles = [
@@ -142,15 +142,15 @@ class OptimizerStep:
         own.update(numbers_on_cpu({name: own[name] for name in names}))
         for group in self.optimizer.param_groups:
             numbers = {key: value for key, value in group.items() if is_number_elsewhere(value)}
-            group.update(numbers_on_cpu(numbers))
-            self._brought.append((group, numbers))
+            brought = numbers_on_cpu(numbers)
+            group.update(brought)
+            for key, number in numbers.items():
+                self._brought.append(Brought(group, key, number, brought[key]))
 
     def _return_numbers(self) -> None:
         """The settings are the user's own tensors again, with what has become of them."""
-        for group, numbers in self._brought:
-            for key, number in numbers.items():
-                number.copy_(group[key])
-            group.update(numbers)
+        for one in self._brought:
+            one.give_back()
         self._brought = []
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

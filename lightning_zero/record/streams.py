@@ -17,16 +17,16 @@ Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
 
-def make_stream(device: torch.device, *, is_urgent: bool = False) -> Stream | None:
+def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stream | None:
     """A stream beside the one that computes; None: `device` has no streams.
 
     Args:
         device: Whose.
-        is_urgent: What is queued here starts before what is queued on others.
+        is_high_priority: What is queued here starts before what is queued on others.
     """
     if device.type != "cuda":
         return None
-    return torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
+    return torch.cuda.Stream(device, priority=-1 if is_high_priority else 0)
 
 
 def make_event(*, is_timed: bool = False) -> Event:

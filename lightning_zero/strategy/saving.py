@@ -317,7 +317,8 @@ class Saving:
         self._in_flight.when_done(partial(_remove_or_warn, local_path(filepath)))
 
     def free(self) -> None:
-        """Frees what is kept from one save to the next."""
+        """Frees what is kept from one save to the next. On every rank."""
+        self._planned.clear()
         self._memory.clear()
         self._shards.clear()
 

@@ -82,16 +82,20 @@ class BufferPool:
         self._free: deque[tuple[Tensor, Event | None]] = deque((one, None) for one in buffers)
         self._is_closed = False
 
-    def take(self) -> Tensor | None:
+    def take(self, *, waits: bool = True) -> Tensor | None:
         """A free buffer, 1-D, uint8, `nbytes`; None if all are taken.
 
-        Waits for copies to a device that `give` has told of.
+        Args:
+            waits: For copies to a device that `give` has told of; else None if one is under way.
         """
         try:
             buffer, left = self._free.popleft()
         except IndexError:
             return None
-        if left is not None:
+        if left is not None and not left.query():
+            if not waits:
+                self._free.appendleft((buffer, left))
+                return None
             left.synchronize()
         return buffer
 

@@ -89,7 +89,7 @@ class ParamReader:
     def begin(self) -> bool:
         """Begins to read what free buffers can take; whether that is all of it."""
         while len(self._begun) < len(self._chunks):
-            buffer = self._pool.take()
+            buffer = self._pool.take(waits=False)
             if buffer is None:
                 return False
             chunk = self._chunks[len(self._begun)]

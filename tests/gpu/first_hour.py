@@ -12,7 +12,7 @@ show that the script works, and nothing else.
     overhead  rank 0 of 8 on the fake group, whose collectives move nothing: what an engine costs a
               device beside the model, for stage 3 and FSDP2, eager and compiled
     offload   one GPU that holds all: no offload, CPU, NVMe, and other packages where installed
-    largest   how many layers train on the card with all states in CPU memory
+    largest   how many layers train with all states in CPU memory: as many as card and host hold
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -51,6 +52,13 @@ MODELS = {
 }
 _ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 _LINE = "measured: "
+_ONE_RANK = {  # else DeepSpeed asks MPI
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29541",
+}
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,7 @@ def measure(case: Case, out: Path) -> dict[str, Any]:
         "host_ms": 1000 * host_s / case.steps,
         "tokens_per_s": case.tokens / step_s,
         "peak_bytes": peak,
+        "host_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 
@@ -215,9 +224,7 @@ def _zero(case: Case) -> Callable[[Tensor], object]:
 
     def step(ids: Tensor) -> None:
         engine.zero_grad()
-        with torch.autocast(case.device, torch.bfloat16):
-            loss = _loss(module, ids)
-        engine.backward(loss)
+        engine.backward(_loss(module, ids))  # its parameters are bfloat16
         engine.step()
 
     return step
@@ -265,6 +272,8 @@ def _plainly(
 
 
 def _deepspeed(case: Case) -> Callable[[Tensor], object]:
+    for name, value in _ONE_RANK.items():
+        os.environ.setdefault(name, value)
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -316,14 +325,16 @@ def _find_largest(out: Path, end_s: float, *, is_dry: bool) -> None:
     """Doubles the layers until they do not train, then halves the distance."""
     most = 4 if is_dry else 1024
     model, device = ("tiny", "cpu") if is_dry else ("llama2_7b", "cuda")
-    fits, fails, tried = 0, most + 1, 2 if is_dry else 32
+    fits, fails, tried = 0, most + 1, 2 if is_dry else 8
     while tried > fits and time.monotonic() < end_s:
         case = Case("largest", "zero3-all", model, 1, tried, 512, 1, device)
         found = _run(case, out, end_s)
-        if "error" in found:
+        if "error" not in found:
+            fits = tried
+        elif "emory" in found["error"] or "-9" in found["error"]:  # the system's own way
             fails = tried
         else:
-            fits = tried
+            return  # it says nothing about memory
         tried = min(2 * fits, most) if fails > most else (fits + fails) // 2
 
 

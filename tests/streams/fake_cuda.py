@@ -151,7 +151,9 @@ class FakeCuda:
         """The stream of this thread."""
         return int(self._device.zero_current_stream())
 
-    def make_stream(self, device: torch.device, *, is_urgent: bool = False) -> _Stream | None:
+    def make_stream(
+        self, device: torch.device, *, is_high_priority: bool = False
+    ) -> _Stream | None:
         """See record/streams.py."""
         if device.type != "cuda":
             return None

@@ -25,7 +25,6 @@ MOST_WAITS = {
     "stage 3, cpu both, bf16, activations": 8,
     "stage 3, nvme optimizer, fp32, average": 16,
     "stage 3, nvme both, bf16, overlap": 10,
-    "stage 3, nvme gradients, fp16, clip": 20,
     "stage 3, half, fp16, plain": 5,
 }
 IN_FILES = {"device": "nvme", "nvme_path": ".", "buffer_count": 2, "buffer_size": 2**16}
@@ -62,4 +61,4 @@ def test_a_wait_that_is_left_out_is_found(checker: Checker, scenario: Scenario, 
 
 
 def test_the_chosen_scenarios_are_there():
-    assert {one.name for one in ALL} >= CHOSEN
+    assert {one.name for one in ALL} >= CHOSEN | MOST_WAITS.keys()
