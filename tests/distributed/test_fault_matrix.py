@@ -17,6 +17,7 @@ import pytest
 from tests.distributed import fault_table
 from tests.distributed.fault_matrix import (
     AXES,
+    SLOWDOWN,
     Cell,
     FaultServer,
     all_cells,
@@ -26,7 +27,7 @@ from tests.distributed.fault_matrix import (
     tuples_of,
 )
 
-pytestmark = pytest.mark.timeout(900)  # the server has limits of its own
+pytestmark = pytest.mark.timeout(60 + 120 * SLOWDOWN)
 
 SAMPLE = [
     Cell("exception", "mid_forward", "2workers", "zero3", "popen", 1),
