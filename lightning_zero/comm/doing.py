@@ -123,10 +123,13 @@ class Waits:
             else:
                 self._announced[thread] = outer
 
-    def mark_failed(self) -> None:
-        """What this thread waits for does not come any more."""
-        thread = threading.get_ident()
-        self._announced[thread] = replace(self._announced[thread], has_failed=True)
+    @contextmanager
+    def in_vain(self) -> Iterator[None]:
+        """While this thread waits for news alone: what it has waited for does not come any more."""
+        nothing = Wait("news of the other ranks", time.monotonic())
+        known = self._announced.get(threading.get_ident(), nothing)
+        with self.announced(replace(known, has_failed=True)):
+            yield
 
     def of_main(self) -> Wait | None:
         """What the main thread waits for, in the engine or in torch.distributed."""

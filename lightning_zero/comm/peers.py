@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Peer", "Peers", "Roll", "how_ended"]
 
 _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
+_MEET_S = 3.0  # for rank 0, which begins about now
+_RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
 
 
 class Roll:
@@ -69,7 +72,10 @@ def how_ended(code: int) -> str:
 
 
 class Peers:
-    """Finds the processes, and waits for one of them to end. Of one thread, but for `wake`."""
+    """Finds the processes, and waits for one of them to end.
+
+    Of one thread, but for `wake`, and for `announce`, which comes first.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -82,11 +88,19 @@ class Peers:
         self._until = 0.0
 
     def announce(self, rank: int, store: Any) -> None:
-        """Tells the other ranks of this node, also in runs to come, which process this is."""
+        """Tells the other ranks of this node, also in runs to come, which process this is.
+
+        The store may go with rank 0, which must be known by then: the others wait for it.
+        """
         self._rank = rank
         self._until = time.monotonic() + _LOOK_FOR_S
         with suppress(RuntimeError):
             self._roll.append(store, f"{rank} {os.getpid()}")
+            if rank == 0:
+                store.set(_RANK_0_IS_HERE, "")
+            else:
+                store.wait([_RANK_0_IS_HERE], timedelta(seconds=_MEET_S))
+            self.find(store)
 
     def find(self, store: Any) -> None:
         """Takes up those that have announced themselves since the last time."""

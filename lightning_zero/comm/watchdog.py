@@ -152,6 +152,7 @@ class Watchdog:
             self._world = dist.group.WORLD
             self._peers = Peers()
             self._store = store_of_ranks(rank, self._peers.is_rank_0_gone)
+            self._peers.announce(rank, self._store)
             self._thread = _Thread(self)
             self._thread.start()
             _stop_at_exit(self)
@@ -228,7 +229,6 @@ class Watchdog:
                 raise
             except RuntimeError as error:
                 if _is_of_connection(error):  # which is seen before the news of its cause
-                    self._waits.mark_failed()
                     self.await_verdict()
                     self.raise_if_failed(error)
                     raise self._waited_in_vain(name) from error
@@ -266,9 +266,14 @@ class Watchdog:
     def await_verdict(self, seconds: float = _CONFIRM_S + 4 * _POLL_S) -> None:
         """Waits for news that may be on its way: a connection was closed."""
         until = time.monotonic() + seconds
-        while self.verdict is None and self._is_on_watch() and time.monotonic() < until:
-            self._order(lambda: None)
-            time.sleep(0.02)
+        with self._waits.in_vain():
+            while self.verdict is None and self._is_on_watch():
+                if (gone_at := self._store_gone_at) is not None:
+                    until = max(until, gone_at + _STORE_CONFIRM_S + 4 * _POLL_S)
+                if time.monotonic() > until:
+                    return
+                self._order(lambda: None)
+                time.sleep(0.02)
 
     def part(self, error: RanksApartError) -> None:
         """As `abort`, of what all ranks find out alike: this one raises it where it waits."""
@@ -356,7 +361,6 @@ class Watchdog:
     def run(self) -> None:
         """Watches, until `stop`; in a thread of its own."""
         try:
-            self._peers.announce(self._rank, self._store)
             found_by = time.monotonic() + _AT_FIRST_S
             while not self._is_over:
                 self._look()

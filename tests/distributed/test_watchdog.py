@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
@@ -20,7 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.comm.doing import Doing, is_one_way, report
 from lightning_zero.comm.groups import cut_connections
-from lightning_zero.comm.peers import how_ended
+from lightning_zero.comm.peers import Peers, how_ended
+from lightning_zero.comm.rank_store import store_of_ranks
 from lightning_zero.comm.watchdog import (
     PeerAbortedError,
     RanksApartError,
@@ -449,8 +452,7 @@ engine.backward(module(torch.ones(2, 4)).sum())
 
 def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named(tmp_path):
     script = tmp_path / "script.py"
-    die = "import time; time.sleep(1); os.kill(os.getpid(), 9)"  # they know each other by then
-    text = _SCRIPT.replace("rank == 1", "rank == 0").replace("DIE", die)
+    text = _SCRIPT.replace("rank == 1", "rank == 0").replace("DIE", "os.kill(os.getpid(), 9)")
     text = text.replace("sleep(8)", "sleep(40)")
     text = text.replace('f"file://{sys.argv[1]}"', "sys.argv[1]")
     script.write_text(text.replace('os.environ["RANK"]', "sys.argv[2]"))
@@ -497,6 +499,42 @@ def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(rank, fault,
         output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert f"the other says: rank {1 - rank} stops because rank {rank} {text}" in output, output
+
+
+def _know(rank, world_size):
+    if rank == 0:
+        time.sleep(0.3)  # the others are there first
+    peers = Peers()
+    peers.announce(rank, store_of_ranks(rank, peers.is_rank_0_gone))
+    known = [peer.rank for peer in peers._peers]
+    peers.close()
+    return known
+
+
+def test_the_rank_that_may_hold_the_store_is_known_before_anything_can_happen_to_it():
+    assert 0 in run_ranks(2, _know)[1]
+
+
+class _Gone:
+    """A store with whose process it has gone."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("Connection reset by peer")
+
+
+def _fail_without_the_store(rank, world_size):
+    watchdog = Watchdog("gone", rank=rank, size=world_size)
+    watchdog._store = _Gone()
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        watchdog.explain(RuntimeError("gloo: Connection closed by peer"))
+    watchdog.stop()
+    return told.getvalue()
+
+
+def test_a_connection_that_fails_with_the_store_of_another_node_is_explained():
+    told = run_ranks(2, _fail_without_the_store)[1]
+    assert "rank 1 stops because rank 0, or the launcher that held the ranks' store" in told
 
 
 def _rally_late(rank, world_size):
