@@ -28,11 +28,12 @@ from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
 from lightning_zero.optim.state import check_slice
+from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tiers import FileRange, InFile, Job
+from lightning_zero.tiers import FileRange, InFile
 
-__all__ = ["BucketStep", "Chunk", "chunks_of", "part_of"]
+__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "part_of", "step_together"]
 
 MASTER, PARAM, GRAD = "master", "param", "grad"
 
@@ -118,8 +119,12 @@ class BucketStep:
     """One step of one bucket.
 
     Attributes:
-        bucket: It is in flight (`begin_step`) while jobs run.
-        is_in_chunks: A job may step a part of a slice.
+        bucket: It is in flight (`begin_step`) while its chunks are stepped.
+        clone: Steps them.
+        device: Where.
+        grads: By slot that is stepped, the gradient as it was.
+        is_in_chunks: A part of a slice may be stepped.
+        known: By slot, states after the chunks so far.
     """
 
     def __init__(self, bucket: Bucket, clone: OptimizerClone) -> None:
@@ -130,150 +135,187 @@ class BucketStep:
             clone: Steps them.
         """
         self.bucket = bucket
-        self._clone = clone
-        self._state = clone.optimizer.state
+        self.clone = clone
         self._storage = bucket.shards.storage
-        self._name = bucket.plan.name
-        self._device = self._storage.step_device(bucket.plan.tiers.optim)
-        is_elsewhere = self._device.type == "cpu" and self._storage.is_apart
+        self.device = self._storage.step_device(bucket.plan.tiers.optim)
+        is_elsewhere = self.device.type == "cpu" and self._storage.is_apart
         moves_states = is_elsewhere or bucket.shards.keeps_states_in_files
-        self._grads: dict[int, Tensor] = {}  # by slot that is stepped
+        self.grads: dict[int, Tensor] = {}
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
             if grad is None or not bucket.shards.is_stepped[index]:
                 continue
             if parameter in clone.group_of:
-                self._grads[index] = grad
-                if moves_states and (state := self._state.get(parameter)) is not None:
+                self.grads[index] = grad
+                if moves_states and (state := clone.optimizer.state.get(parameter)) is not None:
                     self._bring_states(index, state)
-        self._known: dict[int, dict[str, Any]] = {}  # by slot: states after the chunks so far
+        self.known: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
 
     def _bring_states(self, index: int, state: dict[str, Any]) -> None:
         """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
-        if self._device.type == "cpu" and self._storage.is_apart:
+        if self.device.type == "cpu" and self._storage.is_apart:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     state[key] = value.cpu()
         if self.bucket.shards.keeps_states_in_files:
             self.bucket.shards.adopt_state(index, state)
 
-    def jobs(self) -> list[Job]:
-        """The chunks in order."""
-        chunks = chunks_of(self.bucket, self._grads)
+    def chunks(self) -> list[ChunkStep]:
+        """In order. They are made when the bucket is in flight."""
+        chunks = chunks_of(self.bucket, self.grads)
         has_files = (
             any(chunk.ranges for chunk in chunks) or self.bucket.shards.keeps_states_in_files
         )
         self.is_in_chunks = has_files
-        return [self._job(chunk) for chunk in chunks]
+        return [ChunkStep(self, chunk) for chunk in chunks]
 
-    def _job(self, chunk: Chunk) -> Job:
-        def run(views: list[Tensor]) -> None:
-            is_host = self._device.type == "cpu"
-            span = self._storage.recorder.span(Kind.STEP, self._name, on_host=is_host)
-            with record_function(f"zero::step {self._name}"), span, torch.no_grad():
-                self._run(chunk, views)
 
-        return Job(chunk.ranges, run)
+class ChunkStep:
+    """One step of one chunk: `begin`, `take` what is stepped, `keep` what has come of it.
 
-    def _run(self, chunk: Chunk, views: list[Tensor]) -> None:
-        memory = chunk.tensors(views)
-        master = memory.get("master")
-        if master is None:
-            resting = self.bucket.shards.stepped().fetch(chunk.start, chunk.stop)
-            way = (resting.device, self._device)
-            with self._storage.recorder.moving(self._name, resting.nbytes, *way):
-                master = resting.to(self._device)
-        own_ranges = self.bucket.shards.own_ranges
-        parts = {
-            index: part
-            for index in self._grads
-            if (part := part_of(own_ranges[index], chunk.start, chunk.stop))
-            or (chunk.is_first and not own_ranges[index])
-        }
-        slices = [self._slice(i, part, chunk, master, memory) for i, part in parts.items()]
-        if slices:
-            self._clone.step(slices)
-        for (index, part), stepped in zip(parts.items(), slices, strict=True):
-            self._keep_state(index, part, chunk, stepped, memory)
-        if "master" not in memory:
-            self._storage.upload(master, self.bucket.shards.stepped(), chunk.start, self._name)
-        if self.bucket.shards.has_own_master:
-            if "param" in memory:
-                memory["param"].copy_(master)
+    Attributes:
+        of: The step of its bucket.
+        ranges: What of it rests in files.
+        numel: Elements.
+    """
+
+    def __init__(self, of: BucketStep, chunk: Chunk) -> None:
+        self.of = of
+        self.ranges = chunk.ranges
+        self.numel = chunk.stop - chunk.start
+        self._chunk = chunk
+        self._shards = of.bucket.shards
+        self._name = of.bucket.plan.name
+        self._state = of.clone.optimizer.state
+        self._memory: dict[str, Tensor] = {}  # by name, what rests in files
+        self._master: Tensor | None = None  # where it is stepped
+        self._arrival: streams.Event | None = None
+        self._slices: dict[int, tuple[range, Slice]] = {}  # by slot, with its elements
+
+    def begin(self) -> None:
+        """A master that rests in other memory begins to travel to where it is stepped."""
+        if MASTER in self._chunk.names:
+            return
+        resting, device = (
+            self._shards.stepped().fetch(self._chunk.start, self._chunk.stop),
+            self.of.device,
+        )
+        with self._shards.storage.recorder.moving(
+            self._name, resting.nbytes, resting.device, device
+        ):
+            self._master = resting.to(device, non_blocking=True)  # page-locked, if on the CPU
+        if resting.device.type == "cuda" and device.type == "cpu":
+            self._arrival = streams.current(resting.device).record_event()
+
+    def take(self, views: list[Tensor]) -> list[Slice]:
+        """What is to be stepped, with gradients and states.
+
+        Args:
+            views: uint8, of what rests in files.
+        """
+        self._memory = self._chunk.tensors(views)
+        if MASTER in self._memory:
+            self._master = self._memory[MASTER]
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        own_ranges, chunk = self._shards.own_ranges, self._chunk
+        for index in self.of.grads:
+            part = part_of(own_ranges[index], chunk.start, chunk.stop)
+            if part or (chunk.is_first and not own_ranges[index]):
+                self._slices[index] = part, self._slice(index, part)
+        return [one for _, one in self._slices.values()]
+
+    def keep(self) -> None:
+        """Stepped values and states go where they rest."""
+        assert self._master is not None
+        for index, (part, stepped) in self._slices.items():
+            self._keep_state(index, part, stepped)
+        storage, shards, start = self._shards.storage, self._shards, self._chunk.start
+        if MASTER not in self._memory:
+            storage.upload(self._master, shards.stepped(), start, self._name)
+        if shards.has_own_master:
+            if PARAM in self._memory:
+                self._memory[PARAM].copy_(self._master)
             else:
-                follower = self.bucket.shards.follower
-                self._storage.upload(master, follower, chunk.start, self._name)
+                storage.upload(self._master, shards.follower, start, self._name)
 
-    def _slice(
-        self,
-        index: int,
-        part: range,
-        chunk: Chunk,
-        master: Tensor,
-        memory: dict[str, Tensor],
-    ) -> Slice:
-        parameter = self.bucket.parameters[index]
-        own = self.bucket.shards.own_ranges[index]
-        here = slice(part.start - chunk.start, part.stop - chunk.start)
-        if "grad" in memory:
-            grad = memory["grad"][here]
+    def _slice(self, index: int, part: range) -> Slice:
+        assert self._master is not None
+        parameter, own = self.of.bucket.parameters[index], self._shards.own_ranges[index]
+        here = slice(part.start - self._chunk.start, part.stop - self._chunk.start)
+        if GRAD in self._memory:
+            grad = self._memory[GRAD][here]
         else:
-            whole = self._grads[index].reshape(-1)
+            whole = self.of.grads[index].reshape(-1)
             grad = whole[part.start - own.start : part.stop - own.start]
-        grad = grad.to(self._device, master.dtype)
-        data, state = master[here], self._state.get(parameter, {})
-        if self.is_in_chunks:
+        grad = grad.to(self.of.device, self._master.dtype)
+        data, state = self._master[here], self._state.get(parameter, {})
+        if self.of.is_in_chunks:
             state = {
-                key: self._chunk_of(key, value, own, part, memory, here)
-                for key, value in state.items()
+                key: self._chunk_of(key, value, own, part, here) for key, value in state.items()
             }
         if len(part) == len(own):
-            shape = self.bucket.shards.step_shapes[index]
+            shape = self._shards.step_shapes[index]
             data, grad = data.view(shape), grad.view(shape)
         return Slice(parameter, data, grad, state)
 
-    @staticmethod
-    def _chunk_of(
-        key: str, value: Any, own: range, part: range, memory: dict[str, Tensor], here: slice
-    ) -> Any:
+    def _chunk_of(self, key: str, value: Any, own: range, part: range, here: slice) -> Any:
         """What a chunk sees of a state: its elements, or a copy of what is one for all chunks."""
         if isinstance(value, LazyTensor):
-            return memory[f"state.{key}"][here]
+            return self._memory[f"state.{key}"][here]
         if is_elementwise_state(key, value, len(own)):
             return value[part.start - own.start : part.stop - own.start]
         return copy.deepcopy(value)
 
-    def _keep_state(
-        self, index: int, part: range, chunk: Chunk, stepped: Slice, memory: dict[str, Tensor]
-    ) -> None:
+    def _keep_state(self, index: int, part: range, stepped: Slice) -> None:
         """Puts what the optimizer knows after the step where it belongs."""
         parameter = stepped.parameter
-        if not self.is_in_chunks:
+        if not self.of.is_in_chunks:
             if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
-                check_slice(self._clone.optimizer, parameter)
+                check_slice(self.of.clone.optimizer, parameter)
             return
-        own = self.bucket.shards.own_ranges[index]
-        known = self._known.setdefault(index, {})  # in memory; other keys are in files
+        shards, start = self._shards, self._chunk.start
+        own = shards.own_ranges[index]
+        known = self.of.known.setdefault(index, {})  # in memory; other keys are in files
         for key, value in stepped.state.items():
             if not is_elementwise_state(key, value, len(part)):
                 known[key] = value
-            elif not self.bucket.shards.keeps_states_in_files:
+            elif not shards.keeps_states_in_files:
                 if key not in known:
                     old = self._state.get(parameter, {}).get(key)
                     is_there = is_elementwise_state(key, old, len(own))
                     known[key] = old if is_there else value.new_zeros(len(own))
                 _write(known[key][part.start - own.start : part.stop - own.start], value)
-            elif (view := memory.get(f"state.{key}")) is not None:
-                _write(view[part.start - chunk.start : part.stop - chunk.start], value)
+            elif (view := self._memory.get(f"state.{key}")) is not None:
+                _write(view[part.start - start : part.stop - start], value)
             else:  # made in this step
-                self.bucket.shards.state_store(key, value.dtype).write(part.start, value)
+                shards.state_store(key, value.dtype).write(part.start, value)
         if stepped.state and (not own or part.stop == own.stop):
             self._state[parameter] = {
-                key: known[key] if key in known else self.bucket.shards.look_at_state(index, key)
+                key: known[key] if key in known else shards.look_at_state(index, key)
                 for key in stepped.state
             }
+
+
+def step_together(chunks: Sequence[ChunkStep], views: list[Tensor]) -> None:
+    """Steps `chunks` in one call of the optimizer.
+
+    Args:
+        chunks: Of one optimizer and one device; several only where none needs a buffer.
+        views: uint8, of what rests in files.
+    """
+    first, last = (chunk.of.bucket for chunk in (chunks[0], chunks[-1]))
+    name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
+    is_host = chunks[0].of.device.type == "cpu"
+    span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
+    with record_function(f"zero::step {name}"), span, torch.no_grad():
+        slices = [one for chunk in chunks for one in chunk.take(views)]
+        if slices:
+            chunks[0].of.clone.step(slices)
+        for chunk in chunks:
+            chunk.keep()
 
 
 def _write(target: Tensor, values: Tensor) -> None:

@@ -3,11 +3,11 @@
 [Note: One step of the user's optimizer] The optimizer object is kept as it is; a pre-hook and a
 post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a
 GradScaler, a hand-written loop. The pre-hook runs a closure first (parameters must be whole in it),
-then steps bucket after bucket with stand-ins (clone.py): the gather of a stepped bucket travels
-while the next one is stepped, and what rests in files is read ahead of its step. The body that
-follows finds no gradients and does nothing. An optimizer that counts calls in its groups cannot be
-called once for each bucket; it runs its body once over all of them instead. `trial` finds out which
-kind an optimizer is.
+then steps bucket after bucket with stand-ins (clone.py), small ones together: the gather of a
+stepped bucket travels while the next one is stepped, and what rests in files or in other memory is
+on its way before its step. The body that follows finds no gradients and does nothing. An optimizer
+that counts calls in its groups cannot be called once for each bucket; it runs its body once over
+all of them instead. `trial` finds out which kind an optimizer is.
 
 [Note: Steps beside the next forward] With `overlap_step` a worker runs the same loop over buckets,
 in the order in which the next forward needs them. Every use of a bucket waits until the loop has
@@ -19,7 +19,7 @@ until the next backward, which waits too: the values are those of a step that no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
-from lightning_zero.optim.chunks import BucketStep, chunks_of
+from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_together
 from lightning_zero.optim.clone import Brought, OptimizerClone, is_number_elsewhere, numbers_on_cpu
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
@@ -38,7 +38,11 @@ from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers import Job, Storage
 
-__all__ = ["OptimizerStep", "check_whole"]
+__all__ = ["MOST_TOGETHER", "OptimizerStep", "check_whole"]
+
+# Elements that one call steps, by type of device; one bucket may have more. On a CPU a step takes
+# longer than the call, and gathers travel meanwhile.
+MOST_TOGETHER = {"cuda": 2**25, "cpu": 0}
 
 
 class OptimizerStep:
@@ -173,11 +177,11 @@ class OptimizerStep:
         clone = OptimizerClone(self.optimizer)
         steps = [BucketStep(bucket, clone) for bucket in self._stepping]
         loop = StepLoop(self._storage.device, steps)
-        work: list[list[Job]] = []
+        work: list[list[ChunkStep]] = []
         try:
             for step in steps:
                 step.bucket.begin_step(loop.add() if self._worker is not None else None)
-                work.append(step.jobs())
+                work.append(step.chunks())
             run = partial(self._run, loop, list(self._stepping), work)
             if self._worker is not None:
                 self._worker.submit(loop, run)
@@ -191,24 +195,29 @@ class OptimizerStep:
         if self._worker is not None:
             self._worker.drain()
 
-    def _run(self, loop: StepLoop, buckets: Sequence[Bucket], work: list[list[Job]]) -> None:
-        """Runs the jobs of every bucket; it has been stepped when its last writes have begun."""
+    def _run(
+        self, loop: StepLoop, buckets: Sequence[Bucket], work: Sequence[Sequence[ChunkStep]]
+    ) -> None:
+        """Steps every bucket; it has been stepped when its last writes have begun."""
 
         def end_before(number: int) -> None:
             for bucket in buckets[loop.num_stepped : number]:
                 bucket.end_step()
                 loop.advance()
 
+        calls = list(_calls(work))
         in_files: list[Job] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
-        for number, jobs in enumerate(work):
-            for job in jobs:
-                in_memory.append(partial(end_before, number))
-                if job.ranges:
-                    in_files.append(_after(in_memory, job))
-                    in_memory = []
-                else:
-                    in_memory.append(partial(job.run, []))
+        in_memory += [chunk.begin for _, chunks in calls[:1] for chunk in chunks]
+        for call, (number, chunks) in enumerate(calls, start=1):
+            in_memory.append(partial(end_before, number))
+            in_memory += [chunk.begin for _, others in calls[call : call + 1] for chunk in others]
+            step = partial(step_together, chunks)
+            if chunks[0].ranges:
+                in_files.append(_after(in_memory, Job(chunks[0].ranges, step)))
+                in_memory = []
+            else:
+                in_memory.append(partial(step, []))
         if in_files:
             self._storage.pipeline.run(in_files)
         for run in in_memory:
@@ -283,6 +292,24 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
                     "optimizer all of its parameters before that (in Lightning, in "
                     "configure_optimizers)."
                 )
+
+
+def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[ChunkStep]]]:
+    """What each call of the optimizer steps, with the number of its first bucket.
+
+    A call costs a millisecond of Python, so small buckets on a device have one together.
+    """
+    first, chunks, numel = 0, list[ChunkStep](), 0
+    for number, chunk in ((n, chunk) for n, of_bucket in enumerate(work) for chunk in of_bucket):
+        device, numel = chunk.of.device, numel + chunk.numel
+        is_alike = bool(chunks) and chunks[0].of.device == device
+        if not is_alike or chunks[0].ranges or chunk.ranges or numel > MOST_TOGETHER[device.type]:
+            if chunks:
+                yield first, chunks
+            first, chunks, numel = number, [], chunk.numel
+        chunks.append(chunk)
+    if chunks:
+        yield first, chunks
 
 
 def _after(before: Sequence[Callable[[], object]], job: Job) -> Job:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
 from lightning_zero.core.bucket import Phase
+from lightning_zero.optim import step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_offload import Net, batch, loss_of
 
@@ -21,10 +23,12 @@ class SlowSGD(torch.optim.SGD):
 
     fails = False
     pause_s = 0.0
+    num_calls = 0
 
     def step(self, closure=None):
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             time.sleep(self.pause_s)
+            SlowSGD.num_calls += 1
             if self.fails:
                 raise OSError("no space left for this step")
         return super().step(closure)
@@ -37,7 +41,7 @@ def build(stage, *, overlap_step=True, **options):
     config = ZeroConfig(stage=stage, reduce_bucket_size=2**17, overlap_step=overlap_step, **options)
     SlowSGD.pause_s = 0.0
     engine = Engine(net, [optimizer], config)
-    SlowSGD.pause_s = PAUSE_S
+    SlowSGD.pause_s, SlowSGD.num_calls = PAUSE_S, 0
     return net, optimizer, engine
 
 
@@ -122,6 +126,22 @@ def _disturb(rank, world_size, stage, disturb, options):
 )
 def test_what_others_do_between_steps_comes_after_the_step(stage, disturb):
     run_ranks(2, _disturb, stage, disturb, {})
+
+
+def _in_fewer_calls(rank, world_size, stage, overlap_step):
+    expected = parameters_after(rank, stage, look, overlap_step=overlap_step)
+    num_apart = SlowSGD.num_calls
+    numel = sum(p.numel() for p in Net().parameters())
+    with mock.patch.dict(step.MOST_TOGETHER, cpu=numel // world_size // 2):
+        found = parameters_after(rank, stage, look, overlap_step=overlap_step)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+    assert 3 < SlowSGD.num_calls < num_apart
+
+
+@pytest.mark.parametrize(("stage", "overlap_step"), [(1, True), (3, False), (3, True)])
+def test_small_buckets_that_are_stepped_in_one_call_get_the_same_values(stage, overlap_step):
+    run_ranks(2, _in_fewer_calls, stage, overlap_step)
 
 
 def test_small_parameters_that_stay_whole_are_gathered_in_one_order_on_all_ranks():

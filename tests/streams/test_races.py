@@ -37,6 +37,7 @@ BROKEN = [  # and what is found then
     (Scenario(config={"stage": 2}, options=("failures",), broken="forget"), "FREE"),
     (Scenario(config=ON_CPU, precision="fp16", broken="copies"), "RACE"),
     (Scenario(config=ON_CPU, precision="fp16", broken="numbers"), "RACE"),
+    (Scenario(config=ON_CPU, broken="arrival"), "RACE"),
     (Scenario(config={"stage": 1, "offload_optimizer": IN_FILES}, broken="file"), "RACE"),
 ]
 
