@@ -360,8 +360,14 @@ class Communicator:
             self._backend.wait_for_sent()
 
     def forget(self, pending: Pending) -> None:
-        """Drops a collective without waiting; its tensors live on, as its data may still arrive."""
-        self._forgotten.append(pending)
+        """Drops a collective without waiting for others.
+
+        Its tensors live on until the next rally, as its data may still arrive.
+        """
+        if self.size == 1:
+            pending.wait()
+        else:
+            self._forgotten.append(pending)
 
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""

@@ -488,7 +488,10 @@ except BaseException as error:
 @pytest.mark.parametrize(
     ("rank", "fault", "text"),
     [
-        (0, "raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+        pytest.param(
+            *(0, "raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+            marks=pytest.mark.slow,
+        ),
         (1, "os._exit(3)", "ended with exit code 3"),
     ],
 )

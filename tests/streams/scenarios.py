@@ -20,7 +20,8 @@ class Scenario:
         optimizer: "adamw"; the same with a "tensor rate", or by "foreach"; or "muon" of whole
             tensors.
         options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights,
-            offloaded "activations", and "failures" of a forward and of a backward.
+            offloaded "activations", gradients "unscaled by the step" of a loss scaler, and
+            "failures" of a forward and of a backward.
         broken: A wait that is left out.
         num_ranks: Of which this is rank 0; 0: there is no process group.
     """
@@ -66,6 +67,7 @@ _WAYS: dict[str, dict[str, Any]] = {
         "optimizer": "tensor rate",
         "config": {"assume_elementwise": True},
     },
+    "unscaled by the step": {"options": ("unscaled by the step",)},
     "average": {"options": ("average", "looks")},
     "activations": {"options": ("activations",)},
     "no overlap": {"config": {"overlap_comm": False}},
@@ -114,6 +116,8 @@ CHOSEN = {f"stage {line}" for line in _CHOSEN.split("\n") if line}
 
 def _is_worth_it(stage: int, place: str, precision: str, way: str) -> bool:
     if way in _ALIKE_IN_ALL_PRECISIONS and precision != "fp32":
+        return False
+    if way == "unscaled by the step" and precision != "fp16":
         return False
     if place in _LIKE_OTHERS and way != "plain":
         return False

@@ -30,6 +30,8 @@ MOST_WAITS = {
 IN_FILES = {"device": "nvme", "nvme_path": ".", "buffer_count": 2, "buffer_size": 2**16}
 OVERLAP = {"stage": 3, "overlap_step": True}
 ON_CPU = {"stage": 3, "offload_optimizer": "cpu"}
+AT_ONCE = {**ON_CPU, "assume_elementwise": True}
+BY_STEP = ("unscaled by the step",)
 BROKEN = [  # and what is found then
     (Scenario(config={"stage": 2}, broken="side stream"), "RACE"),
     (Scenario(config={"stage": 3}, broken="gather"), "RACE"),
@@ -37,6 +39,7 @@ BROKEN = [  # and what is found then
     (Scenario(config={"stage": 2}, options=("failures",), broken="forget"), "FREE"),
     (Scenario(config=ON_CPU, precision="fp16", broken="copies"), "RACE"),
     (Scenario(config=ON_CPU, precision="fp16", broken="numbers"), "RACE"),
+    (Scenario(config=AT_ONCE, precision="fp16", options=BY_STEP, broken="numbers at once"), "RACE"),
     (Scenario(config=ON_CPU, broken="arrival"), "RACE"),
     (Scenario(config={"stage": 1, "offload_optimizer": IN_FILES}, broken="file"), "RACE"),
 ]

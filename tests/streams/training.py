@@ -119,7 +119,8 @@ class _Training:
         if self._scaler is not None:
             self._engine.finish_reductions()
             for optimizer in self._optimizers:
-                self._scaler.unscale_(optimizer)
+                if "unscaled by the step" not in self._options:
+                    self._scaler.unscale_(optimizer)
         if "clip" in self._options:
             self._engine.clip_grad_norm_(1.0)
         if self._scaler is not None:
@@ -213,6 +214,8 @@ def _break(what: str) -> None:
         Communicator.wait_for_copies = lambda self: None
     elif what == "numbers":
         clone.numbers_on_cpu = dict
+    elif what == "numbers at once":
+        step.numbers_on_cpu = dict
     elif what == "arrival":
         begin = chunks.ChunkStep.begin
 
