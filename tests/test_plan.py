@@ -7,7 +7,7 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import BucketTiers, OffloadConfig, Tier
-from lightning_zero.layout.plan import make_plan
+from lightning_zero.layout.plan import make_plan, nvme_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -339,3 +339,13 @@ def test_stage_0_places_nothing_whole_for_every_rank_steps_everything():
     module = gpt()
     buckets = whole_plan(module, list(module.parameters()), stage=0).buckets
     assert not any(bucket.layout.holds_whole_tensors for bucket in buckets)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_a_disk_must_have_room_for_masters_of_what_is_frozen_and_has_lost_bits(own):
+    module = nn.Linear(64, 64, bias=False, dtype=own).requires_grad_(False)
+    offload = OffloadConfig(device="nvme", nvme_path=".")
+    config = ZeroConfig(stage=3, param_dtype=torch.bfloat16, offload_optimizer=offload)
+    plan = make_plan(module, config, world_size=2)
+    masters = 64 * 64 * 4 // 2 if own is torch.float32 else 0
+    assert nvme_bytes(plan) == (0, masters)

@@ -15,5 +15,7 @@
     reports     the same of all ranks, for whoever waits too long
     rank_store  the store through which the watchdogs talk
 
-Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`.
+Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`. What a rank does
+about an exception is decided above: in a step by core/schedule.py, in a run of the Trainer by
+strategy/engine_strategy.py (`on_exception`), in set-up and files by `world.failing_together`.
 """

@@ -21,6 +21,9 @@ Imports record, layout, tensors, comm and tiers.
     step_worker   the thread that steps beside the next forward
 
 Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
-at a hook of `hooks`, is counted by `schedule`, and is reduced by `Gradients.reduce`, which
-`reducing` calls when its turn has come in the order.
+at a hook of `hooks`; `Gradients.receive` takes it, and knows when its bucket has all. Then
+`reducing` tells the order of all ranks (`Order.ready`), which calls `Schedule.issue_reduction` when
+its turn has come, and that `Gradients.reduce`. From then on the mean is `Gradients.shard`, or rests
+in an `OffloadedGrad`. What a gather waits for: the note at the top of `schedule`. What happens to
+the others when a rank raises: `Schedule.come_to_rest`.
 """

@@ -16,10 +16,8 @@ parameters do that (optim/chunks.py). `begin_step` marks the parameters as in fl
 issues the gather of their new values. A worker may do the work between the two; every use of the
 bucket waits for it.
 
-The masters of one bucket, as others than its own step see them: read, loaded, shown, stepped.
-
-A shadow (engine/shadow.py) answers the same questions, so that `gathered`, `torch.equal` and
-checkpoints need not know which of the two they look at.
+An average's buckets (engine/shadow.py) are buckets too: `gathered`, `torch.equal` and checkpoints
+need not know which of the two they look at.
 """
 
 from __future__ import annotations
@@ -128,8 +126,8 @@ class Bucket:
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
             )
         self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
-        store, settle = self.offloaded_grad, self.wait_for_step
-        self.grads = Gradients(plan, parameters, comm, grad_dtype, store, self.cuts, settle)
+        offloaded, settle = self.offloaded_grad, self.wait_for_step
+        self.grads = Gradients(plan, parameters, comm, grad_dtype, offloaded, self.cuts, settle)
         self._pending: Pending | None = None
         # A worker steps this bucket: waits for it, and returns why it has failed.
         self._stepping: Callable[[], BaseException | None] | None = None
@@ -157,7 +155,8 @@ class Bucket:
         if exact is not self.whole:
             self.whole.tensor.copy_(exact.tensor)
         shards.take_params()
-        if shards.has_own_master and self._needs_master():
+        is_trained = any(p.requires_grad for p in self.parameters)
+        if shards.has_own_master and (is_trained or plan.loses_bits):
             rank = self.comm.mesh.shard_rank
             shards.take_master(exact.tensor if self.steps_whole else exact.shard(rank))
         for index, (slot, parameter) in enumerate(
@@ -217,11 +216,6 @@ class Bucket:
             elif view.data_ptr() != parameter.data_ptr():
                 view.copy_(parameter.data)
         return exact
-
-    def _needs_master(self) -> bool:
-        """A master is kept for what is trained, and for what would lose bits without one."""
-        is_trained = any(p.requires_grad for p in self.parameters)
-        return is_trained or any(d.itemsize > self.plan.dtype.itemsize for d in self.own_dtypes)
 
     # ---------------------------------------------------------------- whole and released
 
@@ -424,8 +418,8 @@ class Bucket:
     def look_at_rest(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
 
-        A gather that is under way before a use is given up, that what is written here is in the
-        next one. The look itself keeps nothing whole, and waits for no other rank.
+        A gather that is under way before a use is finished and freed, so that what is written here
+        is in the next one; on gloo that waits for its data. The look itself keeps nothing whole.
         """
         self.settle()
         self.release()
@@ -773,5 +767,5 @@ class Masters:
 
 
 def bucket_of(placement: Placement) -> Bucket:
-    """Where an engine holds a parameter; of an average, what answers the same questions."""
+    """Where an engine, or an average, holds a parameter."""
     return cast("Bucket", placement.bucket)

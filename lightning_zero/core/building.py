@@ -58,7 +58,6 @@ class PartialParameter:
     Attributes:
         name: For messages, such as `Linear.weight`.
         index: Position in the order of registration, the same on every rank.
-        owner: Where it was registered first; None when that is gone.
         shape: Of the whole parameter.
         part: 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
         bits: Sum over the bits of the whole values that were cut last.

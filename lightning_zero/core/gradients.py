@@ -109,6 +109,7 @@ class Gradients:
     """Gradients of the parameters of one bucket.
 
     Attributes:
+        dtype: Of the mean.
         whole: Local gradients, not yet reduced; None until the first backward. Where GRAD is
             sharded it exists from the first gradient of a backward to the end of the reduction.
         shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype.
@@ -146,7 +147,7 @@ class Gradients:
         self._plan = plan
         self._parameters = list(parameters)
         self._comm = comm
-        self._dtype = dtype
+        self.dtype = dtype
         self._offloaded = offloaded
         self._cuts = list(cuts)
         self.settle = settle
@@ -273,7 +274,7 @@ class Gradients:
         if self._is_in_place:
             self._out = whole.shard(self._rank)
         elif self.shard is None or self._holds_mean or self._offloaded is not None:
-            self._out = torch.empty(self._numel, dtype=self._dtype, device=whole.tensor.device)
+            self._out = torch.empty(self._numel, dtype=self.dtype, device=whole.tensor.device)
         else:
             self._out = self.shard
         self._pending = self._comm.reduce_scatter(
@@ -292,7 +293,7 @@ class Gradients:
         layout, scratch = self._plan.layout, self._comm.scratch
         whole = scratch.take(layout.numel, self._plan.dtype).zero_()
         numel = len(layout.shard(self._comm.mesh.shard_rank))
-        out = torch.empty(numel, dtype=self._dtype, device=whole.device)
+        out = torch.empty(numel, dtype=self.dtype, device=whole.device)
         name = self._plan.name
         self._comm.reduce_scatter(whole, out, name, cuts=layout.cuts).wait()
         scratch.give(whole)
@@ -530,14 +531,14 @@ class Gradients:
             not self._is_sharded
             and self._offloaded is None
             and self.whole is not None
-            and self.whole.tensor.dtype == self._dtype
+            and self.whole.tensor.dtype == self.dtype
         )
 
     def _open(self) -> FlatBuffer:
         """The whole buffer, ready to receive; a mean that lies in it is carried aside."""
         self.finish()
         if self.whole is None:
-            dtype = self._dtype if self._is_whole_mean else self._plan.dtype
+            dtype = self.dtype if self._is_whole_mean else self._plan.dtype
             layout, device = self._plan.layout, self._comm.device
             memory = self._comm.scratch.take(layout.numel, dtype) if self._is_sharded else None
             self.whole = FlatBuffer(layout, dtype, device, memory=memory)
@@ -545,7 +546,7 @@ class Gradients:
             assert self.shard is not None
             self._carry = self.shard
             if self.replicas.is_under_way:  # it keeps its memory: waiting here might be for ever
-                self.whole = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
+                self.whole = FlatBuffer(self._plan.layout, self.dtype, self._comm.device)
             else:
                 self._carry = self.shard.clone()
             self._holds_mean = False
@@ -588,11 +589,11 @@ class Gradients:
 
     def _widen(self) -> None:
         """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
-        if self._is_sharded or self._is_in_place or self._dtype == self._plan.dtype:
+        if self._is_sharded or self._is_in_place or self.dtype == self._plan.dtype:
             return
-        if self.whole is not None and self.whole.tensor.dtype == self._dtype:
+        if self.whole is not None and self.whole.tensor.dtype == self.dtype:
             return
-        wide = FlatBuffer(self._plan.layout, self._dtype, self._comm.device)
+        wide = FlatBuffer(self._plan.layout, self.dtype, self._comm.device)
         if self.whole is not None:
             wide.tensor.copy_(self.whole.tensor)
         if self.shard is not None and self._offloaded is None:
@@ -636,7 +637,7 @@ class Gradients:
 
     def _zeros(self) -> Tensor:
         numel = self._plan.layout.numel if self._is_whole_mean else self._numel
-        return torch.zeros(numel, dtype=self._dtype, device=self._comm.device)
+        return torch.zeros(numel, dtype=self.dtype, device=self._comm.device)
 
     def _take_over(self, index: int, grad: Tensor) -> None:
         """Copies a gradient that a user has set into the mean."""

@@ -154,7 +154,7 @@ class _Materializer:
         """Gives the module's own tensors memory and values. Collective."""
         module = visit.module
         fresh = {name for name, tensor in _own_tensors(module).items() if tensor.is_meta}
-        buffers = [name for name in fresh if name in module._buffers]
+        buffers = [name for name in module._buffers if name in fresh]  # one order on all ranks
         sources = {name: awaited_values(tensor) for name, tensor in _own_tensors(module).items()}
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:

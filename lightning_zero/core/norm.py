@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.stage import State
+from lightning_zero.tensors.buffer import widest
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
@@ -37,8 +38,9 @@ def total_norm(
         parameters: Only gradients of these; None: all.
         order: p of the p-norm; `math.inf` for the largest magnitude.
     """
+    buckets = list(buckets)
     norms = [norm for bucket in buckets for norm in _own_norms(bucket, comm, parameters, order)]
-    return _over_ranks(_joined(norms, comm, order), comm, order)
+    return _over_ranks(_joined(norms, _dtype(buckets), comm, order), comm, order)
 
 
 def grad_norms(
@@ -55,7 +57,11 @@ def grad_norms(
         order: p of the p-norm; `math.inf` for the largest magnitude.
     """
     buckets = list(buckets)
-    own = [_joined(list(_own_norms(bucket, comm, None, order)), comm, order) for bucket in buckets]
+    dtype = _dtype(buckets)
+    own = [
+        _joined(list(_own_norms(bucket, comm, None, order)), dtype, comm, order)
+        for bucket in buckets
+    ]
     norms = _over_ranks(torch.stack(own), comm, order).unbind()
     return {
         bucket.plan.name: norm
@@ -99,8 +105,9 @@ def clip_by_value(
         _change(bucket, parameters, lambda part: part.clamp_(-limit, limit))
 
 
-def _at_least_fp32(part: Tensor) -> torch.dtype:
-    return torch.promote_types(part.dtype, torch.float32)
+def _dtype(buckets: Iterable[Bucket]) -> torch.dtype:
+    """In which ranks add: the widest of gradients, also of a rank that owns none of them."""
+    return widest(torch.float32, [bucket.grads.dtype for bucket in buckets])
 
 
 def _own_norms(
@@ -109,15 +116,17 @@ def _own_norms(
     """Norms of the parts that this rank owns, one at a time: some are read from a file."""
     for part in _owned_parts(bucket, comm, parameters):
         if part.numel():
-            norm = torch.linalg.vector_norm(part, order, dtype=_at_least_fp32(part))
+            norm = torch.linalg.vector_norm(part, order, dtype=widest(torch.float32, [part.dtype]))
             yield norm.to(comm.device)
 
 
-def _joined(norms: Sequence[Tensor], comm: Communicator, order: float) -> Tensor:
+def _joined(
+    norms: Sequence[Tensor], dtype: torch.dtype, comm: Communicator, order: float
+) -> Tensor:
     """What ranks add (order p: the p-th power of the norm) or compare (the infinite one): 0-dim."""
     if not norms:
-        return torch.zeros((), device=comm.device)
-    each = torch.stack(list(norms))
+        return torch.zeros((), dtype=dtype, device=comm.device)
+    each = torch.stack([norm.to(dtype) for norm in norms])
     return each.max() if math.isinf(order) else (each**order).sum()
 
 

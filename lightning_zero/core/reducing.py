@@ -17,6 +17,7 @@ from lightning_zero.layout.order import Order
 
 __all__ = ["Reducing"]
 
+_MOST_KNOWN = 1000  # ways in which parameters take turns at training
 Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout order
 
 
@@ -106,6 +107,8 @@ class Reducing:
         self._ends_step = ends_step
         reduces = self.reduces(ends_step=ends_step)
         if reduces:
+            if len(self._touched) > _MOST_KNOWN:  # each step trains something else
+                self._touched.clear()
             self._touched[self._trainable] = self._reduce_the_rest(completes=ends_step)
         else:
             for bucket in self._buckets:
@@ -125,6 +128,11 @@ class Reducing:
         self.under_way = None
         self._reduced = set()
         self._is_open = self.is_mid_step = self._has_local = self._has_partial = False
+
+    def recover(self) -> None:
+        """When all ranks have come together again: what they agreed on may not be alike."""
+        self._is_sequence_agreed = False
+        self._sequence = list(reversed(self._buckets))
 
     # ---------------------------------------------------------------- one bucket
 
@@ -205,11 +213,11 @@ class Reducing:
     def _agree_on_sequence(self) -> None:
         """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""
         if not self._is_sequence_agreed and self._ends_step:
-            self._is_sequence_agreed = True
             mine = [self._numbers[bucket] for bucket in dict.fromkeys(self._arrived)]
             first = [self._buckets[index] for index in self._comm.control.broadcast_object(mine)]
             rest = [bucket for bucket in self._sequence if bucket not in first]
             self._sequence = first + rest
+            self._is_sequence_agreed = True
 
     def before_step(self) -> None:
         """Before an optimizer's step: means are there. Collective."""

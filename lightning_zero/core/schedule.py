@@ -3,12 +3,12 @@
 [Note: Streams] In which order gathers and reductions are issued, and why no rank waits for ever, is
 told in layout/order.py. On this rank:
 
-* A gather is issued on the side stream after everything queued on the compute stream, which
+* A gather is issued on a side stream after everything queued on the compute stream, which
   allocated the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer
   is written only after its former user, and read only after its gather.
-* A reduction is issued likewise once the last gradient of a bucket is queued. Before the next
-  reduction is issued, the one before it is finished: at most two whole gradient buffers exist at a
-  time.
+* A reduction is issued likewise, on a side stream of its own, once the last gradient of a bucket is
+  queued. Before the next reduction is issued, the one before it is finished: at most two whole
+  gradient buffers exist at a time.
 * Buffers are freed on the compute stream, after it has waited for the collective that used them. A
   pending collective keeps its tensors alive.
 * The forward after a step waits for the gather of a bucket when one of its parameters is first
@@ -18,6 +18,13 @@ told in layout/order.py. On this rank:
   it, and meanwhile nobody writes to that shard. It takes no memory of its own.
 * Where groups of ranks hold shards of their own, a gather moves data within a group only, but the
   order is that of all ranks: averages over replicas, and a failure, concern all of them.
+
+[Note: What a gather waits for] On the host, before it is issued: for its turn in the order, so for
+reductions of the plan before it, and where there is no plan for a round of all ranks
+(layout/order.py); for the worker that steps its bucket (`Bucket.wait_for_step`); where its shard
+rests in a file, for the read and a free buffer (`ParamReader`). After that: on gloo, in
+`finish_gather`, for what the peers send; on CUDA the host does not wait, the gather's stream waits
+for compute and for the copy of a shard that rests in CPU memory, its kernel for the peers.
 """
 
 from __future__ import annotations
@@ -402,6 +409,7 @@ class Schedule:
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""
         self.order.restart()
+        self.reducing.recover()
         for bucket in self._buckets:
             bucket.cancel_gather(is_lost=False)
         self.reset()
@@ -428,4 +436,4 @@ def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | No
 
 def _has_done_backward(unit: Unit) -> bool:
     """Nothing in this backward needs its parameters again."""
-    return not unit.num_awaited and not unit.is_held and unit.has_all_grads
+    return unit.num_awaited <= 0 and not unit.is_held and unit.has_all_grads

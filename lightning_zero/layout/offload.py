@@ -219,8 +219,8 @@ class ShardBytes:
         optim: Master, where it is a tensor of its own, and two moments as Adam keeps them: how much
             an optimizer keeps is known after its first step only.
         grad: The mean gradient.
-        is_trainable: The optimizer steps it from the beginning. What is frozen takes nothing but
-            its parameters until it is unfrozen.
+        is_trainable: The optimizer steps it from the beginning. What is frozen takes its parameters
+            until it is unfrozen, and a master where they have lost bits.
     """
 
     param: int

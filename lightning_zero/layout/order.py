@@ -662,9 +662,14 @@ class Order:
         return self._take(heard)
 
     def _take(self, heard: Heard) -> Round:
-        earlier = [saying for saying in self._unheard if saying.done()]  # all that came before
-        self._unheard = [saying for saying in self._unheard if not saying.done()]
-        for error in (*(saying.result().error for saying in earlier), heard.error):
+        unheard, self._unheard = self._unheard, []
+        earlier: list[Exception | None] = []
+        for saying in unheard:  # one may end meanwhile: asked once
+            if saying.done():
+                earlier.append(saying.result().error)
+            else:
+                self._unheard.append(saying)
+        for error in (*earlier, heard.error):
             if error is not None:
                 raise error
         self._heard_mask = heard.mask

@@ -51,6 +51,7 @@ class BucketPlan:
         master_dtype: Dtype in which they are stepped.
         stage: Which states rest as shards.
         is_trainable: The optimizer steps it.
+        loses_bits: `dtype` does not hold all of a parameter as it was given.
         tiers: Where the shards rest.
     """
 
@@ -60,12 +61,18 @@ class BucketPlan:
     master_dtype: torch.dtype
     stage: Stage
     is_trainable: bool = True
+    loses_bits: bool = False
     tiers: BucketTiers = field(default_factory=BucketTiers)
 
     @property
     def has_own_master(self) -> bool:
         """The master is another tensor than the parameters, in another dtype."""
         return self.master_dtype != self.dtype
+
+    @property
+    def begins_with_master(self) -> bool:
+        """There is one from the beginning: of what is trained, and where bits would be lost."""
+        return self.has_own_master and (self.is_trainable or self.loses_bits)
 
 
 @dataclass(frozen=True)
@@ -229,10 +236,9 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
     for bucket in plan.buckets:
         shard, numel = _shard_bytes(plan, bucket), bucket.layout.shard_numel
         params += shard.param * (bucket.tiers.param is Tier.NVME)
-        if not bucket.is_trainable:
-            continue
-        others += shard.grad * (bucket.tiers.grad is Tier.NVME)
-        if bucket.has_own_master and bucket.tiers.optim is Tier.NVME:
+        if bucket.is_trainable:
+            others += shard.grad * (bucket.tiers.grad is Tier.NVME)
+        if bucket.begins_with_master and bucket.tiers.optim is Tier.NVME:
             others += numel * bucket.master_dtype.itemsize
     return params, others
 
@@ -332,6 +338,13 @@ def _cut(
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""
         label += f"[{number}]" if len(runs) > 1 else ""
+        own = [cutting.named[name].dtype.itemsize for name in run]
         yield BucketPlan(
-            label, layout, kind.dtype, kind.master_dtype, stage, is_trainable=kind.is_trainable
+            label,
+            layout,
+            kind.dtype,
+            kind.master_dtype,
+            stage,
+            is_trainable=kind.is_trainable,
+            loses_bits=max(own) > kind.dtype.itemsize,
         )

@@ -182,16 +182,11 @@ class Inventory:
         return [whole] if is_in_place else [whole, mean]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
-        if not bucket.has_own_master or not self._needs_master(bucket):
+        if not bucket.begins_with_master:
             return 0
         if not bucket.stage.has_shard(State.OPTIM):
             return bucket.layout.numel * bucket.master_dtype.itemsize
         return self._at_rest(numel, bucket.master_dtype, bucket.tiers.optim)
-
-    def _needs_master(self, bucket: BucketPlan) -> bool:
-        slots = range(len(bucket.layout.slots))
-        own = [self.parameter(bucket, index).dtype.itemsize for index in slots]
-        return bucket.is_trainable or any(size > bucket.dtype.itemsize for size in own)
 
     def _moments(self, bucket: BucketPlan, rank: int) -> list[tuple[Tier, int]]:
         in_memory, files = 0, dict[str, int]()
@@ -216,7 +211,7 @@ class Inventory:
         for bucket in self.plan.buckets:
             layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
             numel = len(layout.shard(rank)) if is_sharded else layout.numel
-            dtype = bucket.master_dtype if self._needs_master(bucket) else bucket.dtype
+            dtype = bucket.master_dtype if bucket.begins_with_master else bucket.dtype
             for wanted in self._averages:
                 is_on_device = wanted is Tier.DEVICE or not self.is_apart
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE

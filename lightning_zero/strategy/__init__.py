@@ -5,7 +5,8 @@ Imports the engine, checkpoint, planner and deepspeed; from here on lightning an
     strategy          `ZeroStrategy`: what a user gives the Trainer
     settings, schema  its arguments, checked; the same for Hydra
     engine_strategy   engines over a run: set-up, closures, gradients, teardown
-    lifecycle         what a strategy holds of its engines, and what is left after a fit
+    lifecycle         what a strategy holds of its engines, whether ranks go on together after an
+                      exception, and what is left after a fit
     checkpointing, checkpoint_io, saving  Lightning's checkpoints, whole and sharded
     processes, launch, children, hydra, hydra_jobs  who the ranks are, and how they start
     signals           SIGTERM and requeue, acted on by all ranks together between two batches

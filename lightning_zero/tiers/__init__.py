@@ -10,7 +10,9 @@ Imports record, layout and tensors.
     disk          what the file system gives: room, O_DIRECT, a directory that goes with us
     memory        page-aligned, pinned buffers, and how much CPU memory there is
 
-Begin with `shard_store`. A new tier for optimizer state is a new `ShardStore`, made in `storage`.
+Begin with `shard_store`. A new tier for optimizer state is a `Tier` in layout/offload.py, which
+tells who gets it; a `ShardStore`, made in `storage`; a way into and out of buffers in
+optim/chunks.py, where it is no memory; and its bytes in engine/counting.py and planner/resting.py.
 """
 
 from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers

@@ -41,31 +41,19 @@ def live_storages() -> dict[tuple[str, int], int]:
     Two storages at one address (memory shared with numpy or DLPack) are one entry, the larger.
     """
     found: dict[tuple[str, int], int] = {}
-    is_tensor, is_storage = _TypeTest(Tensor), _TypeTest(torch.UntypedStorage)
+    things = gc.get_objects()
+    # By the real type: asking a dead proxy for its `__class__` raises. Few are of these, of many.
+    kinds = set(map(type, things))
+    wanted = {kind for kind in kinds if issubclass(kind, Tensor | torch.UntypedStorage)}
     # Without this, reading `.grad` or `._base` of a subclass would run its __torch_function__.
     with torch._C.DisableTorchFunctionSubclass():
-        for thing in gc.get_objects():
-            if is_tensor(thing):
+        for thing in [thing for thing in things if type(thing) in wanted]:
+            if issubclass(type(thing), Tensor):
                 for storage in _storages_of(thing):
                     _add(found, storage)
-            elif is_storage(thing):
+            else:
                 _add(found, thing)
     return found
-
-
-class _TypeTest:
-    """`isinstance` by the real type only: asking a dead proxy for its `__class__` raises."""
-
-    def __init__(self, base: type) -> None:
-        self.base = base
-        self.known: dict[type, bool] = {}
-
-    def __call__(self, thing: object) -> bool:
-        kind = type(thing)
-        answer = self.known.get(kind)
-        if answer is None:
-            answer = self.known[kind] = issubclass(kind, self.base)
-        return answer
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
+from torch import nn
 
+from lightning_zero import Engine, ZeroConfig
 from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit_ranks, fit_reference, make_trainer, run_once, settings
@@ -138,3 +140,27 @@ def _norms(rank, world_size, spec):
 
 def _differs(one, other):
     return any(not np.allclose(one[0].state[n], other[0].state[n], 1e-4) for n in one[0].state)
+
+
+class Pair(nn.Module):
+    """One bucket, of which the second rank owns no element of what is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Parameter(torch.full((1,), 3.0, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(9, dtype=torch.float64))
+
+    def forward(self):
+        return self.used.sum() * 2 + 0 * self.unused.detach().sum()
+
+
+def _norms_of_a_pair(rank, world_size, stage):
+    module = Pair()
+    engine = Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=stage))
+    engine.backward(module())
+    return float(*engine.grad_norms().values()), float(engine.clip_grad_norm_(1.0))
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_a_rank_without_gradients_of_its_own_adds_in_the_dtype_of_the_others(stage):
+    assert run_ranks(2, _norms_of_a_pair, stage) == [(2.0, 2.0)] * 2

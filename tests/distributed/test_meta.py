@@ -369,3 +369,27 @@ def test_init_module_makes_empty_modules_on_meta_and_others_with_values(stage):
     assert empty.weight.is_meta
     assert full.weight.device == CPU
     assert {empty.weight.dtype, full.weight.dtype} == {torch.bfloat16}
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for size in range(1, 9):
+            self.register_buffer(f"table_{size}", torch.zeros(size))
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def reset_parameters(self):
+        for tensor in (*self.parameters(), *self.buffers()):
+            nn.init.ones_(tensor)
+
+
+def test_buffers_are_sent_in_the_order_of_their_registration(monkeypatch):
+    """Each process has its own order of sets of strings."""
+    with torch.device("meta"):
+        module = Tables()
+    sent = []
+    monkeypatch.setattr(
+        Communicator, "broadcast_", lambda self, tensor: sent.append(tensor.numel())
+    )
+    Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=1), device=CPU).close()
+    assert [numel for numel in sent if numel != 2][:7] == [1, 3, 4, 5, 6, 7, 8]
