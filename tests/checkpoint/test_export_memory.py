@@ -56,7 +56,7 @@ class Size:
             yield f"layers.{number}.down", (4 * self.width, self.width)
 
 
-SMALL = Size(512, 14, 12_000)  # 50 M
+SMALL = Size(512, 7, 12_000)  # 28 M
 LARGE = Size(2048, 18, 50_304)  # 1.0 B
 
 
@@ -121,7 +121,7 @@ TARGETS = {
     ("source", "target"),
     [pytest.param("ckpt", "safetensors", marks=pytest.mark.slow), ("dcp", "ckpt")],
 )
-def test_a_checkpoint_of_600_mb_is_exported_in_160(source, target, tmp_path):
+def test_a_checkpoint_of_340_mb_is_exported_in_160(source, target, tmp_path):
     state = write_checkpoint(SMALL, source, tmp_path / "source")
     found = export(tmp_path / "source", tmp_path / "out", *TARGETS[target])
     assert found["resident above start"] < 160 * MIB
