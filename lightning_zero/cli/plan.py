@@ -6,11 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch import nn
 
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
@@ -19,6 +16,8 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan
+from lightning_zero.layout.recompute import outermost
+from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import (
     Job,
@@ -26,6 +25,7 @@ from lightning_zero.planner import (
     Rates,
     StepTrace,
     all_choices,
+    data_parallel_bytes,
     estimate,
     find_repeats,
     make_optimizers,
@@ -160,7 +160,7 @@ def _run(args: argparse.Namespace) -> int:
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
     dtypes = ZeroConfig(param_dtype=config.param_dtype, keep_float32=config.keep_float32)
     whole = make_plan(source.module, dtypes, world_size=1)
-    blocks = _blocks(source.module, whole)
+    blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
     traces, note = _traces(source, whole, blocks, precision)
@@ -180,6 +180,7 @@ def _run(args: argparse.Namespace) -> int:
         "ranks": machine.num_ranks,
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
+        "data_parallel_bytes": data_parallel_bytes(named, optimizers),
     }
     best = best_of(rows)
     if args.json:
@@ -263,13 +264,6 @@ def _traces(
         return (plain, trace(blocks) if blocks else None), ""
     except ValueError as error:
         return (plain, None), f"activation checkpointing is not counted: {error}"
-
-
-def _blocks(module: nn.Module, plan: Plan) -> list[str]:
-    """Units of a class that there is more than once."""
-    kinds = {u.name: type(module.get_submodule(u.name)) for u in plan.units if u.name}
-    counts = Counter(kinds.values())
-    return [name for name, kind in kinds.items() if counts[kind] > 1]
 
 
 def _rows(

@@ -44,9 +44,10 @@ def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     if not found:
         return None
     _, is_checkpointed, best = found[0]
+    config = best.choice.config.replace(activation_checkpointing=is_checkpointed)
     return {
         "choice": best.choice.name,
-        "strategy": as_arguments(best.choice.config),
+        "strategy": as_arguments(config),
         "checkpointing": is_checkpointed,
         **_numbers(best),
     }
@@ -115,7 +116,11 @@ def as_text(
         f"{facts['model']}: {facts['parameters']:,} parameters, {facts['precision']}, "
         f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
     )
-    parts = [head, *([note] if note else []), "", _table(rows), "", _legend(rows, machine)]
+    alone = (
+        f"DistributedDataParallel would hold {in_words(facts['data_parallel_bytes'])} of states on "
+        "each device."
+    )
+    parts = [head, *([note] if note else []), "", _table(rows), "", _legend(rows, machine), alone]
     return "\n".join([*parts, "", _verdict(rows, best)])
 
 
@@ -162,7 +167,7 @@ def _legend(rows: Sequence[Row], machine: Machine) -> str:
     lines = [
         "states, peak, sent: of one rank, on its device, at rest, at most and in a step;",
         "checkpointed: the peak with activation checkpointing; host, disk: of a machine;",
-        "off: plain data parallel. Times are of transfers and of steps on the CPU, all at once ..",
+        "off: stage 0, all replicated. Times are of transfers and of steps on the CPU, at once ..",
         f"one by one, at {link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of",
         f"disks and {memory:g} of CPU memory for these steps (--rates).",
     ]

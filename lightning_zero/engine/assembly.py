@@ -24,6 +24,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
+from lightning_zero.layout.recompute import find_checkpointed
 from lightning_zero.optim.trial import Findings
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import has_placement
@@ -45,11 +46,13 @@ class Beginning:
     Attributes:
         device: To compute on.
         examined: The optimizers with what they look at.
+        checkpointed: Names of modules that run again in backward.
         comm: The engine's.
     """
 
     device: torch.device
     examined: Sequence[tuple[Optimizer, Findings]]
+    checkpointed: Sequence[str]
     comm: Communicator
 
 
@@ -79,6 +82,7 @@ def begin_together(
     """
     group_size = config.group_size(local_world_size=local_world_size())
     examined: list[tuple[Optimizer, Findings]] = []
+    checkpointed: list[str] = []
     facts: dict[str, dict[str, str]] = {}
     failure: Exception | None = None
     try:
@@ -86,6 +90,7 @@ def begin_together(
         check_can_materialize(module)
         look = partial(examine, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in as_optimizers(optimizers)]
+        checkpointed = find_checkpointed(module, config.runs_again)
         facts = module_facts(module, config)
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
         for number, (optimizer, found) in enumerate(examined):
@@ -102,7 +107,7 @@ def begin_together(
         compare=partial(compare, facts=facts, failure=failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
-    return Beginning(device, examined, comm)
+    return Beginning(device, examined, checkpointed, comm)
 
 
 def find_device(module: nn.Module, device: torch.device | None) -> torch.device:

@@ -50,7 +50,7 @@ def count_memory(
             if not isinstance(value, LazyTensor):  # those are counted by their bucket
                 of_tier = held.setdefault(_tier_in_memory(placement), dict.fromkeys(State, 0))
                 of_tier[State.OPTIM] += value.untyped_storage().nbytes()
-            alone[State.OPTIM] += _whole_numel(placement, value) * value.element_size()
+            alone[State.OPTIM] += _whole_numel(placement, value) * _own_itemsize(placement, value)
         alone[State.OPTIM] += missing_state_bytes(optimizer, buckets)
     average_bytes = 0
     for bucket in averages:
@@ -99,16 +99,21 @@ def held_bytes(bucket: Bucket) -> int:
 
 
 def _data_parallel_bytes(bucket: Bucket) -> dict[State, int]:
-    """Bytes these parameters need whole on every rank; optimizer state without its moments."""
-    numel = bucket.plan.layout.parameter_numel
+    """Bytes that DistributedDataParallel takes for them: in the dtypes in which they were given.
+
+    Optimizer state is counted beside this.
+    """
+    params = whole_bytes(bucket)
     is_trained = any(parameter.requires_grad for parameter in bucket.parameters)
-    params = numel * bucket.plan.dtype.itemsize
-    master = numel * bucket.plan.master_dtype.itemsize if bucket.shards.has_own_master else 0
-    return {
-        State.PARAM: params,
-        State.GRAD: params if is_trained else 0,
-        State.OPTIM: master if is_trained else 0,
-    }
+    return {State.PARAM: params, State.GRAD: params if is_trained else 0, State.OPTIM: 0}
+
+
+def _own_itemsize(placement: Placement, value: Tensor) -> int:
+    """Of a state, in an optimizer that steps the parameter itself instead of a wider master."""
+    bucket = bucket_of(placement)
+    own = bucket.own_dtypes[placement.index]
+    is_masters = value.dim() > 0 and value.dtype == bucket.plan.master_dtype
+    return own.itemsize if is_masters and own.is_floating_point else value.element_size()
 
 
 def _tiers_of(buckets: Sequence[Bucket]) -> list[Tier]:

@@ -35,6 +35,7 @@ from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.recompute import checkpointed
 from lightning_zero.tensors.composite import plain_tensors
 
 __all__ = ["Engine"]
@@ -110,6 +111,7 @@ class Engine:
         self._syncs = True
         self._is_closed = False
         parts = Assembly(module, self.plan, comm, self.storage, self.worker, self._make_whole)
+        self._end_checkpointing = checkpointed(module, beginning.checkpointed)
         try:
             self.buckets = parts.buckets()
             units = parts.units(self.buckets)
@@ -127,6 +129,7 @@ class Engine:
                 self.optimizers.take(optimizer, found)
         except BaseException as error:
             comm.abort(error)  # the others may wait for this rank's next broadcast
+            self._end_checkpointing()
             self.worker.close()
             self.storage.close()
             raise
@@ -284,6 +287,7 @@ class Engine:
         self._is_closed = True
         self.worker.drain()
         self.optimizers.detach()
+        self._end_checkpointing()
         self.schedule.hooks.detach()
         self.schedule.abandon()
         self.worker.close()
@@ -324,6 +328,7 @@ class Engine:
         self.optimizers.reset()
         # Before states are dropped, which the compute stream reads meanwhile.
         self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
+        self._end_checkpointing()
         self.schedule.hooks.detach()
         failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)

@@ -8,6 +8,7 @@
     kept        which layers keep float32 parameters in 16-bit training
     names       names of parameters and modules
     units       which modules are gathered together
+    recompute   which modules run again in backward
     order       what is gathered and reduced next, on all ranks; who waits for whom
     talk        what ranks say for that in one round
     hoist       the plan that is made of a log

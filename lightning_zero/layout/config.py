@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,10 +33,13 @@ SIZES = (
     "param_persistence_threshold",
     "max_live_parameters",
 )
-Modules = str | type[nn.Module] | Sequence[str | type[nn.Module]]  # classes, names, patterns
+_Kind = str | type[nn.Module]  # a name, a pattern or a class
+Modules = _Kind | Sequence[_Kind] | Set[_Kind]
 _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
     "unit_classes": "classes of modules, names of these, or names or patterns of modules",
+    "activation_checkpointing": "True, False, classes of modules, names of these, or names or "
+    "patterns of modules",
 }
 MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
 
@@ -119,6 +122,9 @@ class ZeroConfig:
             or of a base of it; a pattern of such names, as "*.router.*"; a class of modules.
             "autocast": what computes under `torch.autocast` needs so, see kept.py; a mixed
             precision of the Trainer adds this. BatchNorm and its like always stay.
+        activation_checkpointing: Modules that keep their inputs only, and run again in backward:
+            less memory for about a third more computation. True: repeated blocks, see units.py; or
+            as `unit_classes`. Values and random numbers are the same.
         broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
             first forward after a step, as DistributedDataParallel does.
         assume_elementwise: Promise that optimizers treat every element by itself, instead of a
@@ -153,6 +159,7 @@ class ZeroConfig:
     reduce_dtype: torch.dtype | str | None = None
     param_dtype: torch.dtype | str | None = None
     keep_float32: Modules | None = None
+    activation_checkpointing: bool | Modules = False
     broadcast_buffers: bool = True
     assume_elementwise: bool = False
     offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
@@ -172,6 +179,10 @@ class ZeroConfig:
             _set(self, name, _check_dtype(name, getattr(self, name)))
         for name in ("keep_float32", "unit_classes"):
             _set(self, name, _check_modules(name, getattr(self, name)))
+        if not isinstance(again := self.activation_checkpointing, bool):
+            _set(
+                self, "activation_checkpointing", _check_modules("activation_checkpointing", again)
+            )
         for name in ("offload_optimizer", "offload_param"):
             _set(self, name, OffloadConfig.of(name, getattr(self, name)))
         _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))
@@ -205,6 +216,13 @@ class ZeroConfig:
         """What is a unit; empty: to be found."""
         assert self.unit_classes is None or isinstance(self.unit_classes, tuple)
         return self.unit_classes or ()
+
+    @property
+    def runs_again(self) -> bool | tuple[str | type[nn.Module], ...]:
+        """What runs again in backward; True: to be found."""
+        again = self.activation_checkpointing
+        assert isinstance(again, (bool, tuple))
+        return again
 
     def under_autocast(self) -> ZeroConfig:
         """The same where the module computes under `torch.autocast`."""
@@ -297,6 +315,8 @@ def _check_dtype(name: str, value: object) -> torch.dtype | None:
 def _check_modules(name: str, value: object) -> tuple[str | type[nn.Module], ...] | None:
     if value is None:
         return None
+    if isinstance(value, Set):
+        value = sorted(value, key=str)  # the same on every rank
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     for item in items:
         is_class = isinstance(item, type) and issubclass(item, nn.Module)

@@ -19,8 +19,9 @@ class MemoryReport:
         world_size: Number of shards.
         tiers: Bytes by tier ("device", "cpu", "nvme"), then by state. Masters that are tensors of
             their own count as optimizer state, and so do averages of weights.
-        data_parallel: Bytes by state that the same model, precision and optimizer would need on
-            every rank without sharding; gradients in the parameters' dtype.
+        data_parallel: Bytes by state that DistributedDataParallel would take on every rank for the
+            same model and optimizer: parameters, gradients and moments in the dtypes in which the
+            parameters were given, without masters.
         buffer_bytes: CPU memory of the buffers through which shards in files travel.
         nvme_read_bytes: Read from NVMe since the engine was made.
         nvme_written_bytes: Written to NVMe since then: what wears a disk.

@@ -58,12 +58,18 @@ def find_units(
     }
 
 
-def find_blocks(module: nn.Module, classes: Sequence[str | type[nn.Module]] = ()) -> list[str]:
+def find_blocks(
+    module: nn.Module,
+    classes: Sequence[str | type[nn.Module]] = (),
+    *,
+    option: str = "unit_classes",
+) -> list[str]:
     """Qualified names of the blocks; see the top of this file.
 
     Args:
         module: The root.
-        classes: `ZeroConfig.unit_classes`; empty: repeated ones.
+        classes: What a user calls blocks; empty: repeated ones.
+        option: Of `ZeroConfig`, that has the classes.
 
     Raises:
         ValueError: One of `classes` matches no module with parameters.
@@ -78,7 +84,7 @@ def find_blocks(module: nn.Module, classes: Sequence[str | type[nn.Module]] = ()
         matching = [n for n, m in candidates.items() if is_meant(saved_name(n), m, item)]
         if not matching:
             known = {saved_name(name): m for name, m in candidates.items()}
-            raise ValueError(text_of_no_match("unit_classes", known, item))
+            raise ValueError(text_of_no_match(option, known, item))
         found |= dict.fromkeys(matching)
     return list(found)
 

@@ -24,7 +24,11 @@ from lightning_zero.planner.estimates import (
     estimate,
     take_inventory,
 )
-from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizers
+from lightning_zero.planner.optimizers import (
+    OPTIMIZER_NAMES,
+    data_parallel_bytes,
+    make_optimizers,
+)
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape
 from lightning_zero.planner.trace import Repeats, StepTrace, find_repeats, stretched, trace_step
 from lightning_zero.planner.traffic import Rates, Traffic
@@ -44,6 +48,7 @@ __all__ = [
     "Traffic",
     "all_choices",
     "cheapest",
+    "data_parallel_bytes",
     "estimate",
     "find_repeats",
     "make_optimizers",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["OPTIMIZER_NAMES", "KeptStates", "States", "make_optimizers"]
+__all__ = ["OPTIMIZER_NAMES", "KeptStates", "States", "data_parallel_bytes", "make_optimizers"]
 
 _Shape = tuple[int, ...]
 _SMALL = (7, 5, 3, 2, 4)  # sizes of a toy; 1 beyond
@@ -107,6 +107,20 @@ class KeptStates:
                 f"({type(error).__name__}: {error}), so what it keeps cannot be told; plan with an "
                 "optimizer such as AdamW."
             ) from error
+
+
+def data_parallel_bytes(named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
+    """Bytes of states that DistributedDataParallel holds on every rank, gradients among them.
+
+    Args:
+        named: The module's parameters, each once, in the dtypes in which they are given.
+        optimizers: Over them.
+    """
+    states, nbytes = KeptStates(optimizers, States()), 0
+    for parameter in named.values():
+        nbytes += parameter.numel() * parameter.dtype.itemsize * (1 + parameter.requires_grad)
+        nbytes += states.of(parameter, parameter.dtype).whole_bytes(tuple(parameter.shape))
+    return nbytes
 
 
 def make_optimizers(

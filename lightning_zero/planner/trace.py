@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import Plan, UnitPlan
+from lightning_zero.layout.recompute import checkpointed as run_again
 
 __all__ = [
     "Event",
@@ -235,23 +235,13 @@ def _hooked(
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
     for buffer in module.buffers():
         recorder.counter.ignore(buffer)
-    patched = [module.get_submodule(name) for name in checkpointed]
-    for child in patched:
-        child.__dict__["forward"] = _checkpointed(child.forward)
+    end = run_again(module, checkpointed, keeps_rng=False)
     try:
         yield
     finally:
-        for child in patched:
-            del child.__dict__["forward"]
+        end()
         for handle in handles:
             handle.remove()
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return run
 
 
 def _before(name: str, recorder: _Recorder) -> Any:

@@ -294,4 +294,6 @@ def as_arguments(config: ZeroConfig) -> str:
             arguments.append(f'{name}=OffloadConfig("nvme", max_in_cpu_bytes=0)')
         elif offload is not None:
             arguments.append(f"{name}={offload.device!r}")
+    if config.activation_checkpointing:
+        arguments.append(f"activation_checkpointing={config.activation_checkpointing!r}")
     return f"ZeroStrategy({', '.join(arguments)})".replace("'", '"')

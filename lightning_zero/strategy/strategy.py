@@ -112,6 +112,7 @@ class ZeroStrategy(CheckpointStrategy):
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
         keep_float32: Modules | None = None,
+        activation_checkpointing: bool | Modules = False,
         broadcast_buffers: bool = True,
         assume_elementwise: bool = False,
         offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None,

@@ -14,6 +14,7 @@ import torch
 from hydra.utils import instantiate
 
 from examples.gpt import GPT, GPTConfig
+from lightning_zero import ZeroStrategy
 from lightning_zero.cli import main
 from lightning_zero.cli.plan_source import of_arguments
 from lightning_zero.planner import SHAPES, Decoder
@@ -104,6 +105,22 @@ def test_checkpointing_lowers_activations_only(capsys):
     assert one["device_bytes_with_checkpointing"] < one["device_bytes"]
     saved = one["device_bytes"] - one["device_bytes_with_checkpointing"]
     assert saved < one["peak_bytes"]["activations"]
+
+
+def test_the_printed_line_says_that_blocks_run_again_where_only_so_it_fits(capsys):
+    more = [*SMALL, "--batch", "64"]
+    least = min(one["device_bytes"] for one in plan(capsys, *more)["choices"])
+    best = plan(capsys, *more, "--device-memory", f"{least // 1024 - 1}KiB")["best"]
+    assert best["checkpointing"]
+    assert best["strategy"].endswith(", activation_checkpointing=True)")
+    strategy = eval(best["strategy"], {"ZeroStrategy": ZeroStrategy})
+    assert strategy.config.activation_checkpointing is True
+    assert best["device_bytes"] < least
+
+
+def test_data_parallel_is_what_ddp_holds(capsys):
+    found = plan(capsys, *SMALL, "--precision", "bf16-mixed")
+    assert found["data_parallel_bytes"] == pytest.approx(16 * found["parameters"], rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"])

@@ -1,0 +1,136 @@
+"""Modules that run again in backward: the same values, in every stage, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.layout.recompute import checkpointed, find_checkpointed
+from tests.cells import SHARDED_STAGE
+from tests.distributed.ranks import run_ranks
+from tests.fitting import assert_same, fit_ranks, fit_reference, settings
+from tests.models import GPTModule
+
+
+class Block(nn.Module):
+    num_calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x, *, scale=1.0):
+        Block.num_calls += 1
+        hidden = nn.functional.dropout(self.up(x).relu(), 0.5, self.training)
+        return x + scale * self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x.square().mean()
+
+
+def _train(rank, world_size, stage, again):
+    torch.manual_seed(0)
+    net = Net()
+    config = ZeroConfig(stage=stage, activation_checkpointing=again)
+    engine = Engine(net, [torch.optim.AdamW(net.parameters(), lr=0.1)], config)
+    Block.num_calls = 0
+    torch.manual_seed(rank)
+    for _ in range(3):
+        engine.backward(net(torch.randn(4, 8)))
+        engine.step()
+        engine.zero_grad()
+    with torch.no_grad():
+        net(torch.randn(4, 8))
+    engine.close()
+    assert not any("forward" in module.__dict__ for module in net.modules())
+    return [p.detach() for p in net.parameters()], Block.num_calls
+
+
+def _compare(rank, world_size, stage):
+    expected, num_calls = _train(rank, world_size, stage, False)
+    found, num_again = _train(rank, world_size, stage, True)
+    assert (num_calls, num_again) == (4 * 3, 7 * 3)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.shows("`activation_checkpointing`")
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_blocks_run_again_in_backward_with_the_same_values_and_random_numbers(stage):
+    run_ranks(2, _compare, stage)
+
+
+def test_a_run_of_the_trainer_equals_ddp():
+    factory = partial(GPTModule, ranks=2)
+    ours = fit_ranks(2, settings(3, activation_checkpointing=True), factory)
+    assert_same(ours, fit_reference(2, factory))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (True, ["blocks.0", "blocks.1", "blocks.2"]),
+        (["first", Block], ["first", "blocks.0", "blocks.1", "blocks.2"]),
+        ({Block, nn.Linear}, ["blocks.0", "blocks.1", "blocks.2", "first"]),  # none inside another
+        ("blocks.[02]", ["blocks.0", "blocks.2"]),
+        (False, []),
+    ],
+)
+def test_what_runs_again_is_chosen_as_units_are(wanted, names):
+    config = ZeroConfig(activation_checkpointing=wanted)
+    assert find_checkpointed(Net(), config.runs_again) == names
+
+
+def test_what_cannot_run_again_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"name classes: activation_checkpointing=\[Block\]"):
+        Engine(nn.Linear(2, 2), config=ZeroConfig(activation_checkpointing=True))
+    with pytest.raises(ValueError, match=r"activation_checkpointing has 'Blok', which matches no"):
+        Engine(Net(), config=ZeroConfig(activation_checkpointing="Blok"))
+    with pytest.raises(TypeError, match="activation_checkpointing must be True, False, classes"):
+        ZeroConfig(activation_checkpointing=3)
+
+
+def test_a_copy_runs_its_own_forward_and_a_forward_of_the_users_comes_back():
+    net = Net()
+    net.blocks[0].forward = own = lambda x, scale: 2 * x
+    end = checkpointed(net, find_checkpointed(net, True))
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    with torch.no_grad():
+        assert other(torch.ones(1, 8)) == 0
+        assert net(torch.ones(1, 8)) > 0
+    end()
+    end()
+    assert net.blocks[0].forward is own
+    assert "forward" not in net.blocks[1].__dict__
+
+
+def test_a_compiled_block_runs_again():
+    net = Net().eval()
+    x = torch.randn(4, 8)
+    net(x).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    end = checkpointed(net, find_checkpointed(net, True))
+    for block in net.blocks:
+        block.compile(backend="eager")
+    net(x).backward()
+    end()
+    for parameter, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
