@@ -136,8 +136,10 @@ IGNORED: dict[str, str] = {
     "disable_allgather": "parameters are always gathered",
     "seq_parallel_communication_data_type": "there is no sequence parallelism here",
     "use_data_before_expert_parallelism": "there is no expert parallelism here",
-    "activation_checkpointing": "set activation_checkpointing=True, or call torch.utils.checkpoint in "
-    "the module; results are the same",
+    "activation_checkpointing": (
+        "set activation_checkpointing=True, or call torch.utils.checkpoint in the module; results "
+        "are the same"
+    ),
     "compile": "call torch.compile on the module",
     "graph_harvesting": "no CUDA graphs are recorded",
     "dataloader_drop_last": "pass drop_last to your DataLoader",
