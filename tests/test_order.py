@@ -258,7 +258,7 @@ class Rank:
         self.order.is_loose = True
         for units in passes:
             self.look(units)
-        self.order.meet(self.order.waits.left, "the end of the loop")
+        self.order.meet(self.order.requests.left, "the end of the loop")
         self.order.is_loose = False
 
 
@@ -404,7 +404,7 @@ def _fail_in_a_loop(size, failing, seed):
                         raise ValueError("bad sample")
                     one.use(unit)
                     one.whole.discard(unit)
-            one.order.meet(one.order.waits.done, "the end")
+            one.order.meet(one.order.requests.done, "the end")
         except (Failed, ValueError) as error:
             told[rank] = str(error)
         one.order.forget()

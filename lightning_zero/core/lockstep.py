@@ -85,7 +85,7 @@ class Lockstep:
         try:
             schedule.open()
             yield
-            self._order.meet(self._order.waits.done, "the end of lockstep on all ranks")
+            self._order.meet(self._order.requests.done, "the end of lockstep on all ranks")
         except BaseException as error:
             self._tell(error)
             schedule.reset()
@@ -126,7 +126,7 @@ class Lockstep:
     def end_loop(self) -> None:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
-            self._order.meet(self._order.waits.left, "the end of the loop on all ranks")
+            self._order.meet(self._order.requests.left, "the end of the loop on all ranks")
             self._schedule.gathering.release_all()
             self.leave_loop()
 

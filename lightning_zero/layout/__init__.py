@@ -11,6 +11,8 @@
     recompute   which modules run again in backward
     order       what is gathered and reduced next, on all ranks; who waits for whom
     talk        what ranks say for that in one round
+    referee     what is wrong with a round
+    ahead       what is gathered ahead of its use
     hoist       the plan that is made of a log
     plan        a module cut into units and buckets
     memory      `MemoryReport`: bytes by tier and state

@@ -45,24 +45,18 @@ takes part in the passes of the others, in the same way: it issues their plans, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.hoist import hoisted
-from lightning_zero.layout.talk import NOTHING, Heard, Judge, Round, Talk, both_ways
+from lightning_zero.layout.referee import MOST_TEXT, Referee, Requests
+from lightning_zero.layout.talk import Heard, Round, Said, Talk
 
-__all__ = [
-    "Issuer",
-    "Order",
-    "Unit",
-    "Waits",
-    "gather_ahead",
-]
+__all__ = ["Issuer", "Order"]
 
 _ALIKE = 2  # equal logs that make a plan
 _MOST_ALIKE = 64
@@ -70,7 +64,6 @@ _TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one i
 _CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretold
 _MOST_LOGGED = 100_000  # events
 _MOST_KNOWN = 1000  # keys: where each pass has a new one, none would be met again
-_MOST_TEXT = 1024  # bytes, of a failure
 _MOST_BOUNDARIES = 8  # between batches, without a round
 
 
@@ -118,15 +111,6 @@ class _Known:
     trust: int = _TRUST
 
 
-class Waits(NamedTuple):
-    """The requests of ranks that ask for no unit; see `Order`."""
-
-    begin: int  # a pass
-    together: int  # something else that all ranks do
-    done: int  # has ended its step, or its backward
-    left: int  # has left a loop of steps
-
-
 class Order:
     """The events of this rank. See [Note: Who waits for whom].
 
@@ -134,7 +118,7 @@ class Order:
 
         0 .. n-1       a unit, in forward by its place in the layout
         n .. 2n-1      a unit, in backward from the end of the layout on
-        2n .. 2n+3     `Waits`
+        2n .. 2n+3     `Requests`
 
     Args:
         talk: Between the ranks.
@@ -145,7 +129,7 @@ class Order:
         ahead: Elements to gather ahead of use; None: one unit; 0: none.
 
     Attributes:
-        waits: Requests.
+        requests: Those that ask for no unit.
         wish: Tells what this rank wishes; the lowest counts.
         is_loose: Ranks may leave one after the other.
         is_mid_event: This rank takes part in an event that it has not issued in full.
@@ -167,10 +151,10 @@ class Order:
         self._num = len(self._numels)
         self._turn = self._num  # the event at which a backward begins, above gathers
         self._gathers = any(self._numels)
-        self._names = list(names)
         self._ahead = ahead
         first = 2 * self._num
-        self.waits = Waits(first, first + 1, first + 2, first + 3)
+        self.requests = Requests(first, first + 1, first + 2, first + 3)
+        self._referee = Referee(talk, self.requests, names)
         self.wish: Callable[[], int | None] = lambda: None
         self.is_loose = False
         self.is_mid_event = False
@@ -182,11 +166,10 @@ class Order:
         self._context: tuple[int, ...] = ()
         self._last_log = 0  # a hash of what the last training pass has issued
         self._past = 0  # a hash of what was done together
-        self._flags: bytes = b""
-        self._flags_mark = NOTHING
+        self._flags_mark: int | None = None  # of what trains in this pass
         self._heard_wish: int | None = None
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
-        talk.widen(max(2 * num_buckets + len(self._names), talk.size, _MOST_TEXT))
+        talk.widen(max(2 * num_buckets + len(names), talk.size, MOST_TEXT))
 
     # ---------------------------------------------------------------- passes
 
@@ -209,7 +192,7 @@ class Order:
             self._look(flags)
             key = _hash(kind, self._flags_mark, self._last_log)
         else:
-            self._flags_mark = NOTHING
+            self._forget_flags()
             key = _hash(kind)
         one = self._pass = _Pass(key, is_training)
         is_foretold = False
@@ -221,7 +204,7 @@ class Order:
                 self._following[self._context[-length:]] = key
             self._context = (*self._context, key)[-_CONTEXTS[0] :]
         one.is_begun = False
-        one.saying = self._begin_saying(self.waits.begin, key, is_heard=not is_foretold)
+        one.saying = self._begin_saying(self.requests.begin, key, is_heard=not is_foretold)
         if is_foretold:
             one.is_begun = True
             one.plan = self._plan_of(key)
@@ -232,8 +215,11 @@ class Order:
         return next((key for key in told if key is not None), None)
 
     def _look(self, flags: Sequence[bool]) -> None:
-        self._flags = bytes(flags)
-        self._flags_mark = _hash(self._flags)
+        self._referee.flags = bytes(flags)
+        self._flags_mark = _hash(self._referee.flags)
+
+    def _forget_flags(self) -> None:
+        self._referee.flags, self._flags_mark = b"", None
 
     def _plan_of(self, key: int | None) -> tuple[int, ...] | None:
         known = self._known.get(key) if key is not None else None
@@ -253,9 +239,9 @@ class Order:
             return one
         assert one.saying is not None
         heard = self._hear(one.saying, "the beginning of a pass")
-        while heard.lowest < self.waits.begin:
+        while heard.lowest < self.requests.begin:
             self._answer(heard)
-            heard = self._say(self.waits.begin, one.key, "the beginning of a pass")
+            heard = self._say(self.requests.begin, one.key, "the beginning of a pass")
         self._learn(heard)
         one.is_begun = True
         one.log.clear()  # of a pass that has failed on this rank, and on others later
@@ -275,7 +261,7 @@ class Order:
             eager: Buckets that will be reduced, in this order, if there is no plan: the same on
                 every rank.
         """
-        if not self.is_training or bytes(flags) != self._flags:
+        if not self.is_training or bytes(flags) != self._referee.flags:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
@@ -302,7 +288,7 @@ class Order:
             What any rank has touched.
         """
         self._leave()
-        done = self.waits.done
+        done = self.requests.done
         saying = self._begin_saying(done, None, mask(), is_heard=True)
         finish()
         name = "the end of the backward on all ranks"
@@ -371,7 +357,7 @@ class Order:
         """After an exception: nothing is under way, and nothing known. Local."""
         self._pass = self._ended = None
         self._unheard.clear()
-        self._flags_mark = NOTHING
+        self._forget_flags()
         self._known.clear()
         self._following.clear()
         self._context = ()
@@ -503,13 +489,13 @@ class Order:
         """Issues what a round has told: reductions that all are ready for, then the gather."""
         one = self._ended or self._pass
         if one is not None and one.plan is None:
-            is_backward = self._num <= heard.lowest < self.waits.begin or heard.num_ready
+            is_backward = self._num <= heard.lowest < self.requests.begin or heard.num_ready
             if is_backward and not one.has_logged_turn:
                 one.log.append(self._turn)  # where all ranks have turned
                 one.has_logged_turn = True
             while len(one.reduced) < min(heard.num_ready, len(one.eager)):
                 self._issue(self._reduction(one.eager[len(one.reduced)]))
-        if heard.lowest < self.waits.begin:
+        if heard.lowest < self.requests.begin:
             lowest = heard.lowest
             unit = lowest if lowest < self._num else 2 * self._num - 1 - lowest
             self._issue(unit, is_kept=is_kept)
@@ -520,28 +506,28 @@ class Order:
         """Takes part in what other ranks still ask for, until none is behind `request`.
 
         Args:
-            request: One of `waits`.
+            request: One of `requests`.
             name: What this rank waits for, to be read by people.
         """
-        topic = _hash(name) if request == self.waits.together else None
+        topic = _hash(name) if request == self.requests.together else None
         one, kept = self._pass, None
-        if one is not None and one.is_training and request == self.waits.together:
+        if one is not None and one.is_training and request == self.requests.together:
             kept = _Pass(_hash(one.key or 0, topic or 0), is_training=True)  # goes on behind it
             kept.has_turned, kept.ready = one.has_turned, one.ready
         self._leave()
         while True:
             heard = self._say(request, topic, name)
             self._answer(heard)
-            if heard.lowest < self.waits.begin:
+            if heard.lowest < self.requests.begin:
                 continue
             self._learn(heard)
             if heard.lowest >= request:
                 break
-            if heard.lowest == self.waits.begin:  # others begin a pass: it is followed
+            if heard.lowest == self.requests.begin:  # others begin a pass: it is followed
                 key = heard.key if heard.is_same_key else None
                 self._pass = _Pass(key, plan=self._plan_of(key))
                 self._leave()
-        if request == self.waits.together:
+        if request == self.requests.together:
             self._past = _hash(self._past, topic or 0)
         if kept is not None and one is not None:
             kept.plan = self._plan_of(kept.key)
@@ -552,16 +538,16 @@ class Order:
     def leave(self, name: str) -> None:
         """`meet` if a pass is open: before collectives that are no part of it. Collective."""
         if self._pass is not None or self._ended is not None:
-            self.meet(self.waits.together, name)
+            self.meet(self.requests.together, name)
             self._pass = None
 
     def announce(self, name: str) -> None:
         """Before a collective that all ranks come to: `meet`, which nobody waits for if need be."""
         if self._pass is not None or self._ended is not None or self.is_loose:
-            self.meet(self.waits.together, name)
+            self.meet(self.requests.together, name)
             return
         topic = _hash(name)
-        self._begin_saying(self.waits.together, topic, is_heard=False)
+        self._begin_saying(self.requests.together, topic, is_heard=False)
         self._past = _hash(self._past, topic)
 
     def note(self, name: str) -> None:
@@ -578,14 +564,14 @@ class Order:
         if self._talk.size > 1 and is_settled and self._num_boundaries <= _MOST_BOUNDARIES:
             self.note(name)
         else:
-            self.meet(self.waits.together, name)
+            self.meet(self.requests.together, name)
             self._num_boundaries = 0
         wish, self._heard_wish = self._heard_wish, None
         return wish
 
     def meet_for(self, name: str) -> int | None:
         """`meet` before something that all ranks do together: the lowest wish of any rank."""
-        self.meet(self.waits.together, name)
+        self.meet(self.requests.together, name)
         return self._heard_wish
 
     def fail(self, error: Exception) -> None:
@@ -597,19 +583,18 @@ class Order:
             RuntimeError: They cannot be told.
         """
         self._leave()
-        self._failure = f"{type(error).__name__}: {error}"
+        self._referee.failure = f"{type(error).__name__}: {error}"
         try:
-            numbers, judge = self._numbers(-1, None, failed=True), self._judge(-1, "")
+            numbers, judge = self._numbers(-1, None, failed=True), self._referee.judge("")
             with self._talk.waiting("the failure of this rank"):
                 heard = self._talk.say(numbers, b"", judge)
         finally:
-            self._failure = ""
+            self._referee.failure = ""
         if heard.error is not None:
             raise heard.error
 
     # ---------------------------------------------------------------- rounds
 
-    _failure = ""
     _heard: Round
     _heard_mask = b""
 
@@ -617,41 +602,37 @@ class Order:
         one = self._ended or self._pass
         ready = 0
         if one is not None and one.plan is None:
-            is_done = request >= self.waits.done
+            is_done = request >= self.requests.done
             ready = len(one.eager) if is_done else _prefix(one.eager, one.ready)
         elif one is not None:
             ready = len(one.eager)
         of_last = self._ended or one
-        compares = not self.is_loose and self.waits.begin <= request <= self.waits.done
-        wish = self.wish()
-        return [
+        compares = not self.is_loose and self.requests.begin <= request <= self.requests.done
+        return Said(
             request,
-            -request,
+            key,
             ready,
-            *(([NOTHING]) if key is None else [key]),
-            NOTHING if key is None else -key,
-            *both_ways(self._flags_mark if compares else None),
-            *both_ways(self._past if compares else None),
-            NOTHING if wish is None else wish,
-            -int(of_last is not None and of_last.has_deviated),
-            int(of_last is not None and of_last.is_in_vain),
-            -int(self.is_loose),
-            int(self.is_loose),
-            self._talk.rank if failed else self._talk.size,
-        ]
+            self._flags_mark if compares else None,
+            self._past if compares else None,
+            self.wish(),
+            has_deviated=of_last is not None and of_last.has_deviated,
+            is_in_vain=of_last is not None and of_last.is_in_vain,
+            is_loose=self.is_loose,
+            failed=self._talk.rank if failed else self._talk.size,
+        ).numbers()
 
     def _begin_saying(
         self, request: int, key: int | None, mask: bytes = b"", *, is_heard: bool
     ) -> Future[Heard]:
         """Begins a round; if nobody will hear it before an event, what is wrong ends all waits."""
-        judge = self._judge(request, "the next forward or backward", alarms=not is_heard)
+        judge = self._referee.judge("the next forward or backward", alarms=not is_heard)
         saying = self._talk.begin_saying(self._numbers(request, key), mask, judge)
         if not is_heard:
             self._unheard.append(saying)
         return saying
 
     def _say(self, request: int, key: int | None, name: str, mask: bytes = b"") -> Round:
-        judge = self._judge(request, name)
+        judge = self._referee.judge(name)
         with self._talk.waiting(name):
             heard = self._talk.say(self._numbers(request, key), mask, judge)
         return self._take(heard)
@@ -675,99 +656,6 @@ class Order:
         self._heard_mask = heard.mask
         return Round.of(heard.numbers)
 
-    def _judge(self, request: int, name: str, *, alarms: bool = False) -> Judge:
-        """What is wrong with a round, the same on every rank; from any thread."""
-
-        def judge(heard: Heard) -> Exception | None:
-            error = find(heard)
-            if error is not None and alarms:
-                self._talk.give_up(error)
-            return error
-
-        def find(heard: Heard) -> Exception | None:
-            told = Round.of(heard.numbers)
-            if told.failed < self._talk.size:
-                return self._told_failure(told.failed)
-            if told.lowest < self.waits.begin:
-                return self._talk.apart(_alone(name)) if alarms else None
-            if not told.is_alike_loose:
-                is_apart = True
-            elif told.is_loose:
-                is_together = told.lowest == self.waits.together
-                is_apart = is_together and (told.highest > told.lowest or not told.is_same_key)
-            else:
-                if not told.is_same_flags:
-                    return self._told_flags()
-                is_alike = told.is_same_key and told.is_same_past
-                is_apart = told.lowest < told.highest or not is_alike
-            if not is_apart:
-                return None
-            error = self._talk.apart(_alone(name))
-            self._talk.give_up(error)
-            return error
-
-        return judge
-
-    def _told_failure(self, rank: int) -> Exception | None:
-        text = self._failure.encode()[:_MOST_TEXT] if rank == self._talk.rank else b""
-        heard = self._talk.say([], text)
-        if self._failure:
-            return None  # it raises its own
-        told = heard.mask.rstrip(b"\0").decode(errors="replace")
-        return self._talk.failed(f"rank {rank} failed, and all ranks with it: {told}")
-
-    def _told_flags(self) -> Exception:
-        """Names the first parameter of which ranks differ."""
-        flags = self._flags if self._flags_mark != NOTHING else b""
-        say = self._talk.say
-        some = say([], flags).mask
-        others = say([], bytes(not flag for flag in flags)).mask
-        place = next((i for i, pair in enumerate(zip(some, others, strict=True)) if all(pair)), 0)
-        own = bytes(self._talk.rank) + bytes([1 + flags[place]] if flags else [0])
-        everyone = say([], own).mask[: self._talk.size]
-        told = [flag == 2 for flag in everyone if flag]
-        return RuntimeError(
-            f"requires_grad of parameter {self._names[place]} differs by rank: {told}, in the order"
-            " of ranks; freeze and unfreeze the same parameters on all ranks, between the same two "
-            "steps."
-        )
-
-
-class Unit(Protocol):
-    """What is gathered and released together."""
-
-    numel: int  # of all its buckets that rest as shards, padding included
-    is_held: bool  # stays whole until the end of the step, as the root does
-
-
-def gather_ahead(
-    order: Order, units: Sequence[Unit], whole: Collection[Unit], config: ZeroConfig, ahead: int
-) -> None:
-    """Gathers what comes next in the plan, as far as the settings allow.
-
-    Args:
-        order: Decides what comes next.
-        units: The root first.
-        whole: Those that are whole or on their way.
-        config: Of the engine.
-        ahead: Elements that have been gathered ahead of their use.
-    """
-    if not config.overlap_comm:
-        return
-    budget, limit = config.prefetch_bucket_size, config.max_live_parameters
-    while (index := order.next_unit) is not None:
-        unit = units[index]
-        ahead += unit.numel
-        if unit in whole:
-            return  # it may be in use, and be used once more
-        if budget is None and len([one for one in whole if not one.is_held]) > 1:
-            return  # one, where there is none yet
-        if budget is not None and ahead > budget:
-            return
-        if limit is not None and sum([one.numel for one in whole]) + unit.numel > limit:
-            return
-        order.gather_ahead()
-
 
 def _prefix(eager: Sequence[int], ready: set[int]) -> int:
     """How many of the first are ready."""
@@ -781,14 +669,3 @@ def _hash(*parts: object) -> int:
         digest.update(part if isinstance(part, bytes) else repr(part).encode())
         digest.update(b"\0")
     return int.from_bytes(digest.digest(), "big")
-
-
-def _alone(name: str) -> str:
-    return (
-        f"this rank has come to {name}, and another rank to something else: it has fewer or more "
-        "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
-        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "
-        "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
-        "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
-        "enter `with lightning_zero.lockstep(module)` on every rank."
-    )

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-__all__ = ["NOTHING", "Heard", "Judge", "Round", "Talk", "both_ways"]
+__all__ = ["NOTHING", "Heard", "Judge", "Round", "Said", "Talk"]
 
 NOTHING = 2**62  # said by a rank that has nothing to compare
 
@@ -51,6 +51,41 @@ class Talk(Protocol):
         """For ranks that have come to different points."""
 
 
+class Said(NamedTuple):
+    """What one rank says in one round; of each number all hear the lowest. See `Round`."""
+
+    request: int
+    key: int | None  # of the pass, or of what is to be done together; None: nothing to compare
+    num_ready: int  # reductions that it is ready for
+    flags: int | None  # a mark of what trains; None: nothing to compare
+    past: int | None  # likewise of what was done together
+    wish: int | None
+    has_deviated: bool
+    is_in_vain: bool
+    is_loose: bool
+    failed: int  # this rank, if it has; else the number of ranks
+
+    def numbers(self) -> list[int]:
+        """To be sent."""
+        return [
+            *_both_ways(self.request),
+            self.num_ready,
+            *_both_ways(self.key),
+            *_both_ways(self.flags),
+            *_both_ways(self.past),
+            NOTHING if self.wish is None else self.wish,
+            -int(self.has_deviated),
+            int(self.is_in_vain),
+            *_both_ways(int(self.is_loose)),
+            self.failed,
+        ]
+
+
+def _both_ways(number: int | None) -> tuple[int, int]:
+    """So that the lowest and the highest are heard."""
+    return (NOTHING, NOTHING) if number is None else (number, -number)
+
+
 class Round(NamedTuple):
     """What all ranks have said in one round."""
 
@@ -70,9 +105,9 @@ class Round(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Round:
-        """As `Order._numbers` has put it."""
-        low, high, ready, key, *marks, wish, deviated, in_vain, loose, all_loose, failed = numbers
-        most_key, flags, most_flags, past, most_past = marks
+        """The lowest of what `Said.numbers` has put."""
+        low, high, ready, key, most_key, flags, most_flags, past, most_past, *rest = numbers
+        wish, deviated, in_vain, all_loose, any_loose, failed = rest
         return cls(
             lowest=low,
             highest=-high,
@@ -84,12 +119,7 @@ class Round(NamedTuple):
             wish=None if wish == NOTHING else wish,
             has_deviated=deviated < 0,
             is_in_vain=in_vain > 0,
-            is_loose=loose < 0,
-            is_alike_loose=loose == -all_loose,
+            is_loose=any_loose < 0,
+            is_alike_loose=all_loose == -any_loose,
             failed=failed,
         )
-
-
-def both_ways(mark: int | None) -> tuple[int, int]:
-    """The lowest of the second, turned, is the highest mark of all."""
-    return (NOTHING, NOTHING) if mark is None or mark == NOTHING else (mark, -mark)
