@@ -99,6 +99,7 @@ class Hooks:
         self._buckets = buckets
         self._events = events
         self._handles: list[Any] = []
+        self._handled: BaseException | None = None  # when the module was called
         add, eager = self._handles.append, torch.compiler.disable
         add(module.register_forward_pre_hook(eager(self._before_root), prepend=True))
         add(module.register_forward_hook(eager(self._after_root), always_call=True))
@@ -130,14 +131,16 @@ class Hooks:
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if module is self._module:
+            self._handled = sys.exc_info()[1]
             self._events.before_root()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._module:
             # torch calls this after an exception too, with no output, while it is being handled.
             error = sys.exc_info()[1] if output is None else None
-            self._events.after_root(has_failed=error is not None)
-            if error is not None:
+            has_failed = error is not self._handled  # which a caller is handling all the while
+            self._events.after_root(has_failed=error is not None and has_failed)
+            if error is not None and has_failed:
                 explain_dtype_error(error, module, self._buckets)
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:

@@ -179,7 +179,8 @@ class Schedule:
         self._recorder.phase(None)
         if not torch.is_grad_enabled():
             self.gathering.release_all()
-            self.moment = Moment.IDLE
+            if not self._awaits_backward:  # of a forward before this one
+                self.moment = Moment.IDLE
         elif not self._awaits_backward:
             for unit in self.units:
                 unit.release()

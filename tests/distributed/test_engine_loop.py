@@ -547,3 +547,51 @@ def _use_again(rank, world_size, order, leaf_wants_grad):
 @pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 1, 1, 2), (2, 0, 0, 0), (0, 1, 2, 2, 0)])
 def test_a_block_that_takes_its_own_output_learns_as_in_one_process(order, leaf_wants_grad):
     run_ranks(2, _use_again, order, leaf_wants_grad)
+
+
+class _Nothing(nn.Module):
+    """Keeps what it computes, and returns nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        self.loss = x.square().mean()
+
+
+def _penalise(rank, world_size, stage):
+    torch.manual_seed(0)
+    module, x = _Nothing(), torch.randn(2, 4)
+    plain = copy.deepcopy(module)
+    engine = engine_for(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage)
+
+    def loss_of(module):
+        try:
+            raise ArithmeticError
+        except ArithmeticError:  # which is no failure of the call
+            module(x)
+        loss = module.loss
+        with torch.no_grad():
+            module(2 * x)
+        return loss + 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    for _ in range(3):
+        loss_of(plain).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        engine.backward(loss_of(module))
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_without_gradients_comes_between_one_with_and_its_loss(stage):
+    run_ranks(2, _penalise, stage)
