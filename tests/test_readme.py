@@ -11,8 +11,10 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+import lightning_zero
 from lightning_zero.observe.files import write_recording
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
@@ -169,12 +171,21 @@ def _fine_tune(rank, world_size, blocks_of_page, path):
     names = {"MyModule": pl.LightningModule}
     for block in blocks_of_page:
         exec(block, names)
-    model = names["Adapted"](path)
+
+    class Saving(names["Adapted"]):
+        def on_train_epoch_end(self):
+            with lightning_zero.gathered(self.model):
+                if rank == 0:
+                    self.model.save_pretrained("middle")
+
+    model = Saving(path)
     data = torch.randint(VOCABULARY, (4, 8))
     make_trainer(settings(3), max_epochs=1).fit(model, DataLoader(data, batch_size=2))
     if rank == 0:
-        model.model.save_pretrained("adapter")
-        return torch.cat([p.flatten() for n, p in model.named_parameters() if "lora_B" in n])
+        model.model.save_pretrained("end")
+        middle, end = (load_file(f"{name}/adapter_model.safetensors") for name in ("middle", "end"))
+        assert all(torch.equal(middle[name], value) for name, value in end.items())
+        return torch.cat([value.flatten() for name, value in end.items() if "lora_B" in name])
 
 
 def test_the_adapters_of_the_guide_are_trained_and_saved(tmp_path):
