@@ -1,4 +1,4 @@
-"""The README's table of what works, written by the tests that passed.
+"""The table of what works in docs/features.md, written by the tests that passed.
 
     @pytest.mark.shows("EMAWeightAveraging")                       # in stages 1, 2 and 3
     @pytest.mark.shows("ModelPruning", stages=(1, 2))
@@ -8,7 +8,7 @@ A test with a parameter `stage` counts for that stage alone. One mark on each of
 several marks on one, are fine: a cell says yes if all tests behind it have passed. What is no
 callback of Lightning's gets a row among the features.
 
-`pytest -m "shows or refuses" --write-features README.md` runs the tests and writes the table;
+`pytest -m "shows or refuses" --write-features docs/features.md` runs the tests and writes it;
 `pytest --collect-only --list-features` prints the one that would be written if all passed.
 """
 
@@ -112,13 +112,13 @@ class Features:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("features")
-    group.addoption("--write-features", metavar="FILE", help="write the table into a README")
+    group.addoption("--write-features", metavar="FILE", help="write the table into a page")
     group.addoption("--list-features", action="store_true", help="print what the marks claim")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
-        "shows(name, stages=(1, 2, 3)): the test shows that this works; a row of the README",
+        "shows(name, stages=(1, 2, 3)): the test shows that this works; a row of docs/features.md",
         "refuses(name, stages, because): the test shows that this is refused, and why",
     ):
         config.addinivalue_line("markers", line)
@@ -135,10 +135,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         write(Path(path), table(claim for claim in features.passed if claim not in features.failed))
 
 
-def write(readme: Path, text: str) -> None:
+def write(page: Path, text: str) -> None:
     """Replaces what is between the two comments."""
-    before, _, rest = readme.read_text().partition(BEGIN)
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     if not after:
-        raise pytest.UsageError(f"{readme} has no {BEGIN} ... {END}")
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        raise pytest.UsageError(f"{page} has no {BEGIN} ... {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")

@@ -1,4 +1,4 @@
-"""The README's table of what works is the list of what marked tests show."""
+"""The table of what works in docs/features.md is the list of what marked tests show."""
 
 import os
 import subprocess
@@ -11,6 +11,8 @@ from lightning.pytorch import callbacks
 from tests.features import BEGIN, END, Claim, table, write
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "features.md"
+COMMAND = 'pytest -m "shows or refuses" --write-features docs/features.md'
 ABSTRACT = {"Callback", "Checkpoint", "ProgressBar"}
 
 
@@ -24,14 +26,17 @@ def test_every_row_has_a_test_and_every_marked_test_a_row():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     claimed = between_comments(done.stdout)
-    written = between_comments((ROOT / "README.md").read_text())
-    assert written == claimed, (
-        'run pytest -m "shows or refuses" --write-features README.md\n' + claimed
-    )
+    written = between_comments(PAGE.read_text())
+    assert written == claimed, f"run {COMMAND}\n{claimed}"
+
+
+def test_the_command_that_writes_it_is_told():
+    for page in (PAGE, ROOT / "CONTRIBUTING.md"):
+        assert f"`{COMMAND}`" in page.read_text()
 
 
 def test_every_callback_of_lightning_has_a_row():
-    written = between_comments((ROOT / "README.md").read_text())
+    written = between_comments(PAGE.read_text())
     for name in set(callbacks.__all__) - ABSTRACT:
         assert f"\n| `{name}` | " in written, name
 
@@ -48,7 +53,7 @@ def test_a_table_has_a_row_for_a_name_and_a_column_for_a_stage(tmp_path):
     assert "| speed |  | yes |  |  |" in text
     with pytest.raises(pytest.UsageError, match="Timer is said to be yes and refused"):
         table([*claims, Claim("Timer", 1, "it is early")])
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(readme, text)
-    assert readme.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
+    page = tmp_path / "features.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write(page, text)
+    assert page.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"

@@ -1,24 +1,31 @@
-"""What README.md tells to type is what is tested."""
+"""What README.md and the pages of docs/ tell to type is what is tested."""
 
+import ast
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
+import lightning_zero
 from lightning_zero.observe.files import write_recording
+from tests.distributed.ranks import run_ranks
+from tests.fitting import make_trainer, settings
+from tests.hugging_face import VOCABULARY, llama
+from tests.pages import GUIDES, PAGES, README, ROOT, blocks
 from tests.tracing.steps import made_ranks
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
-COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line]
-PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+COMMANDS = [
+    line for page in PAGES for block in blocks("bash", page) for line in block.splitlines() if line
+]
+LOOP_PAGE = f"{GUIDES}/loop.md"  # excerpts, which need what stands around them
 
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
@@ -66,7 +73,7 @@ def test_every_command_is_run_by_ci_or_by_a_test():
 def test_ci_takes_its_commands_from_the_readme(ending):
     script = (ROOT / ".ci" / "run").read_text()
     assert f"readme_command {ending}" in script
-    assert len(re.findall(rf"^python3 -m venv .*{ending}", README, flags=re.MULTILINE)) == 1
+    assert len(re.findall(rf"^python3 -m venv .*{ending}", PAGES[README], flags=re.MULTILINE)) == 1
 
 
 def test_the_command_with_other_groups_trains(tmp_path):
@@ -89,7 +96,7 @@ def test_the_example_trains_under_torchrun_in_one_directory(tmp_path):
 
 
 def test_the_hand_written_loop_trains_under_torchrun():
-    (excerpt,) = [block for block in PYTHON if "lightning_zero.Engine(" in block]
+    (excerpt,) = [block for block in blocks("python", LOOP_PAGE) if "Engine(" in block]
     loop = (ROOT / "examples" / "loop.py").read_text()
     for line in excerpt.splitlines():
         assert line.partition("  #")[0] in loop, line
@@ -121,22 +128,100 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
     assert '[project.scripts]\nlightning-zero = "lightning_zero.cli:main"' in project
 
 
-def test_the_python_of_the_trainer_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks("python", page) and page != LOOP_PAGE]
+)
+def test_the_python_of_a_page_runs_by_itself(page, tmp_path, monkeypatch):
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for block in PYTHON:
-        if "Trainer" in block:
-            exec(block.replace("devices=8", 'devices=2, accelerator="cpu"'), names)
-    assert names["trainer"].strategy is names["strategy"]
-    assert names["strategy"].config.stage == 2
-    assert names["trainer"].gradient_clip_val == 0.5
+    names = {"__name__": "page", "MyModule": pl.LightningModule}
+    for block in blocks("python", page):
+        exec(block.replace("devices=8", 'devices=2, accelerator="cpu"'), names)
+        if "strategy=strategy" in block:
+            assert names["trainer"].strategy is names["strategy"]
+    if page.endswith("deepspeed.md"):
+        assert names["strategy"].config.stage == 2
+        assert names["trainer"].gradient_clip_val == 0.5
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks("diff", page)])
+def test_a_change_to_a_script_is_right(page):
+    for block in blocks("diff", page):
+        lines = [line[1:] for line in block.splitlines() if line[:1] in ("", " ", "+")]
+        source = "\n".join(line for line in lines if not line.startswith("trainer.fit("))
+        ast.parse("\n".join(lines))
+        names = {"MyLightningModule": pl.LightningModule}
+        exec(source.replace("devices=8", 'devices=2, accelerator="cpu"'), names)
+        assert type(names.get("strategy", "zero3")).__name__ in ("ZeroStrategy", "str")
+        if "trainer" in names:
+            assert type(names["trainer"].strategy).__name__ == "ZeroStrategy"
+
+
+def test_the_script_of_the_quickstart_trains_on_two_ranks(tmp_path):
+    (script,) = blocks("python", "docs/quickstart.md")
+    assert "`python regression.py`" in PAGES["docs/quickstart.md"]
+    (tmp_path / "regression.py").write_text(script)
+    printed = run([sys.executable, "regression.py"], tmp_path)
+    assert "rank 1" in printed
+    saved = torch.load(tmp_path / "regression.ckpt")
+    assert saved["state_dict"]["net.4.weight"].shape == (1, 64)
+
+
+def _fine_tune(rank, world_size, blocks_of_page, path):
+    names = {"MyModule": pl.LightningModule}
+    for block in blocks_of_page:
+        exec(block, names)
+
+    class Saving(names["Adapted"]):
+        def on_train_epoch_end(self):
+            with lightning_zero.gathered(self.model):
+                if rank == 0:
+                    self.model.save_pretrained("middle")
+
+    model = Saving(path)
+    data = torch.randint(VOCABULARY, (4, 8))
+    make_trainer(settings(3), max_epochs=1).fit(model, DataLoader(data, batch_size=2))
+    if rank == 0:
+        model.model.save_pretrained("end")
+        middle, end = (load_file(f"{name}/adapter_model.safetensors") for name in ("middle", "end"))
+        assert all(torch.equal(middle[name], value) for name, value in end.items())
+        return torch.cat([value.flatten() for name, value in end.items() if "lora_B" in name])
+
+
+def test_the_adapters_of_the_guide_are_trained_and_saved(tmp_path):
+    pytest.importorskip("peft")
+    llama().save_pretrained(tmp_path)
+    page = blocks("python", f"{GUIDES}/fine-tuning.md")
+    trained = run_ranks(2, _fine_tune, page, str(tmp_path), has_group=False, timeout_s=120)[0]
+    assert trained.abs().min() > 0  # they begin at 0
+
+
+def _compute_in_parts(rank, world_size, source):
+    from lightning_zero import Engine, ZeroConfig
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    module.head = torch.nn.Linear(4, 1)
+    module.forward = lambda x: module[0](x)
+    optimizer = torch.optim.SGD(module.parameters())
+    engine = Engine(module, [optimizer], ZeroConfig(stage=3))
+    x, y = torch.rand(16, 4), torch.rand(16, 1)
+    loss_of = torch.nn.functional.mse_loss
+    exec(source, {"engine": engine, "module": module, "x": x, "y": y, "loss_of": loss_of})
+    engine.step()
+    engine.zero_grad()
+    engine.close()
+
+
+def test_the_loss_in_chunks_runs():
+    (excerpt,) = [b for b in blocks("python", LOOP_PAGE) if "forward_context" in b]
+    run_ranks(2, _compute_in_parts, excerpt)
 
 
 def test_the_groups_of_conf_are_listed():
+    told = PAGES[f"{GUIDES}/hydra.md"]
     for folder in {path.parent for path in (ROOT / "conf").glob("*/**/*.yaml")}:
         name = folder.relative_to(ROOT / "conf").as_posix()
-        row = re.search(rf"^\| `{name}` \| (.+) \|$", README, flags=re.MULTILINE)
+        row = re.search(rf"^\| `{name}` \| (.+) \|$", told, flags=re.MULTILINE)
         assert row, name
         assert set(re.findall(r"`(\w+)`", row[1])) == {path.stem for path in folder.glob("*.yaml")}
 
@@ -146,7 +231,8 @@ def test_every_option_of_the_engine_is_listed():
 
     from lightning_zero import ZeroConfig
 
-    listed = re.findall(r"^\| `(\w+)` \| (?:all|3|1, 2|1, 2, 3|) ?\|", README, flags=re.MULTILINE)
+    row = r"^\| `(\w+)` \| (?:all|3|1, 2|1, 2, 3|) ?\|"
+    listed = re.findall(row, PAGES[f"{GUIDES}/stages.md"], flags=re.MULTILINE)
     of_the_strategy = [
         "checkpoint",
         "async_save",
@@ -161,8 +247,14 @@ def test_every_option_of_the_engine_is_listed():
 
 
 def test_pictures_are_there_and_small():
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
-    assert pictures
-    for picture in pictures:
-        assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
-        assert (ROOT / picture).stat().st_size < 60_000
+    pictures = {page: re.findall(r"!\[[^]]+\]\(([^)]+)\)", text) for page, text in PAGES.items()}
+    assert pictures[README]
+    for page, paths in pictures.items():
+        for path in paths:
+            picture = (ROOT / page).parent / path
+            assert picture.read_bytes().startswith(b"\x89PNG")
+            assert picture.stat().st_size < 60_000
+
+
+def test_the_readme_is_one_screen_and_a_bit():
+    assert len(PAGES[README].splitlines()) < 200

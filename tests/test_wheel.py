@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guides" / "hydra.md").read_text()
 APP = """
 import hydra
 from hydra.utils import instantiate
@@ -51,7 +51,7 @@ def installed(tmp_path_factory):
     app = folder / "app"
     app.mkdir()
     (app / "app.py").write_text(APP)
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
     (app / "app.yaml").write_text(block)
     return python, app
 
