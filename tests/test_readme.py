@@ -157,6 +157,7 @@ def test_a_change_to_a_script_is_right(page):
             assert type(names["trainer"].strategy).__name__ == "ZeroStrategy"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_quickstart_trains_on_two_ranks(tmp_path):
     (script,) = blocks("python", "docs/quickstart.md")
     assert "`python regression.py`" in PAGES["docs/quickstart.md"]
@@ -188,6 +189,7 @@ def _fine_tune(rank, world_size, blocks_of_page, path):
         return torch.cat([value.flatten() for name, value in end.items() if "lora_B" in name])
 
 
+@pytest.mark.slow
 def test_the_adapters_of_the_guide_are_trained_and_saved(tmp_path):
     pytest.importorskip("peft")
     llama().save_pretrained(tmp_path)
