@@ -11,7 +11,7 @@ from lightning_zero._version import __version__
 from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.core.access import full_grad, gathered
-from lightning_zero.core.lockstep import lockstep
+from lightning_zero.core.lockstep import lockstep, uneven_calls
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
@@ -32,6 +32,7 @@ __all__ = [
     "lockstep",
     "offload_activations",
     "open_checkpoint",
+    "uneven_calls",
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)

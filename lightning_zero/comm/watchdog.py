@@ -240,8 +240,8 @@ class Watchdog:
             f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
             "same point. Every rank must run forward and backward together, with equally many "
             "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
-            "would run on one rank alone; inside `with lightning_zero.lockstep(module)` on every "
-            "rank, ranks may run different numbers of them)."
+            "would run on one rank alone; inside `with lightning_zero.uneven_calls(module)` on "
+            "every rank, ranks may run different numbers of them)."
         )
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:

@@ -3,7 +3,7 @@
 [Note: Lockstep] In stage 3 every forward is collective. A rank that needs fewer of them than the
 others (its samples end earlier, it has fewer batches) leaves the loop early and then takes part in
 what the others still gather until all have left: see [Note: Who waits for whom] in
-layout/order.py. Two kinds of loop exist: `lockstep`, one step in which the module is called any
+layout/order.py. Two kinds of loop exist: `uneven_calls`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
 in another batch or behind the last: those of the strategy come after `meet_for`, to which every
@@ -12,8 +12,9 @@ rank must come with the same name of it, or all fail; batches are compared with 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Moment, Schedule
 from lightning_zero.tensors.guarded import has_placement, placement_of
 
-__all__ = ["Lockstep", "lockstep"]
+__all__ = ["Lockstep", "lockstep", "uneven_calls"]
 
 
 @contextmanager
-def lockstep(module: nn.Module) -> Iterator[None]:
+def uneven_calls(module: nn.Module) -> Iterator[None]:
     """Inside, ranks may call `module` or its parts a different number of times, also never.
 
     For generation, sampling and the like: no gradients are recorded. A rank that leaves early goes
@@ -52,6 +53,16 @@ def lockstep(module: nn.Module) -> Iterator[None]:
         for one in found:
             stack.enter_context(one.together())
         yield
+
+
+def lockstep(module: nn.Module) -> AbstractContextManager[None]:
+    """The former name of `uneven_calls`. Deprecated."""
+    warnings.warn(
+        "lightning_zero.lockstep(module) is called uneven_calls(module) now.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return uneven_calls(module)
 
 
 class Lockstep:
@@ -77,15 +88,17 @@ class Lockstep:
         """One step without gradients, of as many forwards as each rank likes. Collective."""
         schedule = self._schedule
         if schedule.moment is Moment.BACKWARD:
-            raise RuntimeError("lockstep() was entered in the middle of a backward; do so before.")
+            raise RuntimeError(
+                "uneven_calls() was entered in the middle of a backward; do so before."
+            )
         if not self._order.is_loose:
-            self._order.leave("lockstep()")
+            self._order.leave("uneven_calls()")
         self._depth += 1
         self._loosen()
         try:
             schedule.open()
             yield
-            self._order.meet(self._order.requests.done, "the end of lockstep on all ranks")
+            self._order.meet(self._order.requests.done, "the end of uneven_calls on all ranks")
         except BaseException as error:
             self._tell(error)
             schedule.reset()

@@ -110,5 +110,5 @@ def _alone(name: str) -> str:
         "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "
         "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
         "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
-        "enter `with lightning_zero.lockstep(module)` on every rank."
+        "enter `with lightning_zero.uneven_calls(module)` on every rank."
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero import Engine, ZeroConfig, gathered, lockstep
+from lightning_zero import Engine, ZeroConfig, gathered, uneven_calls
 from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
 
@@ -130,7 +130,7 @@ def _look_between(rank, world_size):
         loss = net(torch.ones(1, WIDTH), order).sum()
         with gathered(net):
             pass
-        with lockstep(net):
+        with uneven_calls(net):
             net(torch.ones(1, WIDTH), order)
         engine.backward(loss)
         engine.step()

@@ -211,7 +211,7 @@ class GeneratingModule(RaggedModule):
         self.texts = []
 
     def say(self):
-        with lightning_zero.lockstep(self.gpt):
+        with lightning_zero.uneven_calls(self.gpt):
             assert not torch.is_grad_enabled()
             text = generate(self.gpt, torch.arange(4)[None], 2 + 3 * self.global_rank)
         self.texts.append(text.tolist())
@@ -225,7 +225,7 @@ class GeneratingModule(RaggedModule):
 
     def on_train_batch_end(self, *args):
         self.say()
-        with lightning_zero.lockstep(self):
+        with lightning_zero.uneven_calls(self):
             if self.trainer.is_global_zero:
                 self.texts.append(self(torch.arange(4)[None]).argmax(-1).tolist())
 
@@ -237,7 +237,7 @@ class GeneratingModule(RaggedModule):
         return generate(self.gpt, batch[0][:, :4], 3 - 2 * self.global_rank)
 
 
-@pytest.mark.shows("generation, `lockstep`")
+@pytest.mark.shows("generation, `uneven_calls`")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_generate_different_numbers_of_tokens_anywhere_as_under_ddp(stage):
     ours = run_ranks(2, _generate, settings(stage), has_group=False)
@@ -275,7 +275,7 @@ def _fail_inside(rank, world_size, stage):
     engine = engine_for(module, [optimizer], stage)
     caught = None
     try:
-        with lightning_zero.lockstep(module):
+        with lightning_zero.uneven_calls(module):
             generate(module.gpt, torch.arange(4)[None], 1 + rank)
             if rank == 1:
                 raise ArithmeticError("out of luck")
@@ -286,7 +286,7 @@ def _fail_inside(rank, world_size, stage):
         engine.backward(module(batch(0, 0)))
         engine.step()
         engine.zero_grad()
-    with lightning_zero.lockstep(module):
+    with lightning_zero.uneven_calls(module):
         loss = [float(module(batch(0, 0))) for _ in range(rank)]
     loss = float(module(batch(0, 0)).detach())
     engine.close()
@@ -295,7 +295,7 @@ def _fail_inside(rank, world_size, stage):
 
 class FailingInsideModule(GeneratingModule):
     def training_step(self, batch, batch_idx):
-        with lightning_zero.lockstep(self):
+        with lightning_zero.uneven_calls(self):
             generate(self.gpt, torch.arange(4)[None], 2 + self.global_rank)
             if self.global_rank == 1 and batch_idx == 1:
                 raise ArithmeticError("out of luck")
@@ -326,3 +326,10 @@ def test_an_error_on_one_rank_ends_fit_on_all(factory):
 def _fit(rank, world_size, spec, factory):
     trainer = make_trainer(spec, use_distributed_sampler=False, limit_val_batches=1.0)
     trainer.fit(factory(ranks=world_size, num_batches=3))
+
+
+def test_the_former_name_still_does_it_and_says_the_new_one():
+    with pytest.warns(FutureWarning, match=r"uneven_calls\(module\)"):
+        context = lightning_zero.lockstep(torch.nn.Linear(2, 2))
+    with context:
+        assert not torch.is_grad_enabled()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import Engine, OffloadConfig, ZeroConfig, lockstep
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, uneven_calls
 from lightning_zero.comm.rounds import Rounds
 from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import run_ranks
@@ -164,7 +164,7 @@ def _generate(rank, world_size):
     engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], ZeroConfig(stage=3))
     for _ in range(4):
         before = engine.comm.control.num_rounds
-        with lockstep(module):
+        with uneven_calls(module):
             for _ in range(6 + 2 * rank):
                 module(torch.randn(2, 4))
         count = engine.comm.control.num_rounds - before
