@@ -74,7 +74,6 @@ def test_blocks_run_again_in_backward_with_the_same_values_and_random_numbers(st
     run_ranks(2, _compare, stage)
 
 
-@pytest.mark.slow
 def test_a_run_of_the_trainer_equals_ddp():
     factory = partial(GPTModule, ranks=2)
     ours = fit_ranks(2, settings(3, activation_checkpointing=True), factory)
