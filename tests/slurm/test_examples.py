@@ -42,7 +42,7 @@ def test_the_script_for_several_nodes_trains_and_keeps_its_directory(slurm, tmp_
     slurm.wait(job, 90)
     run_dir = tmp_path / "outputs" / f"slurm-{job}"
     assert {path.name for path in run_dir.glob("*.log")} == {"train.log", "train_rank1.log"}
-    assert len(list((run_dir / "checkpoints").glob("*.ckpt"))) == 1
+    assert len(list((run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
     output = slurm.output(job)
     assert "rank 1" in output
     assert output.count("a continuation of") == 1
