@@ -8,11 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from gpt import GPT, GPTConfig
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ByteLanguageModel"]
+__all__ = ["ByteLanguageModel", "share_of_lr"]
 
 
 class ByteLanguageModel(pl.LightningModule):
@@ -23,7 +24,7 @@ class ByteLanguageModel(pl.LightningModule):
         warmup: Share of the steps until then.
         weight_decay: Of AdamW.
         is_fused: Step with one kernel. Lightning's own mixed precision refuses to clip with it;
-            `ZeroStrategy` does not.
+            `ZeroStrategy` does not. None: unless it is refused.
         shape: Fields of `GPTConfig`.
     """
 
@@ -33,7 +34,7 @@ class ByteLanguageModel(pl.LightningModule):
         lr: float = 3e-3,
         warmup: float = 0.1,
         weight_decay: float = 0.1,
-        is_fused: bool = True,
+        is_fused: bool | None = None,
         **shape: Any,
     ) -> None:
         super().__init__()
@@ -55,20 +56,22 @@ class ByteLanguageModel(pl.LightningModule):
             "val/bits_per_byte", bits, prog_bar=True, sync_dist=True, batch_size=batch.shape[0]
         )
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        bits = self._loss(batch) / math.log(2)
+        self.log("test/bits_per_byte", bits, sync_dist=True, batch_size=batch.shape[0])
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        is_refused = isinstance(self.trainer.precision_plugin, MixedPrecision)
         optimizer = torch.optim.AdamW(
             self.parameters(),
             lr=self.lr,
             betas=(0.9, 0.95),
             weight_decay=self.weight_decay,
-            fused=self.is_fused,
+            fused=not is_refused if self.is_fused is None else self.is_fused,
         )
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self.lr,
-            total_steps=int(self.trainer.estimated_stepping_batches),
-            pct_start=self.warmup,
-            cycle_momentum=False,
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: share_of_lr(step, num_steps=num_steps, warmup=self.warmup)
         )
         return {
             "optimizer": optimizer,
@@ -92,3 +95,18 @@ class ByteLanguageModel(pl.LightningModule):
         ids = batch.long()
         logits = self.gpt(ids[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def share_of_lr(step: int, *, num_steps: int, warmup: float) -> float:
+    """Up from 1/25 to 1 and down to nearly nothing, along two halves of a cosine.
+
+    As `OneCycleLR`; but a run that goes on from a checkpoint may have other `num_steps`.
+    """
+    peak, last = warmup * num_steps - 1, num_steps - 1
+    if step <= peak:
+        return _between(1 / 25, 1, step / peak)
+    return _between(1, 4e-6, min(1, (step - peak) / ((last - peak) or 1)))
+
+
+def _between(first: float, second: float, done: float) -> float:
+    return second + (first - second) * (1 + math.cos(math.pi * done)) / 2

@@ -26,7 +26,7 @@ _SKIPPED_FOLDERS = {
     "test",
     "tests",
 }
-_ONE_FILE_IN = 20  # is validation text
+_ONE_FILE_IN = 20  # is validation text, and one is test text
 
 
 class Windows(Dataset[Tensor]):
@@ -79,17 +79,18 @@ class ResumableLoader(DataLoader[Any]):
 class StdlibText(pl.LightningDataModule):
     """Batches of shape (batch_size, context + 1), uint8: tell each byte from those before it.
 
-    Whole files are split by a hash of their path, so that no validation text is trained on and
+    Whole files are split by a hash of their path, so that no text for evaluation is trained on and
     every rank, run and machine with the same Python has the same split. A training epoch is as many
     random crops as cover the text once: crop i is fixed by `seed`, and the sampler that the Trainer
     injects gives each rank its share of the crops, in an order fixed by its seed and epoch.
-    Validation windows lie at even distances.
+    The windows of validation and test lie at even distances.
 
     Args:
         context: Bytes that the model reads at once.
         batch_size: Crops in a batch of one rank.
-        num_validation_windows: 840 is a multiple of 1 to 8, so that the sampler repeats none there.
-        seed: Fixes the random crops.
+        num_validation_windows: Of the test, too. 840 is a multiple of 1 to 8, so that the sampler
+            repeats none there.
+        seed: Fixes the random crops. None: as 0, since all ranks must have the same.
         root: Folder to read. None: the standard library of this Python.
 
     Raises:
@@ -98,6 +99,7 @@ class StdlibText(pl.LightningDataModule):
 
     train_text: Tensor  # 1-D, uint8, CPU; from setup on
     validation_text: Tensor  # same
+    test_text: Tensor  # same, for a test
 
     def __init__(
         self,
@@ -105,23 +107,25 @@ class StdlibText(pl.LightningDataModule):
         context: int = 64,
         batch_size: int = 16,
         num_validation_windows: int = 840,
-        seed: int = 0,
+        seed: int | None = 0,
         root: str | None = None,
     ) -> None:
         super().__init__()
         self.context = context
         self.batch_size = batch_size
         self.num_validation_windows = num_validation_windows
-        self.seed = seed
+        self.seed = seed or 0
         self.root = Path(root or sysconfig.get_path("stdlib"))
 
     def setup(self, stage: str) -> None:
         """Reads the files; about 12 MB, on every rank."""
-        parts: dict[bool, list[bytes]] = {False: [], True: []}
+        parts: dict[str, list[bytes]] = {"training": [], "validation": [], "test": []}
         for path, content in read_files(self.root):
-            parts[_is_validation(path)].append(content)
-        self.train_text = self._join(parts[False], "training")
-        self.validation_text = self._join(parts[True], "validation")
+            parts[_part(path)].append(content)
+        self.train_text = self._join(parts["training"], "training")
+        self.validation_text = self._join(parts["validation"], "validation")
+        if stage == "test":
+            self.test_text = self._join(parts["test"], "test")
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -133,11 +137,21 @@ class StdlibText(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self.validation_windows(), batch_size=4 * self.batch_size)
 
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.test_windows(), batch_size=4 * self.batch_size)
+
     def validation_windows(self) -> Windows:
         """The windows of every validation, whatever the seed."""
-        last = len(self.validation_text) - self.context - 1
+        return self._windows(self.validation_text)
+
+    def test_windows(self) -> Windows:
+        """The windows of every test, of text that no training and no choice has seen."""
+        return self._windows(self.test_text)
+
+    def _windows(self, text: Tensor) -> Windows:
+        last = len(text) - self.context - 1
         starts = torch.linspace(0, last, self.num_validation_windows, dtype=torch.float64).long()
-        return Windows(self.validation_text, starts, self.context + 1)
+        return Windows(text, starts, self.context + 1)
 
     def _join(self, parts: list[bytes], name: str) -> Tensor:
         text = bytearray(b"".join(parts))
@@ -174,6 +188,7 @@ def _pairs(text: np.ndarray) -> np.ndarray:
     return text[:-1].astype(np.uint16) << 8 | text[1:]
 
 
-def _is_validation(path: str) -> bool:
+def _part(path: str) -> str:
     digest = hashlib.sha256(path.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % _ONE_FILE_IN == 0
+    number = int.from_bytes(digest[:8], "big") % _ONE_FILE_IN
+    return {0: "validation", 1: "test"}.get(number, "training")

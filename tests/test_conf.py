@@ -1,21 +1,31 @@
-"""Every file in conf/ composes, and every choice of groups builds its strategy."""
+"""Every file in conf/ composes, and every choice of groups builds its strategy and its Trainer."""
 
+import inspect
 import itertools
 import pickle
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf, open_dict
 
-import lightning_zero.conf  # noqa: F401
 from lightning_zero import ZeroStrategy
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.conf import make_trainer, optimized_metric
+from lightning_zero.observe import loggers
 
 CONF = Path(__file__).parents[1] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -27,18 +37,56 @@ COMBINATIONS = list(itertools.product(CHOICES["zero"], CHOICES["bucket"], CHOICE
 STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3, "auto": 3}  # auto: until it is set up
 
 
-def composed(*overrides):
+# Of what is installed for an extra.
+NEEDS = {
+    "hparams_search=optuna": ("hydra_plugins.hydra_optuna_sweeper", "sweep"),
+    "logger=tensorboard": ("tensorboard", "tensorboard"),
+    "logger=many_loggers": ("tensorboard", "tensorboard"),
+}
+
+
+def composed(*overrides, name="config"):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose("config", overrides=list(overrides))
+        return compose(name, overrides=list(overrides))
+
+
+def skip_without_extra(*overrides):
+    for package, extra in (NEEDS[word] for word in overrides if word in NEEDS):
+        pytest.importorskip(package, reason=f"needs the extra {extra}")
+
+
+@pytest.fixture
+def in_job(tmp_path):
+    """Composes as within a job: with its directory, and all that Hydra knows of it."""
+
+    def compose_job(*overrides, mode=RunMode.RUN, name="config"):
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            config = compose(name, overrides=list(overrides), return_hydra_config=True)
+        with open_dict(config):
+            config.hydra.runtime.output_dir = str(tmp_path)
+            config.hydra.mode = mode
+            config.hydra.job.num = 0
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        return config
+
+    yield compose_job
+    HydraConfig.instance().cfg = None
 
 
 @pytest.mark.parametrize(
     "override", [f"{group}={choice}" for group, choices in CHOICES.items() for choice in choices]
 )
 def test_every_file_composes(override):
+    if override.startswith("hparams_search"):
+        skip_without_extra(override)
     config = composed(override)
     assert config.trainer._target_ == "lightning.pytorch.Trainer"
-    assert config.trainer.strategy._target_ == "lightning_zero.ZeroStrategy"
+    if override == "trainer=ddp":
+        assert config.trainer.strategy == "ddp"
+    else:
+        assert config.trainer.strategy._target_ == "lightning_zero.ZeroStrategy"
     assert "precision" in config.trainer
     assert "logger" in config.trainer
 
@@ -48,11 +96,13 @@ def test_every_file_says_what_it_is_and_the_command_that_uses_it(path):
     lines = path.read_text().splitlines()
     comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # Hydra wants it first
     pattern = (
-        r"# (?P<what>.+): (srun |PYTHONPATH=examples )?python examples/train\.py(?P<overrides>.*)"
+        r"# (?P<what>.+): (srun |PYTHONPATH=examples )?python examples/(train|eval)\.py"
+        r"(?P<overrides>.*)"
     )
     words = re.fullmatch(pattern, comment)
     assert words, comment
     overrides = words["overrides"].split()
+    skip_without_extra(*overrides)
     composed(*(word for word in overrides if word != "-m" and "," not in word))
     if path.parent != CONF:
         assert f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" in overrides
@@ -88,6 +138,182 @@ def test_every_model_is_built_from_its_file(choice):
         "llama_70b": 68.977e9,
     }
     assert numel == pytest.approx(expected[choice], rel=0.001 if "llama" in choice else 0.1)
+
+
+BUILT = ["trainer", "precision", "callbacks", "logger", "paths", "debug", "experiment"]
+ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=1"]
+
+
+@pytest.mark.parametrize(
+    "override", [f"{group}={choice}" for group in BUILT for choice in CHOICES[group]]
+)
+def test_every_choice_builds_the_trainer(in_job, override):
+    skip_without_extra(override)
+    trainer = make_trainer(in_job(override, *ON_CPU))
+    assert isinstance(trainer, pl.Trainer)
+    assert isinstance(trainer.strategy, DDPStrategy if override == "trainer=ddp" else ZeroStrategy)
+    names = [type(logger).__name__ for logger in trainer.loggers]
+    expected = {
+        "logger=none": [],
+        "logger=wandb": ["WandbLogger"],
+        "logger=tensorboard": ["TensorBoardLogger"],
+        "logger=many_loggers": ["ContinuedCSVLogger", "TensorBoardLogger", "WandbLogger"],
+        "debug=default": [],
+        "debug=overfit": [],
+        "debug=fdr": [],
+    }
+    assert names == expected.get(override, ["ContinuedCSVLogger"])
+
+
+@pytest.mark.parametrize("choice", CHOICES["data"])
+def test_every_choice_of_data_is_built(choice, tmp_path):
+    data = instantiate(composed(f"data={choice}", f"paths.data_dir={tmp_path}").data)
+    assert (data.root == tmp_path) == (choice == "folder")
+
+
+def test_the_arguments_of_the_trainer_are_all_there_at_their_defaults():
+    shown = composed("trainer=default", "precision=fp32", "paths.output_dir=run").trainer
+    of_groups = {"strategy", "callbacks", "precision", "default_root_dir"}
+    for name, parameter in list(inspect.signature(pl.Trainer).parameters.items()):
+        if name not in of_groups:
+            assert shown[name] == parameter.default, name
+    assert set(shown) - {"_target_"} <= set(inspect.signature(pl.Trainer).parameters)
+    assert shown.default_root_dir == "run"
+
+
+def test_two_loggers_are_both_used(in_job):
+    words = ["logger=[csv,wandb]", "logger.csv.name=numbers", "tags=[a,b]"]
+    csv, wandb = make_trainer(in_job(*words, *ON_CPU)).loggers
+    assert csv.name == "numbers"
+    assert wandb._wandb_init["tags"] == ["a", "b"]
+    assert wandb._wandb_init["job_type"] == "train"
+
+
+@pytest.mark.parametrize("word", ["logger=none", "trainer.logger=false", "logger.csv=null"])
+def test_without_a_logger_the_learning_rate_is_not_watched(in_job, word):
+    trainer = make_trainer(in_job(word, *ON_CPU))
+    assert trainer.loggers == []
+    kinds = {type(callback) for callback in trainer.callbacks}
+    assert {ModelCheckpoint, EarlyStopping, ZeroMonitor} <= kinds
+    assert LearningRateMonitor not in kinds
+
+
+def test_tensorboard_that_is_not_installed_is_named(in_job, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(HydraException, match=r"pip install \"lightning-zero\[tensorboard\]\""):
+        make_trainer(in_job("logger=tensorboard", *ON_CPU))
+
+
+@pytest.mark.parametrize("word", ["trainer=ddp", "trainer.strategy=ddp"])
+def test_the_monitor_is_left_out_where_another_strategy_trains(in_job, word):
+    trainer = make_trainer(in_job(word, *ON_CPU))
+    assert isinstance(trainer.strategy, DDPStrategy)
+    kinds = {type(callback) for callback in trainer.callbacks}
+    assert {ModelCheckpoint, LearningRateMonitor} <= kinds
+    assert ZeroMonitor not in kinds
+
+
+def test_other_settings_of_the_strategy_do_not_matter_to_ddp():
+    words = ["trainer=ddp", "bucket=large", "offload=cpu", "sharding=node", "overlap=all"]
+    assert composed(*words).trainer.strategy == "ddp"
+
+
+def test_settings_without_a_strategy_are_refused(in_job):
+    with pytest.raises(ValueError, match=r"settings of ZeroStrategy \(.*add zero="):
+        make_trainer(in_job("~zero", *ON_CPU))
+
+
+@pytest.mark.parametrize("choice", CHOICES["debug"])
+def test_debugging_is_one_quiet_process_and_writes_nothing_but_its_log(in_job, choice, tmp_path):
+    config = in_job("logger=csv", "trainer=node", f"debug={choice}")
+    assert config.task_name == "debug"
+    assert (config.trainer.accelerator, config.trainer.devices) == ("cpu", 1)
+    trainer = make_trainer(config)
+    assert not trainer.checkpoint_callbacks
+    limits = {"default": (20, False, 0), "fdr": (20, True, 0), "overfit": (20, False, 3)}
+    told = config.trainer
+    found = (told.limit_train_batches, told.fast_dev_run, told.overfit_batches)
+    assert found == limits[choice]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_checkpoints_can_be_typed_as_an_override(in_job):
+    (callback,) = make_trainer(in_job(*ON_CPU)).checkpoint_callbacks
+    metrics = {"step": 600, "epoch": 0, "val/bits_per_byte": torch.tensor(2.5)}
+    path = callback.format_checkpoint_name(metrics)
+    assert path.endswith("checkpoints/step_000600.ckpt")
+    assert composed(f"ckpt_path={path}").ckpt_path == path
+    assert callback.save_last
+    assert callback.monitor == "val/bits_per_byte"
+
+
+def test_the_usual_keys_are_at_the_root():
+    config = composed()
+    assert (config.task_name, config.train, config.test) == ("train", True, False)
+    assert (config.ckpt_path, config.seed, list(config.tags)) == (None, 0, ["dev"])
+    words = ["trainer.limit_train_batches=2", "trainer.deterministic=true", "trainer.max_epochs=3"]
+    config = composed(*words, "seed=null", "tags=[a]", "test=true")
+    assert config.trainer.limit_train_batches == 2
+    assert config.trainer.deterministic is True
+
+
+def test_paths_are_those_of_the_project_and_the_job(in_job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROJECT_ROOT", "/project")
+    config = in_job(f"paths.log_dir={tmp_path}/logs")
+    assert config.paths.data_dir == "/project/data"
+    assert config.paths.output_dir == config.trainer.default_root_dir == str(tmp_path)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = [f"paths.log_dir={tmp_path}/logs", "task_name=mine"]
+        hydra = compose("config", overrides=words, return_hydra_config=True).hydra
+    assert hydra.run.dir.startswith(f"{tmp_path}/logs/mine/runs/")
+    assert hydra.sweep.dir.startswith(f"{tmp_path}/logs/mine/multiruns/")
+
+
+def test_a_run_is_named_by_its_overrides_and_grouped_by_its_sweep(in_job, monkeypatch):
+    words = ["zero=stage2", "logger=wandb", "model.lr=0.01", "tags=[x]", "task_name=mine"]
+    told = in_job(*words).logger.wandb
+    assert (told.name, told.group, told.job_type) == ("zero=stage2 model.lr=0.01", None, "mine")
+    assert list(told.tags) == ["x"]
+    sweep = [*words, "hydra.sweep.dir=outputs/my-sweep"]
+    assert in_job(*sweep, mode=RunMode.MULTIRUN).logger.wandb.group == "my-sweep"
+    assert in_job("logger=wandb").logger.wandb.name is None
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
+    assert in_job("logger=wandb").logger.wandb.group == "slurm-17"
+
+
+def test_main_returns_the_metric_that_is_named():
+    metrics = {"val/bits_per_byte": torch.tensor(2.5)}
+    assert optimized_metric(composed(), metrics) == 2.5
+    assert optimized_metric(composed("optimized_metric=null"), metrics) is None
+    assert optimized_metric(OmegaConf.create({}), metrics) is None
+    with pytest.warns(UserWarning, match=r"was not logged; what was: val/bits_per_byte\."):
+        assert optimized_metric(composed("optimized_metric=acc"), metrics) is None
+
+
+@pytest.mark.skipif(
+    find_spec("hydra_plugins.hydra_optuna_sweeper") is None, reason="needs the extra sweep"
+)
+def test_a_search_is_a_sweep_over_the_ranges_of_its_file():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = ["hparams_search=optuna", "hydra.sweeper.n_trials=3"]
+        hydra = compose("config", overrides=words, return_hydra_config=True).hydra
+    assert hydra.mode == RunMode.MULTIRUN
+    assert hydra.sweeper.n_trials == 3
+    assert set(hydra.sweeper.params) == {"model.lr", "model.warmup"}
+
+
+def test_an_evaluation_is_the_same_configuration_without_training():
+    config = composed("model=gpt_25m", name="eval")
+    assert (config.task_name, config.train, config.test) == ("eval", False, True)
+    assert config.model.width == 512
+    assert set(composed()) == set(config)
+
+
+def test_an_evaluation_without_a_checkpoint_is_refused():
+    from eval import main
+
+    with pytest.raises(ValueError, match="give ckpt_path=PATH"):
+        main.__wrapped__(composed(name="eval"))
 
 
 def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them():

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from gpt import GPT, GPTConfig
-from language_model import ByteLanguageModel
+from language_model import ByteLanguageModel, share_of_lr
 from stdlib_text import StdlibText, bigram_bits_per_byte, read_files
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +41,9 @@ def small_text(tmp_path):
     return data
 
 
-def run_main_job(run_dir, *overrides, timeout_s=240):
+def run_main_job(run_dir, *overrides, timeout_s=240, script="train.py"):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "examples/train.py", f"hydra.run.dir={run_dir}", *overrides]
+    command = [sys.executable, f"examples/{script}", f"hydra.run.dir={run_dir}", *overrides]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
     )
@@ -53,10 +54,18 @@ def run_main_job(run_dir, *overrides, timeout_s=240):
 def check_result(run_dir, printed):
     assert re.search(r"validation, bits per byte: model \d\.\d+, bigram table \d\.\d+", printed)
     assert printed.count("a continuation of 'class '") == 1  # rank 0 alone prints
-    (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
+    (checkpoint,) = (run_dir / "checkpoints").glob("step_*.ckpt")
+    assert f"checkpoint: {checkpoint}\n" in printed
+    assert (run_dir / "checkpoints" / "last.ckpt").is_file()
     model = ByteLanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")
     assert len(model.continuation(b"def ", num_bytes=5)) == 5
-    assert "val/bits_per_byte" in (run_dir / "csv" / "metrics.csv").read_text()
+    columns = (run_dir / "csv" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert "val/bits_per_byte" in columns
+    told = yaml.safe_load((run_dir / "csv" / "hparams.yaml").read_text())
+    assert told["model/params/total"] == sum(p.numel() for p in model.parameters())
+    assert told["data"]["batch_size"] == 4
+    assert told["paths"]["output_dir"] == str(run_dir)  # resolved
+    return told["strategy"]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +74,11 @@ def check_result(run_dir, printed):
 )
 def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     traced = "callbacks.monitor.trace_steps=[2]"
-    printed = run_main_job(tmp_path, *SMALL, f"zero={zero}", traced)
-    check_result(tmp_path, printed)
+    printed = run_main_job(tmp_path, *SMALL, f"zero={zero}", traced, "trainer.log_every_n_steps=3")
+    strategy = check_result(tmp_path, printed)
+    assert "lr-AdamW" in (tmp_path / "csv" / "metrics.csv").read_text()
+    assert strategy["name"] == "ZeroStrategy"
+    assert strategy["stage"] == (0 if zero == "off" else int(zero[-1]))
     for name in ("recordings/step_2_rank_1.json", "trace_step_2.png", "memory.png", "report.json"):
         assert (tmp_path / "zero" / name).is_file()
     assert f"{tmp_path}/zero/trace_step_2.png" in printed
@@ -77,10 +89,50 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     ]
 
 
+def test_the_path_that_a_run_prints_is_tested_on_another_number_of_ranks(tmp_path):
+    brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
+    printed = run_main_job(tmp_path / "run", *SMALL, *brief, "test=true")
+    (path,) = re.findall(r"^checkpoint: (\S+)$", printed, flags=re.MULTILINE)
+    of_the_run = re.search(r"^test, bits per byte: model (\S+),", printed, flags=re.MULTILINE)
+    words = [f"ckpt_path={path}", *SMALL, "trainer.devices=1", "zero=stage1"]
+    printed = run_main_job(tmp_path / "eval", *words, script="eval.py")
+    assert f"{of_the_run[0]} bigram table" in printed
+
+
 @pytest.mark.slow
-def test_the_main_job_trains_with_another_strategy(tmp_path):
-    overrides = ["trainer.strategy=ddp", "~callbacks.monitor", "model.is_fused=false"]
-    check_result(tmp_path, run_main_job(tmp_path, *SMALL, *overrides))
+def test_a_run_goes_on_from_the_path_that_another_has_printed(tmp_path):
+    printed = run_main_job(tmp_path / "first", *SMALL)
+    (path,) = re.findall(r"^checkpoint: (\S+)$", printed, flags=re.MULTILINE)
+    assert path.endswith("step_000006.ckpt")
+    run_main_job(tmp_path / "second", *SMALL, f"ckpt_path={path}", "trainer.max_steps=9")
+    assert (tmp_path / "second" / "checkpoints" / "step_000009.ckpt").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["trainer.strategy=ddp"], ["trainer=ddp"]])
+def test_the_main_job_trains_with_another_strategy(tmp_path, words):
+    printed = run_main_job(tmp_path, *words, *SMALL)
+    assert check_result(tmp_path, printed) == {"name": "DDPStrategy"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["default", "fdr", "overfit"])
+def test_debugging_trains(tmp_path, choice):
+    fewer = ["data.num_validation_windows=16", "test=true"]
+    fewer += ["trainer.max_epochs=25"] if choice == "overfit" else []
+    printed = run_main_job(tmp_path, f"debug={choice}", *fewer)
+    assert "test, bits per byte" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {".hydra", "train.log"}
+
+
+@pytest.mark.slow
+def test_optuna_searches_with_two_ranks_in_each_trial(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra sweep")
+    words = ["hparams_search=optuna", f"hydra.sweep.dir={tmp_path}", "hydra.sweeper.n_trials=2"]
+    run_main_job(tmp_path, *words, *SMALL, "logger=none", "callbacks=none")
+    found = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+    assert set(found["best_params"]) == {"model.lr", "model.warmup"}
+    assert 0 < found["best_value"] < 8
 
 
 def test_only_text_outside_tests_and_installed_packages_is_read(tmp_path):
@@ -98,7 +150,39 @@ def test_no_file_is_in_both_parts(small_text):
     assert train
     assert validation
     assert not train & validation
-    assert len(train | validation) == 60
+    assert 50 < len(train | validation) < 60  # others are kept for a test
+
+
+def test_no_file_of_the_test_is_in_another_part(small_text):
+    small_text.setup("test")
+    test = set(bytes(small_text.test_text.tolist()).splitlines())
+    others = [small_text.train_text, small_text.validation_text]
+    seen = {line for text in others for line in bytes(text.tolist()).splitlines()}
+    assert test
+    assert not test & seen
+    assert len(test | seen) == 60
+    assert len(list(small_text.test_windows())) == 10
+
+
+@pytest.mark.parametrize("warmup", [0.1, 0.02])
+def test_the_learning_rate_is_that_of_one_cycle(warmup):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=2.0, total_steps=200, pct_start=warmup, cycle_momentum=False
+    )
+    for step in range(200):
+        ours = 2.0 * share_of_lr(step, num_steps=200, warmup=warmup)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-6, abs=1e-9)
+        optimizer.step()
+        if step < 199:
+            theirs.step()
+    assert share_of_lr(300, num_steps=200, warmup=warmup) < 1e-5
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 6])
+def test_a_learning_rate_is_there_in_the_shortest_of_runs(num_steps):
+    shares = [share_of_lr(s, num_steps=num_steps, warmup=0.1) for s in range(num_steps + 1)]
+    assert all(0 < share <= 1 for share in shares)
 
 
 def test_random_crops_are_fixed_by_the_seed(small_text):

@@ -11,6 +11,7 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -20,6 +21,7 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.hugging_face import VOCABULARY, llama
 from tests.pages import GUIDES, PAGES, README, ROOT, blocks
+from tests.test_conf import composed
 from tests.tracing.steps import made_ranks
 
 COMMANDS = [
@@ -46,6 +48,17 @@ RUN_ON_SLURM = {
     "PYTHONPATH=examples python examples/train.py -m hydra/launcher=slurm zero=stage2,stage3 "
     "trainer.devices=2 hydra.launcher.tasks_per_node=2",
 }
+# Composed here; tests/test_examples.py and tests/test_wandb_run.py train with such ones.
+PRINTED = "/home/me/outputs/train/runs/2026-11-23_10-00-00/checkpoints/step_000900.ckpt"
+COMPOSED = {
+    "python examples/train.py trainer.max_epochs=1 trainer.limit_train_batches=200 "
+    "trainer.accumulate_grad_batches=4",
+    "python examples/train.py 'logger=[csv,wandb]' logger.wandb.project=mine 'tags=[baseline]'",
+    f"python examples/train.py ckpt_path={PRINTED} trainer.max_steps=2400",
+    f"python examples/eval.py ckpt_path={PRINTED}",
+}
+# By tests/test_examples.py, where the sweeper is installed.
+SEARCH = "python examples/train.py -m hparams_search=optuna hydra.sweeper.n_trials=20 logger=wandb"
 SMALL = ["trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2"]
 SMALL += ["data.num_validation_windows=16"]
 DS_CONFIG = {
@@ -66,7 +79,18 @@ def run(arguments, folder):
 
 
 def test_every_command_is_run_by_ci_or_by_a_test():
-    assert set(COMMANDS) == set(RUN_BY_CI) | RUN_BY_A_TEST | RUN_ON_SLURM
+    assert set(COMMANDS) == set(RUN_BY_CI) | RUN_BY_A_TEST | RUN_ON_SLURM | COMPOSED | {SEARCH}
+
+
+@pytest.mark.parametrize("command", sorted(COMPOSED))
+def test_what_stands_behind_a_command_composes(command):
+    _, script, *overrides = shlex.split(command)
+    name = "eval" if script.endswith("eval.py") else "config"
+    config = composed(*overrides, name=name)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not value.startswith("["):
+            assert str(OmegaConf.select(config, key)) == value
 
 
 @pytest.mark.parametrize("ending", RUN_BY_CI.values())

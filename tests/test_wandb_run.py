@@ -42,6 +42,10 @@ def test_a_job_keeps_its_run_and_another_job_of_the_process_has_its_own(tmp_path
     wandb.finish()
     assert ids[0] == ids[2] != ids[1]
     assert runs(tmp_path / "a") == [ids[0]] * 2
+    long = wandb_logger(tmp_path / "d", name="zero=stage2 " * 20, tags=["x" * 100], group=None)
+    assert long.experiment.name == ("zero=stage2 " * 20)[:128]
+    assert long.experiment.tags == ("x" * 64,)
+    wandb.finish()
     monkeypatch.setenv("RANK", "1")
     wandb_logger(tmp_path / "c", name="a rank without a run")
     assert wandb.run is None

@@ -6,6 +6,7 @@ import site
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,57 @@ def main(config):
 
 if __name__ == "__main__":
     main()
+"""
+
+# An application with a trainer, loggers and callbacks at the usual places. It prints what it built
+# of every choice of every group that the wheel has.
+WHOLE_APP = """
+defaults:
+  - _self_
+  - paths: default
+  - zero: stage3
+  - sharding: world
+  - bucket: default
+  - overlap: comm
+  - offload: none
+  - trainer: cpu
+  - precision: fp32
+  - logger: csv
+  - callbacks: default
+  - debug: null
+
+optimized_metric: val/acc
+task_name: mine
+
+hydra:
+  searchpath: [pkg://lightning_zero.conf]
+"""
+BUILD_ALL = """
+import pathlib
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
+import lightning_zero.conf
+from lightning_zero.conf import make_trainer
+
+here = pathlib.Path.cwd()
+conf = pathlib.Path(lightning_zero.conf.__file__).parent
+has_group = lambda group: f"- {group}:" in (here / "whole.yaml").read_text()
+for path in sorted(conf.glob("*/**/*.yaml")):
+    group = path.parent.relative_to(conf).as_posix()
+    word = f"{'' if has_group(group) or '/' in group else '+'}{group}={path.stem}"
+    words = [word, "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=1"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(here)):
+        try:
+            config = compose("whole", overrides=words, return_hydra_config=True)
+            with open_dict(config):
+                config.hydra.runtime.output_dir = str(here / "run")
+            HydraConfig.instance().set_config(config)
+            with open_dict(config):
+                del config["hydra"]
+            print(word, "gives", type(make_trainer(config).strategy).__name__)
+        except Exception as error:
+            print(word, "FAILS", repr(error)[:500], repr(error.__cause__)[:500])
 """
 
 
@@ -51,16 +103,19 @@ def installed(tmp_path_factory):
     app = folder / "app"
     app.mkdir()
     (app / "app.py").write_text(APP)
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
+    (app / "build_all.py").write_text(BUILD_ALL)
+    (app / "whole.yaml").write_text(WHOLE_APP)
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "my_trainer" in block]
     (app / "app.yaml").write_text(block)
     return python, app
 
 
-def run(installed, *words, **variables):
+def run(installed, *words, script="app.py", **variables):
     python, app = installed
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
     done = subprocess.run(
-        [python, "app.py", *words], cwd=app, env=environment, capture_output=True, text=True
+        [python, script, *words], cwd=app, env=environment, capture_output=True, text=True
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -90,3 +145,32 @@ def test_the_settings_are_shown_and_completed(installed):
         asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_CWORD": "2"}
         code, printed = run(installed, "-sc", "query=bash", **asked)
         assert completed in printed.split(), printed
+
+
+@pytest.mark.slow
+def test_the_wheel_has_no_file_that_needs_the_examples(installed):
+    python, _ = installed
+    (conf,) = python.parents[1].glob("lib/python*/site-packages/lightning_zero/conf")
+    shipped = {path.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")}
+    here = {path.relative_to(ROOT / "conf").as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    for path in shipped:
+        assert not re.search(rf"_target_: ({'|'.join(names)})\\.", (conf / path).read_text()), path
+    left = {path.split("/")[0] for path in here - shipped}
+    assert left == {"config.yaml", "eval.yaml", "data", "experiment", "hparams_search", "model"}
+
+
+@pytest.mark.slow
+def test_every_choice_of_the_wheel_builds_a_trainer(installed):
+    code, printed = run(installed, script="build_all.py")
+    assert code == 0, printed
+    built = dict(re.findall(r"^(\S+) (gives .*|FAILS .*)$", printed, flags=re.MULTILINE))
+    needs = {"logger=tensorboard": "tensorboard", "logger=many_loggers": "tensorboard"}
+    for word, result in built.items():
+        if word in needs and find_spec(needs[word]) is None:
+            assert 'pip install "lightning-zero[tensorboard]"' in result
+        elif word == "trainer=ddp":
+            assert result == "gives DDPStrategy"
+        else:
+            assert result == "gives ZeroStrategy", word
+    assert {"zero=stage1", "debug=fdr", "hydra/launcher=slurm", "callbacks=batch"} <= set(built)

@@ -8,7 +8,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.planner import SHAPES, Decoder, DecoderShape
+from lightning_zero.planner import SHAPES, Decoder
 from lightning_zero.strategy.auto import auto_base
 from lightning_zero.strategy.schema import register
 
@@ -132,15 +132,12 @@ def of_arguments(args: argparse.Namespace) -> Source:
 
 
 def _preset(name: str, batch: int | None, context: int | None) -> Source:
-    files = {path.stem: path for path in sorted((_CONF / "model").glob("*.yaml"))}
     context = context or 1024
-    if name in SHAPES:
-        shape = SHAPES[name]
-    elif name in files:
-        shape = _shape_of(files[name], context)
-    else:
-        known = ", ".join([*SHAPES, *files])
-        raise ValueError(f"there is no model {name!r}; there are {known}.")
+    if name not in SHAPES:
+        raise ValueError(f"there is no model {name!r}; there are {', '.join(SHAPES)}.")
+    shape = SHAPES[name]
+    if shape.context:  # learned positions
+        shape = replace(shape, context=context)
     with torch.device("meta"):
         module = Decoder(shape)
     size = (batch or 1, context)
@@ -151,22 +148,6 @@ def _preset(name: str, batch: int | None, context: int | None) -> Source:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
     return Source(f"{name}, batch {size[0]} x {size[1]} tokens", module, step)
-
-
-def _shape_of(path: Path, context: int) -> DecoderShape:
-    """Of a model of the example."""
-    said: Any = OmegaConf.load(path)
-    is_llama = bool(said.get("is_llama"))
-    return DecoderShape(
-        said.width,
-        said.num_layers,
-        said.num_heads,
-        said.get("vocab_size", 256),
-        context=0 if is_llama else context,
-        num_kv_heads=said.get("num_kv_heads"),
-        hidden=said.get("hidden"),
-        is_gated=is_llama,
-    )
 
 
 def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source:

@@ -10,6 +10,8 @@ Imports record, layout and strategy; the only room that knows W&B.
     chrome        the Trace Event Format, for Perfetto
     plots         pictures of a step and of memory; matplotlib is imported when one is drawn
     loggers, wandb_panels  loggers that continue after a requeue
+    run_settings  what they are told of a run: its settings, the strategy's, the model's size
+    composed      the Trainer of a Hydra configuration, for `lightning_zero.conf`
 
 Begin with `monitor`.
 """

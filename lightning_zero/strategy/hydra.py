@@ -16,8 +16,9 @@ from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 
-__all__ = ["check_launch", "child_command", "current_job"]
+__all__ = ["check_launch", "child_command", "current_job", "run_name", "sweep_name"]
 
+_UNSAID = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}  # in the name of a run
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
@@ -30,6 +31,25 @@ def current_job() -> str | None:
 
     number = "" if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
     return f"{hydra.runtime.output_dir}#{number}"
+
+
+def run_name() -> str | None:
+    """What of a job's overrides tells it from others; None where there is nothing."""
+    hydra = _hydra()
+    words = hydra.overrides.task if hydra is not None else ()
+    return " ".join(word for word in words if word.split("=")[0] not in _UNSAID) or None
+
+
+def sweep_name() -> str | None:
+    """What the jobs of one sweep have in common: the folder of it, or the number of an array."""
+    hydra = _hydra()
+    if hydra is not None:
+        from hydra.types import RunMode
+
+        if hydra.mode == RunMode.MULTIRUN:
+            return Path(hydra.sweep.dir).resolve().name
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return None if array is None else f"slurm-{array}"
 
 
 def check_launch(num_processes: int) -> None:

@@ -87,13 +87,13 @@ def _masters_bytes(bucket: Bucket) -> int:
 def save_unsaved(trainer: Trainer) -> None:
     """Saves what would be lost with the parameters, unless a callback has just done so. Collective.
 
-    To `last-step=N.ckpt` in the Trainer's `default_root_dir`.
+    To `last-step-N.ckpt` in the Trainer's `default_root_dir`.
     """
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
     saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks]
     if trainer.global_step in (0, *saved) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    path = Path(trainer.default_root_dir) / f"last-step={trainer.global_step}.ckpt"
+    path = Path(trainer.default_root_dir) / f"last-step-{trainer.global_step}.ckpt"
     rank_zero_warn(f"no checkpoint has the last step, so it is saved to {path}.")
     trainer.save_checkpoint(path)
 

@@ -16,6 +16,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from lightning_zero.strategy.hydra import run_name, sweep_name
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["ZeroStrategySettings", "register", "schema"]
@@ -65,7 +66,7 @@ def register() -> None:
     # The same, for a launcher: Hydra refuses one name twice. Workers that import no script import
     # its class, and so know the names of strategies.
     store.store("submitted", _JOBS, _GROUP, provider="lightning_zero")
-    for resolver in (_accelerator, _devices, _rank_suffix, _gpus_per_node):
+    for resolver in (_accelerator, _devices, _rank_suffix, _gpus_per_node, run_name, sweep_name):
         name = f"zero.{resolver.__name__.removeprefix('_')}"
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 

@@ -22,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule
 
-SAVED = "last-step=4.ckpt"
+SAVED = "last-step-4.ckpt"
 TEXT = "left out when training ended"
 
 

@@ -42,7 +42,7 @@ def test_the_script_for_several_nodes_trains_and_keeps_its_directory(slurm, tmp_
     slurm.wait(job, 90)
     run_dir = tmp_path / "outputs" / f"slurm-{job}"
     assert {path.name for path in run_dir.glob("*.log")} == {"train.log", "train_rank1.log"}
-    assert len(list((run_dir / "checkpoints").glob("*.ckpt"))) == 1
+    assert len(list((run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
     output = slurm.output(job)
     assert "rank 1" in output
     assert output.count("a continuation of") == 1
@@ -110,8 +110,8 @@ def test_a_sweep_from_hydra_is_signalled_requeued_and_ends_in_its_own_directorie
     assert slurm.field(job, "Restarts") == "1"
     for log in logs:
         assert log.exists()
-        (checkpoint,) = (log.parent / "checkpoints").glob("*.ckpt")
-        assert checkpoint.name == "step=120.ckpt"
+        checkpoints = {path.name for path in (log.parent / "checkpoints").glob("*.ckpt")}
+        assert checkpoints == {"step_000120.ckpt", "last.ckpt"}
 
 
 @pytest.mark.slow

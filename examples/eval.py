@@ -1,0 +1,23 @@
+"""Tests a checkpoint: `python examples/eval.py ckpt_path=...`, with the `model=` of its training.
+
+Number of ranks, stage and offload may be others than those that it was written with.
+"""
+
+from __future__ import annotations
+
+import hydra
+from job import Job
+from omegaconf import DictConfig
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
+def main(config: DictConfig) -> float | None:
+    if config.ckpt_path is None:
+        raise ValueError("expected the checkpoint to test, got none; give ckpt_path=PATH.")
+    job = Job.of(config)
+    job.test()
+    return job.optimized_metric
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What loggers are told of a run."""
+
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.observe.run_settings import RunSettings, num_parameters, strategy_settings
+
+
+class Noted(CSVLogger):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.told = []
+
+    def log_hyperparams(self, params):
+        self.told.append(dict(params))
+
+
+@pytest.mark.parametrize("loop", ["fit", "validate", "test", "predict"])
+def test_every_logger_is_told_once_of_settings_strategy_and_size(tmp_path, loop):
+    loggers = [Noted(tmp_path / "a"), Noted(tmp_path / "b")]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, limit_val_batches=1, limit_test_batches=1,
+        limit_predict_batches=1, logger=loggers, enable_checkpointing=False,
+        callbacks=[RunSettings({"seed": 3, "data": {"size": 1}})],
+    )  # fmt: skip
+    module = BoringModel()
+    getattr(trainer, loop)(module)
+    trainer.validate(module)
+    size = {"total": 66, "trainable": 66, "non_trainable": 0}
+    expected = {
+        "seed": 3,
+        "data": {"size": 1},
+        **{f"model/params/{name}": numel for name, numel in size.items()},
+        "strategy": {"name": "SingleDeviceStrategy"},
+    }
+    for logger in loggers:
+        assert [told for told in logger.told if "seed" in told] == [expected]
+
+
+def test_frozen_parameters_are_counted_apart():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False).requires_grad_(False))
+    assert list(num_parameters(module).values()) == [28, 20, 8]
+
+
+def test_settings_of_the_strategy_are_plain_values():
+    strategy = ZeroStrategy(
+        stage=3, offload_optimizer="cpu", unit_classes=[nn.Linear, "Block"], reduce_dtype="bf16"
+    )
+    told = strategy_settings(strategy)
+    assert json.loads(json.dumps(told)) == told
+    assert (told["name"], told["stage"]) == ("ZeroStrategy", 3)
+    assert told["offload_optimizer"]["device"] == "cpu"
+    assert told["unit_classes"] == ["Linear", "Block"]
+    assert told["reduce_dtype"] == str(torch.bfloat16)
