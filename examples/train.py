@@ -27,12 +27,16 @@ def main(config: DictConfig) -> float | None:
 
 
 def _print_result(job: Job) -> None:
-    """Rank 0 alone: after `fit` the parameters are whole on every rank."""
+    """Rank 0 alone: after `fit` the parameters are whole on every rank, where memory suffices."""
     reached = job.metrics.get("val/bits_per_byte", float("nan"))
     bigram = bigram_bits_per_byte(job.data.train_text, job.data.validation_windows())
     print(f"\nvalidation, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")
     print(f"checkpoint: {job.best_model_path or 'none'}")
-    text = _PROMPT + job.model.eval().continuation(_PROMPT, num_bytes=300)
+    try:
+        text = _PROMPT + job.model.eval().continuation(_PROMPT, num_bytes=300)
+    except RuntimeError as error:
+        print(f"no continuation: {error}")
+        return
     print(f"a continuation of {_PROMPT.decode()!r}:\n{text.decode('ascii', 'backslashreplace')}")
 
 

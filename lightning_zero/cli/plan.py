@@ -16,7 +16,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan
-from lightning_zero.layout.recompute import outermost
+from lightning_zero.layout.recompute import find_checkpointed, outermost
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import (
@@ -163,7 +163,8 @@ def _run(args: argparse.Namespace) -> int:
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    traces, note = _traces(source, whole, blocks, precision)
+    again = find_checkpointed(source.module, config.runs_again)
+    traces, note = _traces(source, whole, again, () if again else blocks, precision)
     job = Job(
         source.module,
         optimizers,
@@ -230,9 +231,21 @@ def _rates(args: argparse.Namespace) -> Rates:
 
 
 def _traces(
-    source: Source, plan: Plan, blocks: Sequence[str], precision: Precision
+    source: Source,
+    plan: Plan,
+    again: Sequence[str],
+    blocks: Sequence[str],
+    precision: Precision,
 ) -> tuple[tuple[StepTrace | None, StepTrace | None], str]:
-    """The step as it is, and with activation checkpointing; and what cannot be told."""
+    """The step as it is, and with activation checkpointing; and what cannot be told.
+
+    Args:
+        source: The module and its step.
+        plan: Of its units.
+        again: What runs again in any case.
+        blocks: What may run again.
+        precision: Of the step.
+    """
     if source.step is None:
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
@@ -257,7 +270,7 @@ def _traces(
         return short or run([], checkpointed)
 
     try:
-        plain = trace([])
+        plain = trace(again)
     except ValueError as error:
         return (None, None), f"activations are not counted: {error}"
     try:

@@ -44,7 +44,9 @@ def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     if not found:
         return None
     _, is_checkpointed, best = found[0]
-    config = best.choice.config.replace(activation_checkpointing=is_checkpointed)
+    config = best.choice.config
+    if is_checkpointed:
+        config = config.replace(activation_checkpointing=True)
     return {
         "choice": best.choice.name,
         "strategy": as_arguments(config),

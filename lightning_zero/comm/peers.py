@@ -99,7 +99,8 @@ class Peers:
             if rank == 0:
                 store.set(_RANK_0_IS_HERE, "")
             else:
-                store.wait([_RANK_0_IS_HERE], timedelta(seconds=_MEET_S))
+                with suppress(RuntimeError):  # it is late
+                    store.wait([_RANK_0_IS_HERE], timedelta(seconds=_MEET_S))
             self.find(store)
 
     def find(self, store: Any) -> None:

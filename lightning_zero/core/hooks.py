@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
@@ -139,6 +138,7 @@ class Hooks:
             # torch calls this after an exception too, with no output, while it is being handled.
             error = sys.exc_info()[1] if output is None else None
             has_failed = error is not self._handled  # which a caller is handling all the while
+            self._handled = None
             self._events.after_root(has_failed=error is not None and has_failed)
             if error is not None and has_failed:
                 explain_dtype_error(error, module, self._buckets)
@@ -155,8 +155,7 @@ class Hooks:
                 inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
                 if inputs:
                     unit.num_awaited += 1
-                    done = self._events.after_backward_of
-                    register_multi_grad_hook(inputs, lambda _: done(unit, call))
+                    self._watch_inputs(unit, call, inputs)
 
         return hook
 
@@ -173,6 +172,22 @@ class Hooks:
             self._events.after_forward(unit)
 
         return hook
+
+    def _watch_inputs(self, unit: Unit, call: Call, inputs: Sequence[Tensor]) -> None:
+        """Tells when all gradients of `inputs` are there.
+
+        Not by torch's hook for several tensors: it holds the nodes of the graph that hold it, so
+        that no graph would ever go. Where a backward leaves one of them out, it is not told.
+        """
+        left = {id(tensor) for tensor in inputs}
+
+        def arrived(key: int, _: Tensor) -> None:
+            left.discard(key)
+            if not left:
+                self._events.after_backward_of(unit, call)
+
+        for key, tensor in {id(tensor): tensor for tensor in inputs}.items():
+            tensor.register_hook(partial(arrived, key))
 
     def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
         wanting = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]

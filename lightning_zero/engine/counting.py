@@ -13,7 +13,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.owned_state import missing_state_bytes
+from lightning_zero.optim.owned_state import missing_state_bytes, own_itemsize
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
@@ -50,7 +50,8 @@ def count_memory(
             if not isinstance(value, LazyTensor):  # those are counted by their bucket
                 of_tier = held.setdefault(_tier_in_memory(placement), dict.fromkeys(State, 0))
                 of_tier[State.OPTIM] += value.untyped_storage().nbytes()
-            alone[State.OPTIM] += _whole_numel(placement, value) * _own_itemsize(placement, value)
+            own = bucket_of(placement).own_dtypes[placement.index]
+            alone[State.OPTIM] += _whole_numel(placement, value) * own_itemsize(value, own)
         alone[State.OPTIM] += missing_state_bytes(optimizer, buckets)
     average_bytes = 0
     for bucket in averages:
@@ -106,14 +107,6 @@ def _data_parallel_bytes(bucket: Bucket) -> dict[State, int]:
     params = whole_bytes(bucket)
     is_trained = any(parameter.requires_grad for parameter in bucket.parameters)
     return {State.PARAM: params, State.GRAD: params if is_trained else 0, State.OPTIM: 0}
-
-
-def _own_itemsize(placement: Placement, value: Tensor) -> int:
-    """Of a state, in an optimizer that steps the parameter itself instead of a wider master."""
-    bucket = bucket_of(placement)
-    own = bucket.own_dtypes[placement.index]
-    is_masters = value.dim() > 0 and value.dtype == bucket.plan.master_dtype
-    return own.itemsize if is_masters and own.is_floating_point else value.element_size()
 
 
 def _tiers_of(buckets: Sequence[Bucket]) -> list[Tier]:

@@ -180,9 +180,8 @@ class ZeroConfig:
         for name in ("keep_float32", "unit_classes"):
             _set(self, name, _check_modules(name, getattr(self, name)))
         if not isinstance(again := self.activation_checkpointing, bool):
-            _set(
-                self, "activation_checkpointing", _check_modules("activation_checkpointing", again)
-            )
+            again = _check_modules("activation_checkpointing", again) or False
+            _set(self, "activation_checkpointing", again)
         for name in ("offload_optimizer", "offload_param"):
             _set(self, name, OffloadConfig.of(name, getattr(self, name)))
         _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))

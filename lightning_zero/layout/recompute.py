@@ -4,26 +4,32 @@ Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016
 
 [Note: A forward under checkpoint] It is the module's own `forward` that torch's checkpoint runs,
 not its call: hooks, among them those that gather a unit, run once in forward and are not repeated.
-In backward the unit has been gathered for its own gradients before its forward runs again.
+In backward the unit has been gathered for its own gradients before its forward runs again. What a
+forward changes beside its output must not change twice: running statistics are put back, and a
+cache of keys and values is not given to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.layout.units import ROOT, find_blocks
+from lightning_zero.layout.units import LISTS, find_blocks
 
 __all__ = ["checkpointed", "find_checkpointed", "outermost"]
 
 _OPTION = "activation_checkpointing"
-_OWN = "_forward_without_checkpointing"
+_HAS_STATISTICS = nn.modules.batchnorm._NormBase
+# What transformers gives its layers, and without which they keep no cache.
+_WITHOUT_CACHE = {"past_key_values": None, "past_key_value": None, "use_cache": False}
 
 
 def find_checkpointed(
@@ -33,7 +39,8 @@ def find_checkpointed(
 
     Args:
         module: The root.
-        wanted: `ZeroConfig.activation_checkpointing`: True: repeated blocks.
+        wanted: `ZeroConfig.runs_again`; True: repeated blocks. A list of modules, which has no
+            forward of its own, stands for its members.
 
     Raises:
         ValueError: There are none, or one of `wanted` matches no module with parameters.
@@ -46,12 +53,27 @@ def find_checkpointed(
             f"{_OPTION}=True is for repeated blocks, and {type(module).__name__} has none in a "
             f"ModuleList, ModuleDict or Sequential; name classes: {_OPTION}=[Block]."
         )
-    return outermost(names)
+    return outermost([one for name in names for one in _with_forward(module, name)])
+
+
+def _with_forward(root: nn.Module, name: str) -> Iterator[str]:
+    module = root.get_submodule(name)
+    if not isinstance(module, LISTS):
+        yield name
+        return
+    for child, _ in module.named_children():
+        yield from _with_forward(root, f"{name}.{child}")
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Those of `names` of modules that are inside no other."""
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    """Those of `names` of modules that are inside no other, each once."""
+    known = set(names)
+
+    def is_inside(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:length]) in known for length in range(1, len(parts)))
+
+    return [name for name in dict.fromkeys(names) if not is_inside(name)]
 
 
 def checkpointed(
@@ -67,34 +89,78 @@ def checkpointed(
     Returns:
         Ends it; calling it twice is harmless.
     """
-    children = {module.get_submodule(name): None for name in names if name != ROOT}
+    children = {module.get_submodule(name): None for name in names}
     for child in children:
-        if "forward" in child.__dict__:  # a user's own, in place of the class's
-            child.__dict__[_OWN] = child.__dict__["forward"]
-        run = _forward if keeps_rng else _forward_without_rng
-        child.__dict__["forward"] = MethodType(run, child)  # a copy of the module is its own
+        if not isinstance(child.__dict__.get("forward"), _Checkpointed):
+            child.__dict__["forward"] = _Checkpointed(child, keeps_rng)
     return partial(_end, children)
 
 
 def _end(children: Iterable[nn.Module]) -> None:
     for child in children:
         ours = child.__dict__.get("forward")
-        if isinstance(ours, MethodType) and ours.__func__ in (_forward, _forward_without_rng):
+        if isinstance(ours, _Checkpointed):
             del child.__dict__["forward"]
-            if _OWN in child.__dict__:
-                child.__dict__["forward"] = child.__dict__.pop(_OWN)
+            if ours.is_users:
+                child.__dict__["forward"] = ours.forward
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _run(self, True, args, kwargs)
+class _Checkpointed:
+    """A forward that runs again in backward, in the place of the module's own.
+
+    Attributes:
+        forward: The module's own, bound. A copy of the module, and a pickled one, have this alone.
+        is_users: It was put on the module itself, and is not that of its class.
+    """
+
+    def __init__(self, module: nn.Module, keeps_rng: bool) -> None:
+        self.is_users = "forward" in module.__dict__
+        self.forward: Callable[..., Any] = module.forward
+        self._keeps_rng = keeps_rng
+        self._statistics = [
+            buffer
+            for part in module.modules()
+            if isinstance(part, _HAS_STATISTICS)
+            for buffer in part.buffers(recurse=False)
+        ]
+        functools.update_wrapper(self, self.forward)  # its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        kwargs |= {name: value for name, value in _WITHOUT_CACHE.items() if name in kwargs}
+        more: dict[str, Any] = {"context_fn": self._contexts} if self._statistics else {}
+        return checkpoint(
+            self.forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=self._keeps_rng,
+            **more,
+            **kwargs,
+        )
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _unchanged(self._statistics)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        own: Callable[..., Any] = copy.deepcopy(self.forward, memo)
+        return own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.forward,)
 
 
-def _forward_without_rng(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _run(self, False, args, kwargs)
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
-def _run(module: nn.Module, keeps_rng: bool, args: Any, kwargs: Any) -> Any:
-    own = module.__dict__.get(_OWN) or partial(type(module).forward, module)
-    if not torch.is_grad_enabled():
-        return own(*args, **kwargs)
-    return checkpoint(own, *args, use_reentrant=False, preserve_rng_state=keeps_rng, **kwargs)
+@contextmanager
+def _unchanged(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Puts back what `buffers` were."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in zip(buffers, before, strict=True):
+                buffer.copy_(values)

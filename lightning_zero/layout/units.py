@@ -22,11 +22,11 @@ from torch import nn
 from lightning_zero.layout.kept import is_meant, text_of_no_match
 from lightning_zero.layout.names import saved_name
 
-__all__ = ["ROOT", "find_blocks", "find_units"]
+__all__ = ["LISTS", "ROOT", "find_blocks", "find_units"]
 
 ROOT = ""
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-_CONTAINERS = (*_LISTS, nn.Sequential)
+LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*LISTS, nn.Sequential)
 _UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
 
 _Members = list[tuple[str, nn.Module]]  # by qualified name
@@ -93,7 +93,7 @@ def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Mem
     """Blocks at and below `module`, whose name is `path`; a shared module counts once."""
     children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
     # A list has no forward of its own: its members are looked at by themselves.
-    members = [child for _, child in children if not isinstance(child, _LISTS)]
+    members = [child for _, child in children if not isinstance(child, LISTS)]
     is_repeated = isinstance(module, _CONTAINERS) and _any_twice(map(type, members))
     kinds = Counter(map(_kind, members))
     blocks: _Members = []
@@ -103,7 +103,7 @@ def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Mem
         seen.add(child)
         full_name = f"{path}.{name}" if path else name
         inner = _repeated_blocks(full_name, child, seen)
-        is_member = is_repeated and not isinstance(child, _LISTS)
+        is_member = is_repeated and not isinstance(child, LISTS)
         is_stack = _is_stack(child, inner, is_alone=kinds[_kind(child)] == 1)
         blocks += [(full_name, child)] if is_member and not is_stack else inner
     return blocks

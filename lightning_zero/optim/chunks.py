@@ -197,10 +197,8 @@ class ChunkStep:
         """A master that rests in other memory begins to travel to where it is stepped."""
         if MASTER in self._chunk.names:
             return
-        resting, device = (
-            self._shards.stepped().fetch(self._chunk.start, self._chunk.stop),
-            self.of.device,
-        )
+        resting = self._shards.stepped().fetch(self._chunk.start, self._chunk.stop)
+        device = self.of.device
         with self._shards.storage.recorder.moving(
             self._name, resting.nbytes, resting.device, device
         ):
@@ -239,6 +237,8 @@ class ChunkStep:
                 self._memory[PARAM].copy_(self._master)
             else:
                 storage.upload(self._master, shards.follower, start, self._name)
+        self._master = self._arrival = None  # others of the step are still to come
+        self._slices, self._memory = {}, {}
 
     def _slice(self, index: int, part: range) -> Slice:
         assert self._master is not None

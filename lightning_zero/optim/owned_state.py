@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.tensors.composite import plain_tensors, put_together, take_apart
 
-__all__ = ["Outline", "gather_owned_states", "missing_state_bytes", "outline_owned_states"]
+__all__ = [
+    "Outline",
+    "gather_owned_states",
+    "missing_state_bytes",
+    "outline_owned_states",
+    "own_itemsize",
+]
 
 _ALIGN_BYTES = 16
 
@@ -124,11 +130,14 @@ def missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
         for index, parameter in enumerate(bucket.parameters):
             slot = bucket.plan.layout.slots[index]
             if not bucket.shards.is_stepped[index] and parameter.requires_grad:
-                nbytes += _state_bytes_like(slot.shape, parameter, optimizer)
+                own = bucket.own_dtypes[index]
+                nbytes += _state_bytes_like(slot.shape, parameter, optimizer, own)
     return nbytes
 
 
-def _state_bytes_like(shape: tuple[int, ...], parameter: nn.Parameter, optimizer: Optimizer) -> int:
+def _state_bytes_like(
+    shape: tuple[int, ...], parameter: nn.Parameter, optimizer: Optimizer, own: torch.dtype
+) -> int:
     members = {p for group in optimizer.param_groups for p in group["params"]}
     if parameter not in members:
         return 0
@@ -138,9 +147,15 @@ def _state_bytes_like(shape: tuple[int, ...], parameter: nn.Parameter, optimizer
     nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
     return sum(
         math.prod(_sizes_like(tuple(tensor.shape), tuple(nearest.shape), shape))
-        * tensor.dtype.itemsize
+        * own_itemsize(tensor, own)
         for tensor in plain_tensors(optimizer.state[nearest])
     )
+
+
+def own_itemsize(state: Tensor, own: torch.dtype) -> int:
+    """Of an element of `state` where the optimizer steps parameters in their `own` dtype."""
+    is_masters = state.dim() > 0 and state.is_floating_point() and own.is_floating_point
+    return min(own.itemsize, state.itemsize) if is_masters else state.itemsize
 
 
 def _sizes_like(

@@ -42,7 +42,7 @@ __all__ = ["MOST_TOGETHER", "OptimizerStep", "check_whole"]
 
 # Elements that one call steps, by type of device; one bucket may have more. On a CPU a step takes
 # longer than the call, and gathers travel meanwhile.
-MOST_TOGETHER = {"cuda": 2**25, "cpu": 0}
+MOST_TOGETHER = {"cuda": 2**25}
 
 
 class OptimizerStep:
@@ -303,7 +303,8 @@ def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[Chun
     for number, chunk in ((n, chunk) for n, of_bucket in enumerate(work) for chunk in of_bucket):
         device, numel = chunk.of.device, numel + chunk.numel
         is_alike = bool(chunks) and chunks[0].of.device == device
-        if not is_alike or chunks[0].ranges or chunk.ranges or numel > MOST_TOGETHER[device.type]:
+        is_much = numel > MOST_TOGETHER.get(device.type, 0)
+        if not is_alike or is_much or chunks[0].ranges or chunk.ranges:
             if chunks:
                 yield first, chunks
             first, chunks, numel = number, [], chunk.numel

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.layout.recompute import checkpointed, find_checkpointed
+from lightning_zero.layout.recompute import checkpointed, find_checkpointed, outermost
 from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit_ranks, fit_reference, settings
+from tests.hugging_face import llama
 from tests.models import GPTModule
 
 
@@ -104,6 +107,78 @@ def test_what_cannot_run_again_is_refused_with_what_to_do():
         ZeroConfig(activation_checkpointing=3)
 
 
+def test_lists_stand_for_their_members_and_nothing_for_none():
+    for wanted in ("blocks", [nn.Module], ["blocks", Block]):
+        found = find_checkpointed(Net(), ZeroConfig(activation_checkpointing=wanted).runs_again)
+        assert [name for name in found if name != "first"] == ["blocks.0", "blocks.1", "blocks.2"]
+    for nothing in (None, [], set(), False):
+        assert ZeroConfig(activation_checkpointing=nothing).runs_again is False
+    many = [f"layers.{i}.experts.{j}" for i in range(100) for j in range(60)]
+    assert outermost([*many, "layers.7"])[-1] == "layers.7"
+    assert len(outermost([*many, "layers.7"])) == len(many) - 60 + 1
+
+
+def test_running_statistics_are_updated_once():
+    def train(again):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+        config = ZeroConfig(stage=1, activation_checkpointing=again)
+        engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+        for _ in range(3):
+            engine.backward(net(torch.randn(8, 4)).square().mean())
+            engine.step()
+            engine.zero_grad()
+        engine.close()
+        return [*net.parameters(), *net.buffers()]
+
+    assert all(map(torch.equal, train(False), train(["0", "1"])))
+
+
+def test_a_model_that_keeps_keys_and_values_keeps_none_while_it_trains():
+    pytest.importorskip("transformers")
+    ids = torch.arange(16).reshape(2, 8) % 30
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+
+    def train(again):
+        torch.manual_seed(0)
+        model = llama()
+        config = ZeroConfig(stage=3, activation_checkpointing=again)
+        engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], config)
+        for _ in range(2):
+            engine.backward(model(input_ids=ids, attention_mask=mask, labels=ids).loss)
+            engine.step()
+            engine.zero_grad()
+        engine.close()
+        return list(model.parameters())
+
+    for one, other in zip(train(False), train(True), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_copies_have_their_own_forward_alone():
+    net = Net()
+    config = ZeroConfig(stage=1, activation_checkpointing=True)
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+    assert str(signature(net.blocks[0].forward)) == "(x, *, scale=1.0)"
+    other = copy.deepcopy(Net())
+    end = checkpointed(other, find_checkpointed(other, True))
+    other = copy.deepcopy(other)
+    engine.close()
+    again = Engine(other, [torch.optim.SGD(other.parameters(), lr=0.1)], config)
+    again.backward(other(torch.ones(2, 8)))
+    again.close()
+    end()
+    end = checkpointed(net, ["blocks.0"])
+    checkpointed(net, ["blocks.0"])
+    loaded = pickle.loads(pickle.dumps(net))
+    Block.num_calls = 0
+    loaded(torch.ones(1, 8)).backward()
+    assert Block.num_calls == 3
+    end()
+    assert "forward" not in net.blocks[0].__dict__
+
+
 def test_a_copy_runs_its_own_forward_and_a_forward_of_the_users_comes_back():
     net = Net()
     net.blocks[0].forward = own = lambda x, scale: 2 * x
@@ -122,14 +197,16 @@ def test_a_copy_runs_its_own_forward_and_a_forward_of_the_users_comes_back():
 
 
 def test_a_compiled_block_runs_again():
-    net = Net().eval()
+    net = Net()
     x = torch.randn(4, 8)
+    torch.manual_seed(0)
     net(x).backward()
     expected = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
     end = checkpointed(net, find_checkpointed(net, True))
     for block in net.blocks:
-        block.compile(backend="eager")
+        block.compile(backend="aot_eager")
+    torch.manual_seed(0)
     net(x).backward()
     end()
     for parameter, grad in zip(net.parameters(), expected, strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from functools import cache
 from itertools import product
 
@@ -595,3 +597,38 @@ def _penalise(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_without_gradients_comes_between_one_with_and_its_loss(stage):
     run_ranks(2, _penalise, stage)
+
+
+class _Marker:
+    """Lives as long as its node of the graph."""
+
+
+class _Marked(torch.autograd.Function):
+    markers: list[weakref.ref[_Marker]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.marker = _Marker()
+        _Marked.markers.append(weakref.ref(ctx.marker))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_graph_outlives_its_loss_until_the_collector_comes(stage):
+    _Marked.markers = []
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    engine = engine_for(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage)
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine.backward(module(_Marked.apply(torch.ones(2, 4, requires_grad=True))).sum())
+            engine.step()
+            engine.zero_grad()
+        assert [marker() for marker in _Marked.markers] == [None] * 3
+    finally:
+        gc.enable()
+        engine.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.layout.stage import State
+from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
 
 
@@ -102,3 +104,28 @@ def _zero_on_one_rank(rank, world_size):
 
 def test_replicas_of_which_one_zeroed_its_gradients_do_not_wait_for_it():
     assert run_ranks(2, _zero_on_one_rank) == [(True, False), (False, True)]
+
+
+class _Counting(torch.optim.SGD):
+    """Counts what is alive whenever it steps a bucket."""
+
+    live_bytes: list[int] = []
+
+    def step(self, closure=None):
+        _Counting.live_bytes.append(live_storage_bytes())
+        return super().step(closure)
+
+
+def test_a_step_keeps_copies_of_one_bucket_at_a_time():
+    blocks = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+    module = nn.Sequential(nn.Linear(128, 128), blocks)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    engine = Engine(module, [_Counting(module.parameters(), lr=0.1)], ZeroConfig(stage=3, **dtypes))
+    for _ in range(2):
+        engine.backward(module(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum())
+        _Counting.live_bytes = []
+        engine.step()
+    engine.close()
+    first, *_, last = _Counting.live_bytes
+    assert len(_Counting.live_bytes) == 7
+    assert last <= first + 4 * 128 * 128
