@@ -127,5 +127,5 @@ def test_a_step_keeps_copies_of_one_bucket_at_a_time():
         engine.step()
     engine.close()
     first, *_, last = _Counting.live_bytes
-    assert len(_Counting.live_bytes) == 7
-    assert last <= first + 4 * 128 * 128
+    assert len(_Counting.live_bytes) > 6
+    assert last <= first
