@@ -126,6 +126,6 @@ def test_a_step_keeps_copies_of_one_bucket_at_a_time():
         _Counting.live_bytes = []
         engine.step()
     engine.close()
-    first, *_, last = _Counting.live_bytes
-    assert len(_Counting.live_bytes) > 6
-    assert last <= first
+    first, *others = _Counting.live_bytes
+    assert len(others) > 5
+    assert max(others) <= first
