@@ -89,6 +89,7 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     ]
 
 
+@pytest.mark.slow
 def test_the_path_that_a_run_prints_is_tested_on_another_number_of_ranks(tmp_path):
     brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
     printed = run_main_job(tmp_path / "run", *SMALL, *brief, "test=true")
