@@ -119,6 +119,7 @@ class Slices:
         """After `-m` and `-k`."""
         slow = [item for item in items if item.get_closest_marker("slow") is not None]
         if self._commit is not None:
+            slow = [item for item in slow if item.get_closest_marker("alone") is None]
             needed_s = estimates([item.nodeid for item in slow], self._recorded)
             num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
             slices = deal(needed_s, self._budget_s * num_workers)

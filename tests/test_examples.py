@@ -273,6 +273,7 @@ def test_a_llama_of_the_example_is_that_of_transformers():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_the_main_job_learns_more_than_byte_pairs_in_five_minutes(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "train.py"), f"hydra.run.dir={tmp_path}"]

@@ -30,6 +30,10 @@ import pytest, time
 @pytest.mark.parametrize("i", range(6))
 def test_slow(i):
     time.sleep(0.02)
+@pytest.mark.slow
+@pytest.mark.alone
+def test_alone():
+    pass
 def test_fast():
     pass
 """
@@ -71,7 +75,7 @@ def test_consecutive_commits_have_consecutive_numbers(tmp_path):
 
 def _run(folder, *arguments, spare=1.5):
     (folder / "test_it.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  alone\n")
     (folder / "session.py").write_text(SESSION.format(arguments=[*arguments], spare=spare))
     done = subprocess.run(
         [sys.executable, "session.py"],
@@ -95,7 +99,7 @@ def test_a_slice_runs_slow_tests_only_and_all_slices_run_all(tmp_path):
         options = ["--slow-slice", str(number), "--slow-budget-s", "30"]
         printed = _run(tmp_path, *options, "-v")
         assert f"slice {number + 1} of 3" in printed
-        assert "2 passed, 5 deselected" in printed
+        assert "2 passed, 6 deselected" in printed
         seen += [line.split()[0] for line in printed.splitlines() if "PASSED" in line]
     assert sorted(seen) == [f"test_it.py::test_slow[{i}]" for i in range(6)]
 
@@ -109,4 +113,4 @@ def test_a_slice_stops_when_its_time_is_over_and_says_so(tmp_path):
 
 def test_a_run_of_slow_tests_says_how_far_it_is(tmp_path):
     printed = _run(tmp_path, "-m", "slow")
-    assert "slow tests: 5 of 6 in 0 min, about 0 min left" in printed
+    assert "slow tests: 6 of 7 in 0 min, about 0 min left" in printed
