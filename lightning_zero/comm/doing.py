@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Doing", "Wait", "Waits", "is_one_way", "report"]
+__all__ = ["Doing", "Wait", "Waits", "is_one_way", "report", "user_frames"]
 
 _NUM_FRAMES = 3
 # The innermost Python frame of a thread that waits in a collective which the engine did not call.
@@ -25,7 +25,7 @@ _LOCAL = ("_object_to_tensor", "_tensor_to_object", "destroy_process_group")  # 
 _ONE_WAY = {"batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv", "reduce"}
 _ONE_WAY |= {"scatter", "send"}
 _DISTRIBUTED = os.path.dirname(dist.__file__)
-_PACKAGE = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_USERS = tuple(
     {
         os.path.realpath(path) + os.sep

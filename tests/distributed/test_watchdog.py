@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.comm.doing import Doing, is_one_way, report
+from lightning_zero.comm.doing import Doing, is_one_way, report, user_frames
 from lightning_zero.comm.groups import cut_connections
 from lightning_zero.comm.peers import Peers, how_ended
 from lightning_zero.comm.rank_store import store_of_ranks
@@ -29,6 +29,7 @@ from lightning_zero.comm.watchdog import (
     RanksApartError,
     Watchdog,
 )
+from lightning_zero.layout import order
 from tests.distributed.ranks import free_port, run_ranks
 from tests.distributed.test_launch import start
 from tests.fitting import make_trainer, settings
@@ -390,6 +391,15 @@ def test_it_is_known_which_collectives_go_one_way():
     assert is_one_way("torch.distributed.broadcast_object_list")
     assert is_one_way("torch.distributed.irecv")
     assert not is_one_way("torch.distributed.all_gather_object")
+
+
+def test_calls_of_the_package_are_not_the_users():
+    found = {}
+    exec(compile("import sys; frame = sys._getframe()", order.__file__, "exec"), found)
+    frames = user_frames(found["frame"])
+    assert frames
+    assert not any(order.__file__ in frame for frame in frames)
+    assert "test_calls_of_the_package_are_not_the_users" in frames[-1]
 
 
 def test_a_report_tells_ranks_that_do_the_same_together():
