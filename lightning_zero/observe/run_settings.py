@@ -31,35 +31,19 @@ class RunSettings(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs them."""
-        self._log(trainer, pl_module)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs them."""
-        self._log(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs them."""
-        self._log(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs them."""
-        self._log(trainer, pl_module)
-
-    def _log(self, trainer: pl.Trainer, module: nn.Module) -> None:
+        """Logs them, once."""
         if self._is_logged:
             return
         self._is_logged = True
         told = {
             **self._settings,
-            **num_parameters(module),
+            **num_parameters(pl_module),
             "strategy": strategy_settings(trainer.strategy),
         }
         for logger in trainer.loggers:
             logger.log_hyperparams(told)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
 
 def num_parameters(module: nn.Module) -> dict[str, int]:
