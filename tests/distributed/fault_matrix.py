@@ -210,7 +210,10 @@ class Report:
 
 def run_cell(cell: Cell, server: FaultServer, folder: Path) -> Report:
     """Runs the job of `cell` in the empty `folder`; fault "none" trains to the end."""
-    order = Order(_command(cell, folder), str(folder), str(folder / "fault"), _START_S, _LIMIT_S)
+    num_started = cell.world_size - (cell.launcher == "popen")
+    order = Order(
+        _command(cell, folder), str(folder), str(folder / "fault"), _START_S, _LIMIT_S, num_started
+    )
     ending = server.run(order)
     batches = [folder / f"batches-{rank}" for rank in range(cell.world_size)]
     report = Report(

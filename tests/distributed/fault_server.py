@@ -1,8 +1,9 @@
 """Runs jobs one after the other, each as a fork of this process, and sees when all of it is gone.
 
-Torch and Lightning are imported here once, so that a script, or torchrun, starts at once; what it
-starts itself are ordinary processes. A job is an ordinary child too: nothing stands between it and
-its signals, and it ends as any interpreter does.
+Torch and Lightning are imported here once, so that a script, or torchrun, starts at once. A job is
+an ordinary child: nothing stands between it and its signals, and it ends as any interpreter does.
+The ranks that it starts are forks too, made before it runs anything: its children, which wait for
+the `Popen` that gives them arguments and environment.
 
 This process is the subreaper of what it starts: a process whose parent has died, in whatever
 session, becomes its child. A job is over when there is no child any more.
@@ -20,10 +21,12 @@ import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 _POLL_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +49,7 @@ class Order:
     fault: str
     start_s: float
     limit_s: float
+    num_started: int = 0  # ranks that the first process starts
 
 
 @dataclass
@@ -78,7 +82,7 @@ def main() -> None:
         if job == 0:
             answers.close()
             _become(order)
-            return _run(order)
+            return _run(_Spare.argv_of_this_process(order))
         ending = _watch(job, order)
         with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
             print(json.dumps(asdict(ending)), file=answers, flush=True)
@@ -96,14 +100,69 @@ def _become(order: Order) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _run(order: Order) -> None:
-    sys.argv = list(order.argv)
-    if order.argv[0] == "torchrun":
+class _Spare:
+    """A child that becomes what `Popen` starts next."""
+
+    def __init__(self, earlier: list[_Spare]) -> None:
+        reading, self._writing = os.pipe()
+        self.pid = os.fork()
+        self.reading = reading if self.pid == 0 else None
+        if self.pid != 0:
+            os.close(reading)
+            return
+        for spare in (self, *earlier):  # each sees the end of what is written to it
+            os.close(spare._writing)
+
+    @classmethod
+    def argv_of_this_process(cls, order: Order) -> list[str]:
+        """Of the job; and, later, of each child that has become what it has started."""
+        spares: list[_Spare] = []
+        for _ in range(order.num_started):
+            spare = cls(spares)
+            if spare.reading is not None:
+                return _become_started(spare.reading)
+            spares.append(spare)
+
+        def execute_child(popen: Any, args: Any, *others: Any) -> None:
+            _, _, _, _, cwd, env, *more = others
+            spare = spares.pop(0)
+            spare.start(args, cwd, env, has_session=more[14])
+            popen.pid, popen._child_created = spare.pid, True
+
+        if spares:
+            subprocess.Popen._execute_child = execute_child
+        return order.argv
+
+    def start(self, args: list[str], cwd: str | None, env: Any, *, has_session: bool) -> None:
+        """Tells it what to run."""
+        with os.fdopen(self._writing, "w") as pipe:
+            json.dump([list(args), cwd, dict(env), has_session], pipe)
+
+
+def _become_started(reading: int) -> list[str]:
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    if not told:
+        os._exit(0)  # the job is over
+    args, cwd, env, has_session = json.loads(told)
+    if has_session:
+        os.setsid()
+    if cwd is not None:
+        os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    assert args[0] == sys.executable
+    return [arg for arg in args[1:] if arg != "-u"]
+
+
+def _run(argv: list[str]) -> None:
+    sys.argv = list(argv)
+    if argv[0] == "torchrun":
         from torch.distributed.run import main as torchrun
 
         sys.exit(torchrun())
-    sys.path[0] = str(Path(order.argv[0]).parent)
-    runpy.run_path(order.argv[0], run_name="__main__")
+    sys.path[0] = str(Path(argv[0]).parent)
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def _watch(job: int, order: Order) -> Ending:

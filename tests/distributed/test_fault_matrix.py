@@ -20,6 +20,7 @@ from tests.distributed.fault_matrix import (
     SLOWDOWN,
     Cell,
     FaultServer,
+    Order,
     all_cells,
     cover,
     problems_of,
@@ -66,6 +67,45 @@ def test_without_a_fault_the_same_script_trains_to_its_end(launcher, server, tmp
     report = run_cell(cell, server, tmp_path)
     assert not problems_of(cell, report), report.output
     assert [len(batches) for batches in report.batches] == [12, 12]
+
+
+_BETWEEN = """
+import os, sys
+from tests.fitting import make_trainer, settings
+from tests.models import MLPModule
+module = MLPModule(ranks=2)
+trainer = make_trainer(settings(1), devices=2, limit_train_batches=1)
+trainer.fit(module)
+if trainer.global_rank == FAULTY:
+    FAULT
+try:
+    trainer.validate(module)
+except BaseException as error:
+    print("the other says:", error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault", "text"),
+    [
+        pytest.param(
+            *(0, "raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+            marks=pytest.mark.slow,
+        ),
+        (1, "os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(
+    rank, fault, text, server, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text(_BETWEEN.replace("FAULTY", str(rank)).replace("FAULT", fault))
+    ending = server.run(Order([str(script)], str(tmp_path), str(tmp_path / "none"), 60, 0, num_started=1))
+    output = (tmp_path / "output").read_text()
+    assert ending.status != 0
+    assert not ending.left
+    assert f"the other says: rank {1 - rank} stops because rank {rank} {text}" in output, output
 
 
 def test_the_cells_have_each_pair_of_values_together():

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.ranks import free_port
-from tests.distributed.test_launch import run_script
+from tests.distributed.ranks import run_ranks
 from tests.slurm.cluster import wait_for
+from tests.slurm.train import train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"
@@ -50,12 +50,15 @@ def assert_equal(ours, reference, **tolerance):
             np.testing.assert_allclose(one[name], other[name], **tolerance, err_msg=name)
 
 
+def _train(rank, world_size, strategy, folder):
+    train(strategy, world_size, 1, folder)
+
+
 @pytest.fixture(scope="module")
 def never_interrupted(tmp_path_factory):
-    """One process per rank without SLURM: DDP under torchrun."""
+    """DDP with the environment of torchrun."""
     folder = tmp_path_factory.mktemp("ddp")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    run_script(*torchrun, SCRIPT, "ddp", 2, 1, folder)
+    run_ranks(2, _train, "ddp", folder, has_group=False)
     return folder
 
 
@@ -65,8 +68,7 @@ def test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp(slurm, tmp_path, never_
         batch_script("zero3", 1, 2, tmp_path), "--nodes=2", "--ntasks-per-node=1", cwd=tmp_path
     )
     (tmp_path / "torchrun").mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    run_script(*torchrun, SCRIPT, "zero3", 2, 1, tmp_path / "torchrun")
+    run_ranks(2, _train, "zero3", tmp_path / "torchrun", has_group=False)
     slurm.wait(job, 60)
     assert_equal(saved(tmp_path), saved(tmp_path / "torchrun"), rtol=0, atol=0)
     assert_equal(saved(tmp_path), saved(never_interrupted), rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Trains under srun or torchrun: python train.py STRATEGY DEVICES NODES FOLDER [KEY=VALUE ...].
+"""Trains under srun: python train.py STRATEGY DEVICES NODES FOLDER [KEY=VALUE ...].
 
 Every rank saves what it saw of the training into FOLDER when it ends. Where FOLDER/pause-N exists,
 rank 0 waits at step N until the file is gone, so that a test can send its signal there.
@@ -71,9 +71,7 @@ class Notes(Callback):
         self.note(trainer, "end")
 
 
-def main():
-    strategy, devices, nodes, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
-    options = {key: json.loads(value) for key, _, value in (w.partition("=") for w in sys.argv[5:])}
+def train(strategy, devices, nodes, folder, **options):
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
     stages = {f"zero{stage}": settings(stage) for stage in range(4)}
@@ -92,6 +90,12 @@ def main():
     trainer.fit(module)
     state = arrays(module.state_dict())
     np.savez(folder / f"rank{trainer.global_rank}.npz", **state)
+
+
+def main():
+    strategy, devices, nodes, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
+    options = {key: json.loads(value) for key, _, value in (w.partition("=") for w in sys.argv[5:])}
+    train(strategy, devices, nodes, folder, **options)
 
 
 if __name__ == "__main__":

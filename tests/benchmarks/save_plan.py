@@ -1,0 +1,131 @@
+"""What the plan of a sharded save costs rank 0, by the number of ranks.
+
+    python tests/benchmarks/save_plan.py --ranks 8 64 512 4096
+
+One process makes the plan of every rank, one after the other, for a decoder with the shapes of
+Llama 2 70B, AdamW's states and a master for each parameter; pickles it as ranks send it; and does
+what rank 0 does with all of them. No values are read or written, and nothing is sent.
+The package is taken from PYTHONPATH where that has one, else from this repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_zero import ZeroConfig
+from lightning_zero.checkpoint.dcp_writer import rank_file
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.layout.plan import Plan, make_plan
+from lightning_zero.planner.shapes import SHAPES, Decoder
+
+ENTRIES = (
+    "state_dict.{}",
+    "master.{}",
+    "optimizer_0.state.{}.exp_avg",
+    "optimizer_0.state.{}.exp_avg_sq",
+)
+COLUMNS = ("items", "sent", "own plan", "unpickle", "merge", "finish", "first", "later")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--model", default="llama2_70b", choices=SHAPES)
+    args = parser.parse_args()
+    with torch.device("meta"):
+        module = Decoder(SHAPES[args.model])
+    print(f"{args.model}: seconds on rank 0")
+    print(f"{'ranks':>6}", *(f"{column:>9}" for column in COLUMNS))
+    for num_ranks in args.ranks:
+        plan = make_plan(module, ZeroConfig(stage=3), world_size=num_ranks)
+        print(f"{num_ranks:6}", *_measured(plan), flush=True)
+
+
+def _measured(plan: Plan) -> Iterator[str]:
+    seconds = dict.fromkeys(COLUMNS, 0.0)
+
+    @contextmanager
+    def timed(column: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds[column] += time.perf_counter() - start
+
+    planners, plans, sent_bytes = [], [], 0
+    for rank in range(plan.world_size):
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(_shards(plan, rank), is_coordinator=rank == 0)
+        if rank == 0:
+            with timed("own plan"):
+                own = planner.create_local_plan()
+            planners.append(planner)
+            plans.append(own)
+            continue
+        sent = pickle.dumps(planner.create_local_plan())
+        sent_bytes += len(sent)
+        with timed("unpickle"):
+            plans.append(pickle.loads(sent))
+    with timed("merge"):
+        _, metadata = planners[0].create_global_plan(plans)
+    written = []
+    for rank, each in enumerate(plans):
+        results = _written(rank, each)
+        if rank:
+            sent = pickle.dumps(results)
+            sent_bytes += len(sent)
+            with timed("unpickle"):
+                results = pickle.loads(sent)
+        written.append(results)
+    with tempfile.TemporaryDirectory() as folder, timed("finish"):
+        FileSystemWriter(folder).finish(metadata, written)
+    with timed("later"):
+        assert planners[0].create_local_plan() == own
+    seconds["later"] += seconds["finish"]
+    seconds["first"] = sum(seconds[each] for each in ("own plan", "unpickle", "merge", "finish"))
+    items = sum(len(each.items) for each in plans)
+    yield from (f"{items:9}", f"{sent_bytes / 1e6:6.1f} MB")
+    yield from (f"{seconds[column]:9.2f}" for column in COLUMNS[2:])
+
+
+def _shards(plan: Plan, rank: int) -> dict[str, ShardTensor]:
+    found = {}
+    for bucket in plan.buckets:
+        for slot in bucket.layout.slots:
+            owned = bucket.layout.owned(slot, rank)
+            for entry in ENTRIES:
+                name = entry.format(slot.name)
+                found[name] = ShardTensor.of(name, slot.shape, torch.float32, owned, _never_read)
+    return found
+
+
+def _written(rank: int, plan: SavePlan) -> list[WriteResult]:
+    results, start = [], 0
+    for item in plan.items:
+        assert item.tensor_data is not None
+        length = 4 * item.tensor_data.chunk.sizes.numel()
+        info = _StorageInfo(rank_file(rank), start, length)
+        results.append(WriteResult(item.index, length, info))
+        start += length
+    return results
+
+
+_never_read: Callable[[int, int], torch.Tensor] = lambda start, stop: torch.empty(0)  # noqa: E731
+
+
+if __name__ == "__main__":
+    main()
