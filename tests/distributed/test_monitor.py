@@ -230,7 +230,7 @@ def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):
     assert [row["step"] for row in steps] == [0, 2]  # the third batch was of step 1
     for row in steps:
         assert 2 * SLEEP_S <= row["zero/time/step_s/max"] < VALIDATION_S
-    assert "6.0 samples/s" not in watched["accumulating"]["printed"]
+    assert " 6.0 samples/s" not in watched["accumulating"]["printed"]
 
 
 def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(watched):
