@@ -400,7 +400,7 @@ class Communicator:
             self.meet(name)
             # Offloaded gradients are summed on the CPU.
             travelling = tensor.to(self.device)
-            with self.control.waiting(name):
+            with self.control.waiting(name, kind=Kind.AVERAGE):
                 dist.all_reduce(travelling, op=op, group=self._group)
             if travelling is not tensor:
                 tensor.copy_(travelling)

@@ -88,12 +88,15 @@ class Control:
         return self._group is not None
 
     @contextmanager
-    def waiting(self, name: str, *, is_one_way: bool = False) -> Iterator[None]:
-        """Around waiting for other ranks, not for data. Local.
+    def waiting(
+        self, name: str, *, is_one_way: bool = False, kind: Kind = Kind.AGREE
+    ) -> Iterator[None]:
+        """Around waiting for other ranks, or for a few bytes of theirs. Local.
 
         Args:
             name: See `Watchdog.waiting`.
             is_one_way: See there.
+            kind: As what it is recorded.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
@@ -103,7 +106,7 @@ class Control:
             yield
             return
         waiting = self.watchdog.waiting(name, is_one_way=is_one_way)
-        with waiting, self._recorder.span(Kind.AGREE, name, is_wait=True):
+        with waiting, self._recorder.span(kind, name, is_wait=True):
             yield
 
     # ---------------------------------------------------------------- values

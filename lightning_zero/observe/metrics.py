@@ -187,7 +187,7 @@ def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
     is_used = {
         Kind.GATHER: mesh.num_shards > 1 and True in cuts,
         Kind.REDUCE: mesh.num_shards > 1 and True in cuts,
-        Kind.AVERAGE: mesh.num_replicas > 1 or (mesh.world_size > 1 and False in cuts),
+        Kind.AVERAGE: mesh.world_size > 1,  # of a norm, if of nothing else
         Kind.AGREE: mesh.world_size > 1,
         Kind.TO_DEVICE: is_apart and len(tiers) > 1,
         Kind.TO_CPU: is_apart and len(tiers) > 1,

@@ -35,7 +35,7 @@ class Kind(Enum):
     STEP = "step"  # of the optimizer
     GATHER = "all_gather"
     REDUCE = "reduce_scatter"
-    AVERAGE = "all_reduce"  # over replicas, or of whole gradients in stage 0
+    AVERAGE = "all_reduce"  # over replicas, of whole gradients in stage 0, of a norm
     AGREE = "agree"  # ranks tell each other what comes next
     TO_DEVICE = "to_device"  # from CPU memory
     TO_CPU = "to_cpu"
