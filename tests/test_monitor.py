@@ -111,28 +111,33 @@ def test_each_key_has_its_number_in_its_unit():
     )
 
 
-def test_several_ranks_have_least_mean_most_and_the_rank_of_the_most():
+@pytest.mark.parametrize("has_spread", [False, True])
+def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_most(has_spread):
     keys = ["zero/time/step_s", "zero/wait/for_others_s"]
-    logged, means = over_ranks(keys, [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]])
+    everyone = [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]]
+    logged, means = over_ranks(keys, everyone, has_spread=has_spread)
+    spread = {
+        "zero/time/step_s/min": 1.0,
+        "zero/time/step_s/max_rank": 1,
+        "zero/wait/for_others_s/min": 0.1,
+        "zero/wait/for_others_s/max_rank": 2,
+    }
     assert logged == pytest.approx(
         {
-            "zero/time/step_s/min": 1.0,
             "zero/time/step_s/mean": 2.0,
             "zero/time/step_s/max": 4.0,
-            "zero/time/step_s/max_rank": 1,
-            "zero/wait/for_others_s/min": 0.1,
             "zero/wait/for_others_s/mean": 0.5,
             "zero/wait/for_others_s/max": 0.9,
-            "zero/wait/for_others_s/max_rank": 2,
             "zero/straggler/rank": 1,
             "zero/straggler/wait_s": 0.6,
+            **(spread if has_spread else {}),
         }
     )
     assert means == pytest.approx({"zero/time/step_s": 2.0, "zero/wait/for_others_s": 0.5})
 
 
 def test_one_rank_has_plain_keys():
-    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]])
+    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]], has_spread=True)
     assert logged == means == {"zero/wait/waited_s": 0.5}
 
 

@@ -198,16 +198,16 @@ def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
 
 
 def over_ranks(
-    keys: Iterable[str], everyone: Sequence[Sequence[float]]
+    keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What is logged of a step, and the means alone.
 
-    Of several ranks each key has four: `/min`, `/mean`, `/max` and `/max_rank`, the rank of the
-    greatest. Of one rank they stand alone.
+    Of several ranks each key has two: `/mean` and `/max`. Of one rank they stand alone.
 
     Args:
         keys: Of `metrics_of`.
         everyone: Values by rank and key.
+        has_spread: Each has `/min` too, and `/max_rank`, the rank of the greatest.
 
     Returns:
         The numbers to log; and the mean over ranks of each key.
@@ -218,10 +218,11 @@ def over_ranks(
         return dict(means), means
     logged: dict[str, float] = {}
     for key, values in columns.items():
-        logged[f"{key}/min"] = min(values)
         logged[f"{key}/mean"] = means[key]
         logged[f"{key}/max"] = max(values)
-        logged[f"{key}/max_rank"] = values.index(max(values))
+        if has_spread:
+            logged[f"{key}/min"] = min(values)
+            logged[f"{key}/max_rank"] = values.index(max(values))
     return logged | _straggler(columns), means
 
 

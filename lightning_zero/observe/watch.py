@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
 from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["Watch", "Watched", "Window", "Windows", "forgiving"]
+__all__ = ["Wanted", "Watch", "Watched", "Window", "Windows", "forgiving"]
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,29 @@ class Watched:
     flows: list[Flow]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be watched.
+
+    Attributes:
+        every_n_steps: See `Windows` for this and the next.
+        trace_steps: Each of these is written to files.
+        has_grad_norms: Measure norms of gradients, unless some rest in files.
+        has_spread: See `over_ranks`.
+    """
+
+    every_n_steps: int
+    trace_steps: Sequence[int] = ()
+    has_grad_norms: bool = True
+    has_spread: bool = False
+
+
 class Watch:
     """What a rank keeps of a fit. Every rank makes it, and calls its methods, at the same batches.
 
     Args:
         strategy: With an engine.
-        every_n_steps: See `Windows` for this and the next.
-        trace_steps: Each of these is written to files.
-        has_grad_norms: Measure norms of gradients, unless some rest in files.
+        wanted: The same on every rank.
         folder: For files, on rank 0.
         progress: Batches that have stepped, and optimizer steps, before this fit.
 
@@ -223,10 +238,8 @@ class Watch:
     def __init__(
         self,
         strategy: ZeroStrategy,
+        wanted: Wanted,
         *,
-        every_n_steps: int,
-        trace_steps: Iterable[int],
-        has_grad_norms: bool,
         folder: Path,
         progress: tuple[int, int],
     ) -> None:
@@ -236,8 +249,8 @@ class Watch:
         self.traced: list[list[Recording]] = []
         self.windows = Windows(
             engine.recorder,
-            every_n_steps=every_n_steps,
-            trace_steps=trace_steps,
+            every_n_steps=wanted.every_n_steps,
+            trace_steps=wanted.trace_steps,
             num_batches=progress[0],
             num_steps=progress[1],
             align=self._align,
@@ -245,7 +258,8 @@ class Watch:
         self._strategy = strategy
         # Each gradient in a file would be read once more.
         in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
-        self._has_grad_norms = has_grad_norms and not in_files
+        self._has_grad_norms = wanted.has_grad_norms and not in_files
+        self._has_spread = wanted.has_spread
         of_plan: dict[str, Any] = {"is_apart": engine.device.type != "cpu"}
         overlaps = engine.config.overlap_step
         self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan, overlaps_step=overlaps)
@@ -346,7 +360,8 @@ class Watch:
         resident = allocated_and_peak_bytes(self._engine.device)
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
-        logged, means = over_ranks(self._metrics, comm.control.gather_floats(own))
+        everyone = comm.control.gather_floats(own)
+        logged, means = over_ranks(self._metrics, everyone, has_spread=self._has_spread)
         memory: list[MemoryReport] = []
         if not self._has_seen:
             memory, self._has_seen = comm.control.collect_objects(report), True
