@@ -19,13 +19,13 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.files import write_recording
 from lightning_zero.observe.metrics import (
     Sample,
-    Throughput,
     allocated_and_peak_bytes,
     kinds_of,
     metrics_of,
     over_ranks,
 )
-from lightning_zero.observe.report import Flow, JobReport, Speed, memory_reports
+from lightning_zero.observe.report import Flow, JobReport, memory_reports
+from lightning_zero.observe.throughput import Speed, Throughput, peak_flops
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
@@ -245,7 +245,9 @@ class Watch:
     ) -> None:
         engine = self._engine = strategy.engine
         self.folder = folder
-        self.throughput = Throughput()
+        assert strategy.lightning_module is not None
+        self.throughput = Throughput(strategy.lightning_module)
+        self._peak_flops = peak_flops(strategy)
         self.traced: list[list[Recording]] = []
         self.windows = Windows(
             engine.recorder,
@@ -335,14 +337,13 @@ class Watch:
 
     def report(self) -> JobReport:
         """Of the whole fit; the memory is known on rank 0 alone. Collective: every rank."""
-        clock = self.throughput
-        own = [clock.num_steps, clock.num_batches, clock.num_samples, clock.seconds]
+        counts = self._engine.comm.control.gather_floats(self.throughput.warm)
         means = {key: value / self._num_recorded for key, value in self._sums.items()}
         return JobReport(
             world_size=self._engine.comm.size,
             num_steps=self._num_steps,
             memory=memory_reports(self._strategy),
-            speed=Speed.of(self._engine.comm.control.gather_floats(own)),
+            speed=Speed.of(counts, self._peak_flops),
             num_recorded=self._num_recorded,
             step_s=means.get("zero/time/step_s", 0.0),
             waited_s=means.get("zero/wait/waited_s", 0.0),
@@ -360,8 +361,11 @@ class Watch:
         resident = allocated_and_peak_bytes(self._engine.device)
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
-        everyone = comm.control.gather_floats(own)
-        logged, means = over_ranks(self._metrics, everyone, has_spread=self._has_spread)
+        counts = self.throughput.lap()  # the device is idle: the window has just ended
+        everyone = comm.control.gather_floats([*own, *counts])
+        measured = [rank[: len(own)] for rank in everyone]
+        logged, means = over_ranks(self._metrics, measured, has_spread=self._has_spread)
+        logged |= Speed.of([rank[len(own) :] for rank in everyone], self._peak_flops).metrics()
         memory: list[MemoryReport] = []
         if not self._has_seen:
             memory, self._has_seen = comm.control.collect_objects(report), True
