@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 
+from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroConfig, ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.layout.memory import MemoryReport
@@ -311,6 +313,14 @@ def test_a_token_has_six_operations_for_each_parameter_that_multiplies_it_and_is
     assert flops_per_token(module) == 4 * 16 + 6 * 40
     module[1].weight.quant_state = SimpleNamespace(shape=torch.Size([8, 4]))  # bitsandbytes' 4 bits
     assert flops_per_token(module) == 4 * 32 + 6 * 40
+
+
+def test_torch_counts_what_the_parameters_cost_a_token_and_what_attention_adds():
+    config = GPTConfig(context=32, width=128, num_layers=2, num_heads=2)
+    with torch.device("meta"):
+        module, ids = GPT(config), torch.zeros(4, 32, dtype=torch.long)
+    counted = measure_flops(module, lambda: module(ids), torch.Tensor.sum) / ids.numel()
+    assert counted == pytest.approx(flops_per_token(module) + 12 * 2 * 128 * 32, rel=0.02)
 
 
 def test_the_peak_is_that_of_the_dtype_in_lightnings_table(monkeypatch):

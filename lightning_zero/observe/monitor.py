@@ -31,6 +31,12 @@ class ZeroMonitor(pl.Callback):
     logs those of the same batch. Other steps cost nothing. Evaluation within a step takes it out of
     the record.
 
+    With them goes the throughput since the step that was logged before: samples and tokens per
+    second of all ranks, TFLOPS per device, and MFU where Lightning knows the device's peak. FLOPs
+    are the model's, not those of activation checkpointing: `LightningModule.flops_per_batch`, or
+    else, for each token, 6 for each trained and 4 for each frozen parameter but embeddings (Kaplan
+    et al., arXiv:2001.08361, section 2.1).
+
     A step is recorded from its first batch to that of the next one, or to an evaluation, a
     checkpoint or the end of the epoch: loading of data is in it. Where the next step is recorded,
     too, the numbers are gathered and logged within that.

@@ -109,7 +109,7 @@ class Throughput:
         self._since = None
 
     def lap(self) -> Counts:
-        """Since the last call, or the beginning, until now: exact where the device is idle now."""
+        """Since the last call, or the beginning; exact where the device has nothing left to do."""
         self._tick()
         counts, self._until_lap = self._total.minus(self._until_lap), self._total
         return counts
@@ -155,7 +155,7 @@ def flops_per_token(module: nn.Module) -> int:
 
 def _numel(parameter: nn.Parameter) -> int:
     packed = getattr(parameter, "quant_state", None)  # of bitsandbytes
-    return (parameter if packed is None else packed).shape.numel()
+    return math.prod((parameter if packed is None else packed).shape)
 
 
 def peak_flops(strategy: ZeroStrategy) -> float:

@@ -361,7 +361,7 @@ class Watch:
         resident = allocated_and_peak_bytes(self._engine.device)
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
-        counts = self.throughput.lap()  # the device is idle: the window has just ended
+        counts = self.throughput.lap()  # exact: a window ends with the device
         everyone = comm.control.gather_floats([*own, *counts])
         measured = [rank[: len(own)] for rank in everyone]
         logged, means = over_ranks(self._metrics, measured, has_spread=self._has_spread)
