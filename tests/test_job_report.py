@@ -8,7 +8,8 @@ import pytest
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
-from lightning_zero.observe.report import Flow, JobReport, Speed
+from lightning_zero.observe.report import Flow, JobReport
+from lightning_zero.observe.throughput import Speed
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}
@@ -20,7 +21,7 @@ def report(**changes):
         "world_size": 2,
         "num_steps": 11,
         "memory": [MemoryReport(rank, 2, {"device": STATES}, STATES) for rank in range(2)],
-        "speed": Speed.of([[10, 20, 40, 5.0], [10, 20, 60, 4.0]]),
+        "speed": Speed.of([[10, 20, 40, 640, 2e12, 5.0], [10, 20, 60, 960, 3e12, 4.0]], 2e12),
         "num_recorded": 3,
         "step_s": 0.1,
         "waited_s": 0.005,
@@ -32,7 +33,8 @@ def report(**changes):
 
 def test_the_report_tells_speed_and_what_was_hidden():
     text = report().text()
-    assert "2 rank(s): 2.00 steps/s, 4.00 batches/s, 20.0 samples/s (over 10 steps" in text
+    speed = "2.00 steps/s, 4.00 batches/s, 20.0 samples/s, 320 tokens/s, 0.5 TFLOPS per device, "
+    assert f"2 rank(s): {speed}25.0% MFU (over 10 steps" in text
     assert "mean of 3 recorded steps of 100.0 ms" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 12.5" in rows
@@ -51,14 +53,14 @@ def test_rates_of_collectives_on_cpu_are_lower_bounds():
 
 
 def test_what_is_not_known_is_left_out_of_the_report():
-    unknown = report(speed=Speed.of([[10, 20, math.nan, 5.0]]), num_recorded=0)
-    assert "samples/s" not in unknown.text()
+    unknown = report(speed=Speed.of([[10, 20, *[math.nan] * 3, 5.0]]), num_recorded=0)
+    assert "2.00 steps/s, 4.00 batches/s (over" in unknown.text()
     assert "no step after the first one was recorded" in unknown.text()
-    assert "throughput" not in report(speed=Speed.of([[0, 0, 0, 0.0]])).text()
+    assert "throughput" not in report(speed=Speed.of([[0.0] * 6])).text()
 
 
 def test_the_report_is_written_as_json(tmp_path):
-    paths = report(speed=Speed.of([[0, 0, 0, 0.0]])).write(tmp_path / "zero")
+    paths = report(speed=Speed.of([[0.0] * 6])).write(tmp_path / "zero")
     written, memory = (json.loads(path.read_text()) for path in paths)
     assert written["flows"]["all_gather"]["gib_per_s"] == pytest.approx(12.5)
     assert written["speed"] == {
@@ -66,6 +68,9 @@ def test_the_report_is_written_as_json(tmp_path):
         "steps_per_s": None,
         "batches_per_s": None,
         "samples_per_s": None,
+        "tokens_per_s": None,
+        "tflops_per_device": None,
+        "mfu": None,
     }
     assert memory[1]["tiers"]["device"] == {
         "parameters": GIB,

@@ -1,8 +1,11 @@
 """Imports go one way: a room never knows a later one, and no module itself by way of others."""
 
 import ast
+import sys
 from functools import cache
 from pathlib import Path
+
+from tests.distributed.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 FACE = {"__init__", "_version", "activations", "callbacks"}  # what users import by path
@@ -116,6 +119,16 @@ def test_lightning_and_hydra_are_known_from_the_strategy_on():
         for module, room in rooms()
         if room in below
     )
+
+
+def _modules(rank, world_size):
+    return set(sys.modules)
+
+
+def test_neither_hydra_nor_wandb_is_imported_before_it_is_used():
+    (modules,) = run_ranks(1, _modules, has_group=False)  # a process with package and callbacks
+    assert {"lightning_zero", "lightning_zero.callbacks"} <= modules
+    assert not {"hydra", "omegaconf", "wandb"} & modules
 
 
 def test_only_comm_calls_collectives():

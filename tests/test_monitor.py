@@ -2,12 +2,16 @@
 
 import math
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import measure_flops
+from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 
-from lightning_zero import ZeroConfig
+from examples.gpt import GPT, GPTConfig
+from lightning_zero import ZeroConfig, ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
@@ -15,10 +19,15 @@ from lightning_zero.layout.plan import make_plan
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import (
     Sample,
-    Throughput,
     allocated_and_peak_bytes,
     metrics_of,
     over_ranks,
+)
+from lightning_zero.observe.throughput import (
+    Throughput,
+    flops_per_token,
+    num_tokens,
+    peak_flops,
 )
 from lightning_zero.observe.watch import Windows
 from lightning_zero.record.recorder import Recorder
@@ -111,28 +120,33 @@ def test_each_key_has_its_number_in_its_unit():
     )
 
 
-def test_several_ranks_have_least_mean_most_and_the_rank_of_the_most():
+@pytest.mark.parametrize("has_spread", [False, True])
+def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_most(has_spread):
     keys = ["zero/time/step_s", "zero/wait/for_others_s"]
-    logged, means = over_ranks(keys, [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]])
+    everyone = [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]]
+    logged, means = over_ranks(keys, everyone, has_spread=has_spread)
+    spread = {
+        "zero/time/step_s/min": 1.0,
+        "zero/time/step_s/max_rank": 1,
+        "zero/wait/for_others_s/min": 0.1,
+        "zero/wait/for_others_s/max_rank": 2,
+    }
     assert logged == pytest.approx(
         {
-            "zero/time/step_s/min": 1.0,
             "zero/time/step_s/mean": 2.0,
             "zero/time/step_s/max": 4.0,
-            "zero/time/step_s/max_rank": 1,
-            "zero/wait/for_others_s/min": 0.1,
             "zero/wait/for_others_s/mean": 0.5,
             "zero/wait/for_others_s/max": 0.9,
-            "zero/wait/for_others_s/max_rank": 2,
             "zero/straggler/rank": 1,
             "zero/straggler/wait_s": 0.6,
+            **(spread if has_spread else {}),
         }
     )
     assert means == pytest.approx({"zero/time/step_s": 2.0, "zero/wait/for_others_s": 0.5})
 
 
 def test_one_rank_has_plain_keys():
-    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]])
+    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]], has_spread=True)
     assert logged == means == {"zero/wait/waited_s": 0.5}
 
 
@@ -237,10 +251,13 @@ def test_a_step_is_recorded_until_the_next_one_begins_or_something_else_does():
     assert loop.written == [2 * GIB, 0, 2 * GIB]
 
 
+# ---------------------------------------------------------------- how fast
+
+
 def test_the_clock_counts_neither_the_first_step_nor_evaluation(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Throughput()
+    clock = Throughput(nn.Linear(2, 3))
     for batch in range(6):
         clock.before_batch()
         now[0] += 10.0 if batch < 2 else 1.0
@@ -249,10 +266,70 @@ def test_the_clock_counts_neither_the_first_step_nor_evaluation(monkeypatch):
         if batch == 3:
             clock.pause()
             now[0] += 100.0
-    assert (clock.num_steps, clock.num_batches, clock.num_samples) == (2, 4, 12)
-    assert clock.seconds == pytest.approx(4 * 1.0 + 2 * 0.5)
+    warm = clock.warm
+    assert (warm.steps, warm.batches, warm.samples) == (2, 4, 12)
+    assert warm.seconds == pytest.approx(4 * 1.0 + 3 * 0.5)
+    assert math.isnan(warm.tokens)
     clock.after_batch(object(), has_stepped=True)
-    assert math.isnan(clock.num_samples)
+    assert math.isnan(clock.warm.samples)
+
+
+def test_a_lap_has_all_since_the_one_before_with_the_first_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    module = nn.Linear(2, 3)
+    clock = Throughput(module)
+    for _ in range(2):
+        for _ in range(3):
+            clock.before_batch()
+            now[0] += 2.0
+            clock.after_batch(torch.zeros(4, 8, dtype=torch.long), has_stepped=True)
+        now[0] += 1.0  # until the device is idle
+        assert clock.lap() == (3, 3, 12, 96, 96 * 6 * 9, 7.0)
+    module.flops_per_batch = 1000  # as Lightning's ThroughputMonitor is told
+    clock.after_batch(torch.zeros(4, 8), has_stepped=True)
+    assert clock.lap().flops == 1000
+
+
+def test_tokens_are_integers_by_sample_and_place():
+    ids, images, classes = (
+        torch.zeros(4, 8, dtype=torch.long),
+        torch.zeros(4, 3, 2, 2),
+        torch.ones(4),
+    )
+    assert num_tokens(ids) == num_tokens([ids, ids]) == num_tokens({"ids": ids}) == 32
+    assert num_tokens({"labels": classes, "input_ids": ids}) == 32
+    for batch in ([images, classes], classes.long(), {"images": images, "ids": ids}, object()):
+        assert math.isnan(num_tokens(batch))
+
+
+def test_a_token_has_six_operations_for_each_parameter_that_multiplies_it_and_is_trained():
+    embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    module = nn.Sequential(embedding, nn.Linear(4, 4, bias=False), head)
+    assert flops_per_token(module) == 6 * (16 + 40)
+    module[1].requires_grad_(False)
+    assert flops_per_token(module) == 4 * 16 + 6 * 40
+    head.weight = embedding.weight
+    assert flops_per_token(module) == 4 * 16 + 6 * 40
+    module[1].weight.quant_state = SimpleNamespace(shape=torch.Size([8, 4]))  # bitsandbytes' 4 bits
+    assert flops_per_token(module) == 4 * 32 + 6 * 40
+
+
+def test_torch_counts_what_the_parameters_cost_a_token_and_what_attention_adds():
+    config = GPTConfig(context=32, width=128, num_layers=2, num_heads=2)
+    with torch.device("meta"):
+        module, ids = GPT(config), torch.zeros(4, 32, dtype=torch.long)
+    counted = measure_flops(module, lambda: module(ids), torch.Tensor.sum) / ids.numel()
+    assert counted == pytest.approx(flops_per_token(module) + 12 * 2 * 128 * 32, rel=0.02)
+
+
+def test_the_peak_is_that_of_the_dtype_in_lightnings_table(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    devices = [torch.device("cuda", 0)]
+    assert peak_flops(ZeroStrategy(param_dtype="bf16", parallel_devices=devices)) == 312e12
+    double = ZeroStrategy(precision_plugin=DoublePrecision(), parallel_devices=devices)
+    assert peak_flops(double) == 9.7e12
+    assert math.isnan(peak_flops(ZeroStrategy(parallel_devices=[torch.device("cpu")])))
 
 
 # ---------------------------------------------------------------- the rest

@@ -81,25 +81,32 @@ for path in sorted(conf.glob("*/**/*.yaml")):
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Python of an environment with the wheel, and the folder of an application beside it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    # Built from a copy of what git knows, as a release is.
+def packages(tmp_path_factory):
+    """A folder with the sdist, and the wheel that is built from it."""
+    pytest.importorskip("build", reason="needs the extra dev")
+    folder = tmp_path_factory.mktemp("packages")
+    # From a copy of what git knows, as a release is.
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("needs the repository's git, to know what belongs to it")
     source = folder / "source"
     subprocess.run(["git", "checkout-index", "--all", f"--prefix={source}/"], cwd=ROOT, check=True)
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", f"--wheel-dir={folder}", source], check=True)
-    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", folder, source], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(packages, tmp_path_factory):
+    """Python of an environment with the wheel, and the folder of an application beside it."""
+    folder = tmp_path_factory.mktemp("installed")
+    (wheel,) = packages.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
-    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (site_packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
+        archive.extractall(site_packages)
     # The dependencies are those of this environment, behind the wheel.
-    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    (site_packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     app = folder / "app"
     app.mkdir()
     (app / "app.py").write_text(APP)
@@ -118,6 +125,13 @@ def run(installed, *words, script="app.py", **variables):
         [python, script, *words], cwd=app, env=environment, capture_output=True, text=True
     )
     return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_package_index_takes_the_sdist_and_the_wheel(packages):
+    files = [*packages.glob("*.tar.gz"), *packages.glob("*.whl")]
+    assert len(files) == 2
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
 
 
 @pytest.mark.slow

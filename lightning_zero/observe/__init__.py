@@ -4,7 +4,8 @@ Imports record, layout and strategy; the only room that knows W&B.
 
     monitor       `ZeroMonitor`: the callback
     watch         one fit as it sees it: recorded steps, means over them, files
-    metrics       what is logged
+    metrics       what is logged of a step
+    throughput    and of the time between two of them: samples, tokens and FLOPs per second
     report        `MemoryTable`, and what a job says when it ends
     files         where recordings lie, and how they are read again
     chrome        the Trace Event Format, for Perfetto

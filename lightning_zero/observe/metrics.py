@@ -6,19 +6,15 @@ the unit: `_gib` (1024^3 bytes), `_s`, `_gib_per_s`; what has none is a count or
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
-from lightning.pytorch.utilities.data import _extract_batch_size
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
@@ -31,7 +27,6 @@ __all__ = [
     "GIB",
     "Metric",
     "Sample",
-    "Throughput",
     "allocated_and_peak_bytes",
     "kinds_of",
     "metrics_of",
@@ -57,52 +52,6 @@ def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int]:
         return peak, peak
     kib = {line.split(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
     return int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024
-
-
-class Throughput:
-    """Counts batches and the time for them, without the first step and evaluation. Local.
-
-    Loading of data counts; what comes between an evaluation and the batch after it does not.
-
-    Attributes:
-        num_steps: Batches with an optimizer step.
-        num_batches: All batches.
-        num_samples: Of this rank; NaN where a batch does not tell how many it has.
-        seconds: For all of these.
-        is_warm: The first step is over.
-    """
-
-    def __init__(self) -> None:
-        self.num_steps = self.num_batches = 0
-        self.num_samples = self.seconds = 0.0
-        self.is_warm = False
-        self._since: float | None = None  # None: the clock stands
-
-    def before_batch(self) -> None:
-        """Lets the clock run."""
-        if self.is_warm and self._since is None:
-            self._since = time.perf_counter()
-
-    def after_batch(self, batch: Any, *, has_stepped: bool) -> None:
-        """Counts a batch."""
-        if self._since is not None:
-            now = time.perf_counter()
-            self.seconds += now - self._since
-            self._since = now
-            self.num_steps += has_stepped
-            self.num_batches += 1
-            self.num_samples += _num_samples(batch)
-        self.is_warm |= has_stepped
-
-    def pause(self) -> None:
-        """Stops the clock until the next batch."""
-        self._since = None
-
-
-def _num_samples(batch: Any) -> float:
-    """As Lightning counts, without its warning where tensors differ: the first one tells."""
-    size = next(_extract_batch_size(batch), None)
-    return math.nan if size is None else size
 
 
 GIB = 1024**3
@@ -198,16 +147,16 @@ def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
 
 
 def over_ranks(
-    keys: Iterable[str], everyone: Sequence[Sequence[float]]
+    keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What is logged of a step, and the means alone.
 
-    Of several ranks each key has four: `/min`, `/mean`, `/max` and `/max_rank`, the rank of the
-    greatest. Of one rank they stand alone.
+    Of several ranks each key has two: `/mean` and `/max`. Of one rank they stand alone.
 
     Args:
         keys: Of `metrics_of`.
         everyone: Values by rank and key.
+        has_spread: Each has `/min` too, and `/max_rank`, the rank of the greatest.
 
     Returns:
         The numbers to log; and the mean over ranks of each key.
@@ -218,10 +167,11 @@ def over_ranks(
         return dict(means), means
     logged: dict[str, float] = {}
     for key, values in columns.items():
-        logged[f"{key}/min"] = min(values)
         logged[f"{key}/mean"] = means[key]
         logged[f"{key}/max"] = max(values)
-        logged[f"{key}/max_rank"] = values.index(max(values))
+        if has_spread:
+            logged[f"{key}/min"] = min(values)
+            logged[f"{key}/max_rank"] = values.index(max(values))
     return logged | _straggler(columns), means
 
 

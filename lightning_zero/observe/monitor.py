@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_zero.observe.chrome import chrome_trace
 from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, plot_timeline
 from lightning_zero.observe.report import JobReport, zero_strategy
-from lightning_zero.observe.watch import Watch, Watched, forgiving
+from lightning_zero.observe.watch import Wanted, Watch, Watched, forgiving
 
 __all__ = ["ZeroMonitor"]
 
@@ -26,10 +26,16 @@ class ZeroMonitor(pl.Callback):
     """Logs what every rank keeps, computes, sends and waits for, and reports on it at the end.
 
     Every `every_n_steps` optimizer steps one is recorded, with all of its micro-batches: in manual
-    optimization all that is stepped in one batch. Its numbers, each as `/min`, `/mean`, `/max` and
-    `/max_rank` over the ranks where there are several, go to all loggers of the Trainer, at the
-    step at which Lightning logs those of the same batch. Other steps cost nothing. Evaluation
-    within a step takes it out of the record.
+    optimization all that is stepped in one batch. Its numbers, each as `/mean` and `/max` over the
+    ranks where there are several, go to all loggers of the Trainer, at the step at which Lightning
+    logs those of the same batch. Other steps cost nothing. Evaluation within a step takes it out of
+    the record.
+
+    With them goes the throughput since the step that was logged before: samples and tokens per
+    second of all ranks, TFLOPS per device, and MFU where Lightning knows the device's peak. FLOPs
+    are the model's, not those of activation checkpointing: `LightningModule.flops_per_batch`, or
+    else, for each token, 6 for each trained and 4 for each frozen parameter but embeddings (Kaplan
+    et al., arXiv:2001.08361, section 2.1).
 
     A step is recorded from its first batch to that of the next one, or to an evaluation, a
     checkpoint or the end of the epoch: loading of data is in it. Where the next step is recorded,
@@ -49,6 +55,8 @@ class ZeroMonitor(pl.Callback):
             them to `zero/` with pictures of the memory and of the traced steps.
         grad_norms: Log the norm of the gradients of each bucket, before clipping. Not where some
             rest in files, for all of these would be read once more.
+        spread: Log of each number over the ranks `/min` too, and `/max_rank`, the rank of the
+            greatest.
         dirpath: The run's directory. None: the first logger's, or else the Trainer's
             `default_root_dir`.
 
@@ -65,6 +73,7 @@ class ZeroMonitor(pl.Callback):
         trace_steps: Sequence[int] = (),
         report: bool = True,
         grad_norms: bool = True,
+        spread: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         if every_n_steps is not None:
@@ -73,13 +82,15 @@ class ZeroMonitor(pl.Callback):
             raise TypeError(f"trace_steps must be a list of integers, got {trace_steps!r}.")
         for step in trace_steps:
             _check_steps("each of trace_steps", step)
-        for name, value in (("report", report), ("grad_norms", grad_norms)):
+        flags = {"report": report, "grad_norms": grad_norms, "spread": spread}
+        for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}.")
         self.every_n_steps = every_n_steps
         self.trace_steps = tuple(trace_steps)
         self.has_report = report
         self.has_grad_norms = grad_norms
+        self.has_spread = spread
         self.dirpath = None if dirpath is None else Path(dirpath)
         # While training:
         self._watch: Watch | None = None
@@ -104,9 +115,12 @@ class ZeroMonitor(pl.Callback):
         strategy = zero_strategy(trainer, self)
         self._watch = Watch(
             strategy,
-            every_n_steps=trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
-            trace_steps=self.trace_steps,
-            has_grad_norms=self.has_grad_norms,
+            Wanted(
+                trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
+                self.trace_steps,
+                has_grad_norms=self.has_grad_norms,
+                has_spread=self.has_spread,
+            ),
             folder=Path(run, "zero"),
             progress=_progress(trainer),
         )

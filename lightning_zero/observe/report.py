@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
+from lightning_zero.observe.throughput import Speed
 from lightning_zero.record.spans import Kind
 from lightning_zero.strategy.strategy import ZeroStrategy
 
@@ -21,7 +22,6 @@ __all__ = [
     "Flow",
     "JobReport",
     "MemoryTable",
-    "Speed",
     "aligned",
     "memory_reports",
     "memory_table",
@@ -147,31 +147,6 @@ def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> 
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Of all ranks together, without the first step and evaluation; NaN: unknown.
-
-    Attributes:
-        num_steps: That were timed.
-        steps_per_s: Batches with an optimizer step.
-        batches_per_s: Of one rank.
-        samples_per_s: Of all ranks.
-    """
-
-    num_steps: int
-    steps_per_s: float
-    batches_per_s: float
-    samples_per_s: float
-
-    @classmethod
-    def of(cls, everyone: Sequence[Sequence[float]]) -> Speed:
-        """From each rank's (steps, batches, samples, seconds)."""
-        steps, batches, _, _ = everyone[0]
-        seconds = max(rank[3] for rank in everyone) or math.nan
-        samples = sum(rank[2] for rank in everyone)
-        return cls(int(steps), steps / seconds, batches / seconds, samples / seconds)
-
-
-@dataclass(frozen=True)
 class Flow:
     """One kind of communication or transfer in a step, as the mean over ranks and steps.
 
@@ -211,7 +186,7 @@ class JobReport:
         world_size: Number of ranks.
         num_steps: Optimizer steps that have been taken, those before a resumption among them.
         memory: By rank, when training ended.
-        speed: Of the whole job.
+        speed: Of the whole job, without the first step.
         num_recorded: Steps from which the following are.
         step_s: Mean length of a step.
         waited_s: For which a rank waited in it for anything.
@@ -236,9 +211,18 @@ class JobReport:
     def _lines(self) -> Iterator[str]:
         speed = self.speed
         if speed.num_steps:
-            rates = [f"{speed.steps_per_s:.2f} steps/s", f"{speed.batches_per_s:.2f} batches/s"]
-            if not math.isnan(speed.samples_per_s):
-                rates.append(f"{speed.samples_per_s:.1f} samples/s")
+            rates = [
+                f"{value:{form}} {unit}"
+                for value, form, unit in (
+                    (speed.steps_per_s, ".2f", "steps/s"),
+                    (speed.batches_per_s, ".2f", "batches/s"),
+                    (speed.samples_per_s, ".1f", "samples/s"),
+                    (speed.tokens_per_s, ".0f", "tokens/s"),
+                    (speed.tflops_per_device, ".3g", "TFLOPS per device"),
+                    (speed.mfu, ".1%", "MFU"),
+                )
+                if not math.isnan(value)
+            ]
             yield (
                 f"throughput of {self.world_size} rank(s): {', '.join(rates)} "
                 f"(over {speed.num_steps} steps, without the first one and evaluation)"

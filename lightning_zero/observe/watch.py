@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +19,19 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.files import write_recording
 from lightning_zero.observe.metrics import (
     Sample,
-    Throughput,
     allocated_and_peak_bytes,
     kinds_of,
     metrics_of,
     over_ranks,
 )
-from lightning_zero.observe.report import Flow, JobReport, Speed, memory_reports
+from lightning_zero.observe.report import Flow, JobReport, memory_reports
+from lightning_zero.observe.throughput import Speed, Throughput, peak_flops
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
 from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["Watch", "Watched", "Window", "Windows", "forgiving"]
+__all__ = ["Wanted", "Watch", "Watched", "Window", "Windows", "forgiving"]
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,29 @@ class Watched:
     flows: list[Flow]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be watched.
+
+    Attributes:
+        every_n_steps: See `Windows` for this and the next.
+        trace_steps: Each of these is written to files.
+        has_grad_norms: Measure norms of gradients, unless some rest in files.
+        has_spread: See `over_ranks`.
+    """
+
+    every_n_steps: int
+    trace_steps: Sequence[int] = ()
+    has_grad_norms: bool = True
+    has_spread: bool = False
+
+
 class Watch:
     """What a rank keeps of a fit. Every rank makes it, and calls its methods, at the same batches.
 
     Args:
         strategy: With an engine.
-        every_n_steps: See `Windows` for this and the next.
-        trace_steps: Each of these is written to files.
-        has_grad_norms: Measure norms of gradients, unless some rest in files.
+        wanted: The same on every rank.
         folder: For files, on rank 0.
         progress: Batches that have stepped, and optimizer steps, before this fit.
 
@@ -223,21 +238,21 @@ class Watch:
     def __init__(
         self,
         strategy: ZeroStrategy,
+        wanted: Wanted,
         *,
-        every_n_steps: int,
-        trace_steps: Iterable[int],
-        has_grad_norms: bool,
         folder: Path,
         progress: tuple[int, int],
     ) -> None:
         engine = self._engine = strategy.engine
         self.folder = folder
-        self.throughput = Throughput()
+        assert strategy.lightning_module is not None
+        self.throughput = Throughput(strategy.lightning_module)
+        self._peak_flops = peak_flops(strategy)
         self.traced: list[list[Recording]] = []
         self.windows = Windows(
             engine.recorder,
-            every_n_steps=every_n_steps,
-            trace_steps=trace_steps,
+            every_n_steps=wanted.every_n_steps,
+            trace_steps=wanted.trace_steps,
             num_batches=progress[0],
             num_steps=progress[1],
             align=self._align,
@@ -245,7 +260,8 @@ class Watch:
         self._strategy = strategy
         # Each gradient in a file would be read once more.
         in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
-        self._has_grad_norms = has_grad_norms and not in_files
+        self._has_grad_norms = wanted.has_grad_norms and not in_files
+        self._has_spread = wanted.has_spread
         of_plan: dict[str, Any] = {"is_apart": engine.device.type != "cpu"}
         overlaps = engine.config.overlap_step
         self._metrics = metrics_of(engine.plan, engine.comm.mesh, **of_plan, overlaps_step=overlaps)
@@ -321,14 +337,13 @@ class Watch:
 
     def report(self) -> JobReport:
         """Of the whole fit; the memory is known on rank 0 alone. Collective: every rank."""
-        clock = self.throughput
-        own = [clock.num_steps, clock.num_batches, clock.num_samples, clock.seconds]
+        counts = self._engine.comm.control.gather_floats(self.throughput.warm)
         means = {key: value / self._num_recorded for key, value in self._sums.items()}
         return JobReport(
             world_size=self._engine.comm.size,
             num_steps=self._num_steps,
             memory=memory_reports(self._strategy),
-            speed=Speed.of(self._engine.comm.control.gather_floats(own)),
+            speed=Speed.of(counts, self._peak_flops),
             num_recorded=self._num_recorded,
             step_s=means.get("zero/time/step_s", 0.0),
             waited_s=means.get("zero/wait/waited_s", 0.0),
@@ -346,7 +361,11 @@ class Watch:
         resident = allocated_and_peak_bytes(self._engine.device)
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
-        logged, means = over_ranks(self._metrics, comm.control.gather_floats(own))
+        counts = self.throughput.lap()  # exact: a window ends with the device
+        everyone = comm.control.gather_floats([*own, *counts])
+        measured = [rank[: len(own)] for rank in everyone]
+        logged, means = over_ranks(self._metrics, measured, has_spread=self._has_spread)
+        logged |= Speed.of([rank[len(own) :] for rank in everyone], self._peak_flops).metrics()
         memory: list[MemoryReport] = []
         if not self._has_seen:
             memory, self._has_seen = comm.control.collect_objects(report), True

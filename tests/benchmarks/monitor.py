@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_zero.observe.watch import Watch, Watched
+from lightning_zero.observe.watch import Wanted, Watch, Watched
 from tests.benchmarks.report import BATCH, SIZES
 from tests.benchmarks.systems import ADAMW
 from tests.distributed.ranks import run_ranks
@@ -122,9 +122,7 @@ class Turns(Callback):
         self.watches = {
             mode: Watch(
                 trainer.strategy,
-                every_n_steps=every,
-                trace_steps=(),
-                has_grad_norms=True,
+                Wanted(every),
                 folder=Path("zero"),
                 progress=(0, 0),
             )

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from lightning_zero import OffloadConfig
+from lightning_zero import OffloadConfig, __version__
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm.channel import Channel
 from tests.distributed.ranks import run_ranks
@@ -93,7 +93,7 @@ def test_the_directory_has_what_ddp_writes_by_name(model, stage, tmp_path):
     reference = run_once(2, _save_and_read, "ddp", MODELS[model], save)[0]
     ours = open_checkpoint(tmp_path / "ours")
     assert ours.pop("lightning_zero") == {
-        "version": "0.1.0.dev0",
+        "version": __version__,
         "stage": stage,
         "world_size": 2,
     }

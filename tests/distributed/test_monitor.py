@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.observe.files import read_step
+from lightning_zero.observe.throughput import flops_per_token
 from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
@@ -28,6 +30,7 @@ RANKS = 2
 GIB = 1024**3
 SLEEP_S = 0.05
 VALIDATION_S = 0.5
+SPEEDS = ("samples_per_s", "tokens_per_s", "tflops_per_device")
 
 
 class SlowModule(GPTModule):
@@ -99,7 +102,8 @@ def rows(name):
 
 def every_stage(stage):
     module = SlowModule(ranks=RANKS, num_batches=4)
-    return watch(f"stage{stage}", settings(stage), module, ZeroMonitor(every_n_steps=1))
+    monitor = ZeroMonitor(every_n_steps=1, spread=True)
+    return watch(f"stage{stage}", settings(stage), module, monitor)
 
 
 def accumulating():
@@ -193,6 +197,17 @@ def test_a_late_rank_is_the_straggler_and_every_step_has_the_same_keys(watched, 
 
 
 @pytest.mark.parametrize("stage", range(4))
+def test_every_step_has_the_speed_of_all_ranks_since_the_one_before(watched, stage):
+    module = GPTModule(ranks=RANKS)
+    of_token = flops_per_token(module)
+    assert of_token > 6 * 3 * 12 * 32**2  # blocks and output layer, and no embedding
+    for row in watched[f"stage {stage}"]["rows"]:
+        samples, tokens, tflops = (row[f"zero/throughput/{name}"] for name in SPEEDS)
+        assert tokens == pytest.approx(9 * samples)
+        assert tflops * 1e12 * RANKS == pytest.approx(of_token * tokens)
+
+
+@pytest.mark.parametrize("stage", range(4))
 def test_bytes_and_norms_of_a_step_are_those_of_the_stage(watched, stage):
     case = watched[f"stage {stage}"]
     last, half = case["rows"][-1], case["numel"] * 4 / RANKS / GIB
@@ -218,7 +233,8 @@ def test_the_end_of_a_job_tells_memory_speed_and_communication_and_where_the_fil
     case = watched[f"stage {stage}"]
     printed = case["printed"]
     assert "plain data parallel" in printed
-    assert "samples/s (over 3 steps, without the first one and evaluation)" in printed
+    speed = r" samples/s, \d+ tokens/s, \S+ TFLOPS per device \(over 3 steps, without the first one"
+    assert re.search(rf"{speed} and evaluation\)", printed)
     assert "mean of 3 recorded steps of" in printed
     assert f"stage{stage}/zero/report.json" in printed
     assert {"metrics.csv", "zero/report.json", "zero/memory.json"} <= set(case["files"])
@@ -228,6 +244,7 @@ def test_the_end_of_a_job_tells_memory_speed_and_communication_and_where_the_fil
 def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):
     steps = watched["accumulating"]["rows"]
     assert [row["step"] for row in steps] == [0, 2]  # the third batch was of step 1
+    assert not any(key.endswith(("/min", "/max_rank")) for key in steps[0])
     for row in steps:
         assert 2 * SLEEP_S <= row["zero/time/step_s/max"] < VALIDATION_S
     assert " 6.0 samples/s" not in watched["accumulating"]["printed"]
