@@ -25,6 +25,7 @@ def report(**changes):
         "num_recorded": 3,
         "step_s": 0.1,
         "waited_s": 0.005,
+        "skew_s": 0.002,
         "flows": flows,
         "is_on_cpu": False,
     }
@@ -40,6 +41,7 @@ def test_the_report_tells_speed_and_what_was_hidden():
     assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 12.5" in rows
     assert "agree 0.00 0.0% 1.00 1.0%" in rows
     assert "all together 5.00 5.0%" in rows
+    assert "skew: the other ranks waited 2.00 ms (2.0%) for the last one" in rows
     assert len([row for row in rows if re.match(r"rank \d ", row)]) == 2
 
 

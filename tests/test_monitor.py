@@ -122,14 +122,16 @@ def test_each_key_has_its_number_in_its_unit():
 
 @pytest.mark.parametrize("has_spread", [False, True])
 def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_most(has_spread):
-    keys = ["zero/time/step_s", "zero/wait/for_others_s"]
-    everyone = [[1.0, 0.5], [4.0, 0.1], [1.0, 0.9]]
+    keys = ["zero/time/step_s", "zero/wait/for_others_s", "zero/comm/agree_exposed_s"]
+    everyone = [[1.0, 0.5, 0.4], [4.0, 0.1, 0.1], [1.0, 0.9, 0.7]]
     logged, means = over_ranks(keys, everyone, has_spread=has_spread)
     spread = {
         "zero/time/step_s/min": 1.0,
         "zero/time/step_s/max_rank": 1,
         "zero/wait/for_others_s/min": 0.1,
         "zero/wait/for_others_s/max_rank": 2,
+        "zero/comm/agree_exposed_s/min": 0.1,
+        "zero/comm/agree_exposed_s/max_rank": 2,
     }
     assert logged == pytest.approx(
         {
@@ -137,12 +139,22 @@ def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_
             "zero/time/step_s/max": 4.0,
             "zero/wait/for_others_s/mean": 0.5,
             "zero/wait/for_others_s/max": 0.9,
+            "zero/comm/agree_exposed_s/mean": 0.4,
+            "zero/comm/agree_exposed_s/max": 0.7,
             "zero/straggler/rank": 1,
             "zero/straggler/wait_s": 0.6,
             **(spread if has_spread else {}),
         }
     )
-    assert means == pytest.approx({"zero/time/step_s": 2.0, "zero/wait/for_others_s": 0.5})
+    assert means == pytest.approx(
+        {
+            "zero/time/step_s": 2.0,
+            "zero/wait/for_others_s": 0.5,
+            "zero/comm/agree_exposed_s": 0.1,  # the rest is skew
+            "zero/straggler/rank": 1,
+            "zero/straggler/wait_s": 0.6,
+        }
+    )
 
 
 def test_one_rank_has_plain_keys():

@@ -25,6 +25,7 @@ from lightning_zero.record.spans import Kind, Recording
 
 __all__ = [
     "GIB",
+    "SKEW",
     "Metric",
     "Sample",
     "allocated_and_peak_bytes",
@@ -55,6 +56,8 @@ def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 GIB = 1024**3
+SKEW = "zero/straggler/wait_s"
+_AGREEMENT = "zero/comm/agree_exposed_s"
 _FOR_OTHERS = "zero/wait/for_others_s"
 _STATES = {State.PARAM: "param", State.GRAD: "grad", State.OPTIM: "optim"}
 _COMPUTE = {Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.STEP: "optimizer_s"}
@@ -149,7 +152,7 @@ def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
 def over_ranks(
     keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What is logged of a step, and the means alone.
+    """What is logged of a step, and one number for all ranks.
 
     Of several ranks each key has two: `/mean` and `/max`. Of one rank they stand alone.
 
@@ -159,7 +162,8 @@ def over_ranks(
         has_spread: Each has `/min` too, and `/max_rank`, the rank of the greatest.
 
     Returns:
-        The numbers to log; and the mean over ranks of each key.
+        The numbers to log; and the mean over ranks of each key, but for agreement: what the rank
+        waits that waits least for it is how long it takes, more is skew; and of the straggler.
     """
     columns = dict(zip(keys, zip(*everyone, strict=True), strict=True))
     means = {key: fmean(values) for key, values in columns.items()}
@@ -172,7 +176,9 @@ def over_ranks(
         if has_spread:
             logged[f"{key}/min"] = min(values)
             logged[f"{key}/max_rank"] = values.index(max(values))
-    return logged | _straggler(columns), means
+    straggler = _straggler(columns)
+    least = {key: min(values) for key, values in columns.items() if key == _AGREEMENT}
+    return logged | straggler, means | least | straggler
 
 
 def _straggler(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -182,7 +188,7 @@ def _straggler(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     more = sum(waited) - len(waited) * least
     return {
         "zero/straggler/rank": waited.index(least),
-        "zero/straggler/wait_s": more / (len(waited) - 1),
+        SKEW: more / (len(waited) - 1),
     }
 
 

@@ -190,6 +190,7 @@ class JobReport:
         num_recorded: Steps from which the following are.
         step_s: Mean length of a step.
         waited_s: For which a rank waited in it for anything.
+        skew_s: For which the others waited in it for the rank that was last.
         flows: By kind.
         is_on_cpu: Nobody is told there when data arrives: rates of collectives are lower bounds.
     """
@@ -201,6 +202,7 @@ class JobReport:
     num_recorded: int
     step_s: float
     waited_s: float
+    skew_s: float
     flows: Sequence[Flow]
     is_on_cpu: bool
 
@@ -235,6 +237,9 @@ class JobReport:
                 f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
             )
             yield aligned([_HEADER, *map(self._row, self.flows), self._waits()])
+            if self.world_size > 1:
+                skew_ms, of_step = self._time(self.skew_s)
+                yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last one"
             if self.is_on_cpu:
                 yield (
                     "on CPU a collective ends where it is waited for: what is hidden is at most "

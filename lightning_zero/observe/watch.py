@@ -18,6 +18,7 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.files import write_recording
 from lightning_zero.observe.metrics import (
+    SKEW,
     Sample,
     allocated_and_peak_bytes,
     kinds_of,
@@ -347,6 +348,7 @@ class Watch:
             num_recorded=self._num_recorded,
             step_s=means.get("zero/time/step_s", 0.0),
             waited_s=means.get("zero/wait/waited_s", 0.0),
+            skew_s=means.get(SKEW, 0.0),
             flows=[Flow.of(kind, means) for kind in self._kinds],
             is_on_cpu=self._engine.device.type == "cpu",
         )
