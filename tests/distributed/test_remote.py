@@ -92,10 +92,9 @@ def _read_parts(rank, world_size, form):
     held = factory()
     engine = Engine(held, [torch.optim.SGD(held.parameters())], ZeroConfig(stage=3))
     nbytes = sum(p.nbytes for p in module.parameters())
-    for verify in (False, True):
-        Store.num_read = 0
-        lightning_zero.load_weights(held, "store://run/a.ckpt", verify=verify)
-        assert Store.num_read < nbytes / 2 * (1 + verify) + 2**20, (Store.num_read, nbytes)
+    Store.num_read = 0
+    lightning_zero.load_weights(held, "store://run/a.ckpt", verify=False)
+    assert nbytes / 2 <= Store.num_read < nbytes / 2 + 2**19
     engine.close()
     _assert_alike(held.state_dict(), module.state_dict())
 
@@ -178,7 +177,15 @@ def test_the_memory_of_one_process_is_refused_to_several_ranks(form):
 
 
 def _resume_from_memory(rank, world_size, form):
-    make_trainer(settings(1, checkpoint=form)).fit(MLPModule(ranks=2), ckpt_path="memory://a.ckpt")
+    trainer = make_trainer(settings(1, checkpoint=form))
+    with pytest.raises(ValueError, match="in the memory of one process, and each of 2 ranks"):
+        trainer.fit(MLPModule(ranks=2), ckpt_path="memory://a.ckpt")
+    assert not torch.distributed.is_initialized()
+    callbacks = [ModelCheckpoint("memory://run")]
+    trainer = make_trainer(
+        settings(1, checkpoint=form), callbacks=callbacks, enable_checkpointing=True
+    )
+    trainer.fit(MLPModule(ranks=2))
 
 
 # --------------------------------------------------------------------------- a local S3 server
