@@ -12,6 +12,7 @@ Imports the engine and all below it.
     source        opens any form, and finds what is damaged
     deepspeed, hugging_face  the forms of others
     atomic        files and directories that are there whole or not at all
+    remote        the same at addresses such as s3://bucket/run/last.ckpt
     export, summary  for the command line
 
 Begin with `full`, then `sharded`.

@@ -13,6 +13,8 @@ same folder at this moment, and a save writes all the time. What was set aside m
 of a checkpoint and goes only when a newer one is in its place.
 
 `SHA256SUMS` in a directory lists files of it; `sha256sum -c SHA256SUMS` reads it.
+
+For addresses of remote storage see [Note: Whole or not there, remotely].
 """
 
 from __future__ import annotations
@@ -30,15 +32,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_zero.checkpoint.remote import RemotePath, is_remote
+
 __all__ = [
     "CHECKSUMS",
     "FULL",
+    "Place",
     "begin",
     "beside",
     "explained",
+    "files_below",
     "find_damage",
     "full_disk_error",
     "local_path",
+    "locate",
     "put_in_place",
     "recover",
     "remove",
@@ -59,6 +66,21 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _IN_THE_WAY = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+Place = Path | RemotePath
+
+
+def locate(path: str | os.PathLike[str]) -> Place:
+    """Where a checkpoint is: `local_path`, or remote storage as it is at this moment.
+
+    Raises:
+        ImportError, ValueError: See `RemotePath`.
+    """
+    if not is_remote(path):
+        return local_path(path)
+    place = RemotePath(os.fspath(path))
+    place.refresh()
+    return place
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -161,8 +183,18 @@ def put_in_place(temporary: Path, target: Path) -> None:
     _sync_folder(target.parent)
 
 
-def recover(target: Path) -> None:
+def files_below(folder: Place) -> dict[str, int]:
+    """Bytes of every file in a folder and the folders in it, by the name from there, in order."""
+    if isinstance(folder, RemotePath):
+        return dict(sorted(folder.files().items()))
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+
+
+def recover(target: Place) -> None:
     """Puts back what `put_in_place` had set aside when the machine stopped."""
+    if isinstance(target, RemotePath):
+        return
     if os.path.lexists(target) or not target.parent.is_dir():
         return
     aside = _left_of(target, "replaced")
@@ -174,8 +206,11 @@ def recover(target: Path) -> None:
                 raise
 
 
-def remove(target: Path) -> None:
+def remove(target: Place) -> None:
     """Deletes a file, a link or a directory; what is half deleted has another name."""
+    if isinstance(target, RemotePath):
+        target.remove()
+        return
     if not os.path.lexists(target):
         return
     if target.is_dir() and not target.is_symlink():
@@ -211,7 +246,7 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
     _sync_folder(folder)
 
 
-def find_damage(folder: Path, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """What is missing or differs from `SHA256SUMS`; nothing where there is no such list.
 
     Args:
@@ -242,12 +277,11 @@ def find_damage(folder: Path, *, rank: int = 0, world_size: int = 1) -> list[str
     return damage
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Place) -> str:
     digest = hashlib.sha256()
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -255,20 +289,24 @@ def _hash(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, nbytes: int) -> Iterator[BinaryIO]:
+def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
     the process dies, what was at `path` is unchanged. See [Note: Whole or not there].
 
     Args:
-        path: Its folder exists.
+        path: Its folder exists, or it is remote.
         nbytes: Size of the file, or a little more. The space is reserved first, where the file
             system can, so that a full disk is known before anything is written.
 
     Raises:
         OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
     """
+    if isinstance(path, RemotePath):
+        with path.replacing(nbytes) as file:
+            yield file
+        return
     _remove_unlocked(path)
     temporary = beside(path, "incomplete")
     with explained(path, nbytes), open(temporary, "xb", _BLOCK_BYTES) as file:

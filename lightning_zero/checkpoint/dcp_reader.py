@@ -1,9 +1,10 @@
 """Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
 
-The files of ranks are mapped into memory. Each item in them is a small file of `torch.save`, of
-which the elements are a record without gaps. A tensor is a `LazyTensor`: a flat range of it is a
-view of the map where one item holds it, and else a copy of what the items hold, whatever boxes the
-writer's ranks had. torch's own reader reads the whole of every item that it needs a part of.
+The files of ranks are mapped into memory; of remote ones, ranges are read. Each item in them is a
+small file of `torch.save`, of which the elements are a record without gaps. A tensor is a
+`LazyTensor`: a flat range of it is a view of the map where one item holds it, and else a copy of
+what the items hold, whatever boxes the writer's ranks had. torch's own reader reads the whole of
+every item that it needs a part of.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import io
 import math
 import mmap
-import os
+import operator
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from lightning_zero.checkpoint.atomic import Place, files_below
+from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
@@ -39,6 +43,8 @@ from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
+_NUM_FILES = 16  # of ranks, kept at hand
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -50,17 +56,27 @@ class _Layout:
     storage_offset: int
     storage_numel: int
 
+    def span(self, offsets: Sequence[int], sizes: Sequence[int]) -> range:
+        """From the first to the last element of a block of the item, in its storage."""
+        first = self.storage_offset + sum(map(operator.mul, offsets, self.stride))
+        last = first + sum((n - 1) * stride for n, stride in zip(sizes, self.stride, strict=True))
+        return range(first, last + 1)
+
 
 class _Items:
     """Reads items of the directory `folder`, whose `metadata` says where each lies."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self._folder = folder
+    def __init__(self, folder: Place, metadata: Metadata) -> None:
         self._places = metadata.storage_data
+        self._folder = folder
+        self._file = lru_cache(_NUM_FILES)(self._open)  # a remote one keeps blocks that it read
         self._maps: dict[str, mmap.mmap] = {}  # by file
-        self._items: dict[MetadataIndex, Tensor] = {}  # of the shape of their boxes, in the maps
+        self._items: dict[MetadataIndex, tuple[int, _Layout]] = {}  # where their storages begin
         self._layouts: dict[bytes, _Layout] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, LazyTensor] = {}  # by where they lie
+
+    def _open(self, name: str) -> Place:
+        return self._folder / name
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; names of the same data, as of tied weights, give the same object."""
@@ -76,8 +92,8 @@ class _Items:
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
         place = self._places[MetadataIndex(name)]
-        with open(self._folder / place.relative_path, "rb") as file:
-            view = _create_file_view(file, place.offset, place.length)
+        with self._file(place.relative_path).open("rb") as file:
+            view: Any = _create_file_view(cast(io.IOBase, file), place.offset, place.length)
             return torch.load(
                 io.BytesIO(view.read()), map_location="cpu", weights_only=weights_only
             )
@@ -89,9 +105,7 @@ class _Items:
         dtype = entry.properties.dtype
         flat: Tensor | None = None
         for part in parts:
-            values = _block(
-                self._item(part.storage_index, dtype), part.storage_offsets, part.lengths
-            )
+            values = self._block(part.storage_index, dtype, part.storage_offsets, part.lengths)
             if values.numel() == stop - start and _is_plain(values):
                 return values.view(-1)
             flat = torch.empty(stop - start, dtype=dtype) if flat is None else flat
@@ -100,10 +114,25 @@ class _Items:
             _block(target, part.dest_offsets, part.lengths).copy_(values)
         return torch.empty(0, dtype=dtype) if flat is None else flat
 
-    def _item(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
+    def _block(
+        self, index: MetadataIndex, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Tensor:
+        file = self._file(self._places[index].relative_path)
+        start, layout = self._item(file, index, dtype)
+        span = layout.span(offsets, sizes)
+        if span.stop > layout.storage_numel:
+            raise ValueError(f"{index.fqn} in {file} is smaller than its metadata: it is damaged.")
+        start += span.start * dtype.itemsize
+        if isinstance(file, RemotePath):
+            data = file.read(start, start + len(span) * dtype.itemsize)
+            flat = torch.frombuffer(data, dtype=dtype)
+        else:
+            flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=len(span))
+        return flat.as_strided(sizes, layout.stride)
+
+    def _item(self, file: Place, index: MetadataIndex, dtype: torch.dtype) -> tuple[int, _Layout]:
         if index not in self._items:
             place = self._places[index]
-            file = self._folder / place.relative_path
             try:
                 start, layout = self._find(file, place)
             except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -112,18 +141,13 @@ class _Items:
                 ) from error
             if place.__dict__.get("transform_descriptors") or layout.dtype != dtype:
                 raise ValueError(f"{index.fqn} in {self._folder} is stored in a form unknown here.")
-            storage = torch.frombuffer(
-                self._map(file), dtype=dtype, offset=start, count=layout.storage_numel
-            )
-            self._items[index] = storage.as_strided(
-                layout.size, layout.stride, layout.storage_offset
-            )
+            self._items[index] = start, layout
         return self._items[index]
 
-    def _find(self, file: Path, place: Any) -> tuple[int, _Layout]:
+    def _find(self, file: Place, place: Any) -> tuple[int, _Layout]:
         """Where in the file the storage of an item begins, and how the item lies in it."""
-        with open(file, "rb") as stream:
-            item: Any = _create_file_view(stream, place.offset, place.length)
+        with file.open("rb") as stream:
+            item: Any = _create_file_view(cast(io.IOBase, stream), place.offset, place.length)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
             if pickled not in self._layouts:
@@ -167,13 +191,13 @@ METADATA = ".metadata"  # torch's
 REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 
 
-def is_sharded(path: str | os.PathLike[str]) -> bool:
+def is_sharded(path: Place) -> bool:
     """Whether `path` is a directory in this format."""
-    return (Path(path) / METADATA).is_file()
+    return (path / METADATA).is_file()
 
 
 def find_damage(
-    folder: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+    folder: Place, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
 ) -> list[str]:
     """Compares every item with the checksums that torch has written in it, in parallel, in pieces.
 
@@ -192,14 +216,15 @@ def find_damage(
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
     mine = sorted(names, key=lambda place: -place[2])[rank::world_size]
+    sizes = files_below(folder)
+    files = {name: folder / name for name, _, _ in mine}
 
     def check(place: tuple[str, int, int]) -> str | None:
         name, start, length = place
-        path = folder / name
-        if not path.is_file():
+        if name not in sizes:
             return f"{name} is missing"
-        line = find_damage_in_part(path, start, length, progress)
-        what = f"{name} ({path.stat().st_size} bytes) differs from its checksums"
+        line = find_damage_in_part(files[name], start, length, progress)
+        what = f"{name} ({sizes[name]} bytes) differs from its checksums"
         return line and f"{what} in {names[place]}: {line}"
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -207,16 +232,14 @@ def find_damage(
     return list({place[0]: line for place, line in zip(mine, lines, strict=True) if line}.values())
 
 
-def open_sharded(
-    path: str | os.PathLike[str], *, weights_only: bool | None = None
-) -> dict[str, Any]:
+def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str, Any]:
     """A directory as the dict that a Lightning checkpoint file holds, of tensors not yet read.
 
     Understood are what `ZeroStrategy` and Lightning's `ModelParallelStrategy` write, a state dict
     saved by itself, and one under "model" with its optimizer's under "optimizer" or "optim".
 
     Args:
-        path: The directory.
+        folder: The directory.
         weights_only: As in `torch.load`, for what is not a tensor.
 
     Returns:
@@ -226,7 +249,6 @@ def open_sharded(
     Raises:
         ValueError: A directory that is none of these, or of which something is missing.
     """
-    folder = Path(path)
     metadata = _read_metadata(folder)
     _check_complete(folder, metadata)
     items = _Items(folder, metadata)
@@ -241,10 +263,21 @@ def open_sharded(
         else:
             values[name] = items.load_object(name, weights_only)
     tree = unflatten_state_dict(values, {name: tuple(paths.get(name, (name,))) for name in values})
-    rest = {}
-    if (folder / REST).is_file():
-        rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
-    return _merged(_as_lightning(tree), rest)
+    return _merged(_as_lightning(tree), _load_rest(folder, metadata, weights_only))
+
+
+def _load_rest(folder: Place, metadata: Metadata, weights_only: bool | None) -> dict[str, Any]:
+    """From beside the files of ranks, which a remote save has in a folder of their own."""
+    names = {place.relative_path for place in metadata.storage_data.values()}
+    for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
+        path = folder / REST if beside == "." else folder / beside / REST
+        if path.is_file():
+            with path.open("rb") as file:
+                rest: dict[str, Any] = torch.load(
+                    file, map_location="cpu", weights_only=weights_only
+                )
+            return rest
+    return {}
 
 
 def _merged(tree: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
@@ -288,16 +321,16 @@ _ALLOWED = {
 }
 
 
-def _read_metadata(folder: Path) -> Metadata:
+def _read_metadata(folder: Place) -> Metadata:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no directory, so it is no sharded checkpoint.")
     if not (folder / METADATA).is_file():
-        found = ", ".join(sorted(os.listdir(folder))[:8]) or "nothing"
+        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise ValueError(
             f"{folder} is no sharded checkpoint, or an incomplete one: expected a file {METADATA}, "
             f"found {found}; give the directory that the checkpoint was saved to."
         )
-    with open(folder / METADATA, "rb") as file:
+    with (folder / METADATA).open("rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
@@ -310,18 +343,18 @@ def _read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _check_complete(folder: Path, metadata: Metadata) -> None:
+def _check_complete(folder: Place, metadata: Metadata) -> None:
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         end = place.offset + place.length
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
     problems = []
+    sizes = files_below(folder)
     for name, end in ends.items():
-        file = folder / name
-        if not file.is_file():
+        if name not in sizes:
             problems.append(f"{name} is missing")
-        elif file.stat().st_size < end:
-            problems.append(f"{name} has {file.stat().st_size} bytes of at least {end}")
+        elif sizes[name] < end:
+            problems.append(f"{name} has {sizes[name]} bytes of at least {end}")
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)

@@ -7,14 +7,18 @@ must never be in memory all at once; and it writes tied tensors once for each na
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import io
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -27,8 +31,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import FULL, full_disk_error
+from lightning_zero.checkpoint.atomic import FULL, Place, files_below, full_disk_error, locate
 from lightning_zero.checkpoint.dcp_reader import METADATA, REST
+from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import shards_in
 from lightning_zero.checkpoint.summary import identity
@@ -47,28 +52,21 @@ _SYNC_BYTES = 2**26
 _T = TypeVar("_T")
 
 
-def _write_items(folder: Path, rank: int, planner: DefaultSavePlanner) -> list[WriteResult]:
+def _write_items(folder: Place, rank: int, planner: DefaultSavePlanner) -> list[WriteResult]:
     """Writes the items of `planner.plan` and syncs; what two names share is written once."""
-    name = rank_file(rank)
-    places: dict[Any, _StorageInfo] = {}
+    path = folder / rank_file(rank)
+    if isinstance(path, RemotePath):
+        with path.replacing(_owned_bytes(planner)) as file:
+            return list(_append_items(planner, file, path.name))
     results = []
     synced = 0
     with (
-        open(folder / name, "xb", buffering=_BUFFER_BYTES) as file,
+        open(path, "xb", buffering=_BUFFER_BYTES) as file,
         ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
     ):
         syncing = thread.submit(file.flush)
-        for item in planner.plan.items:
-            value = planner.state_dict[item.index.fqn]
-            key: Any = item.index
-            if isinstance(value, ShardTensor):
-                key = (value.source, value.dtype, item.index.offset)
-            if key not in places:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                start = file.tell()
-                _append(planner.resolve_data(item), file)
-                places[key] = _StorageInfo(name, start, file.tell() - start)
-            results.append(WriteResult(item.index, places[key].length, places[key]))
+        for result in _append_items(planner, file, path.name):
+            results.append(result)
             if file.tell() - synced >= _SYNC_BYTES and syncing.done():
                 syncing.result()
                 synced = file.tell()
@@ -77,6 +75,21 @@ def _write_items(folder: Path, rank: int, planner: DefaultSavePlanner) -> list[W
         file.flush()
         os.fsync(file.fileno())
     return results
+
+
+def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Iterator[WriteResult]:
+    places: dict[Any, _StorageInfo] = {}
+    for item in planner.plan.items:
+        value = planner.state_dict[item.index.fqn]
+        key: Any = item.index
+        if isinstance(value, ShardTensor):
+            key = (value.source, value.dtype, item.index.offset)
+        if key not in places:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            start = file.tell()
+            _append(planner.resolve_data(item), file)
+            places[key] = _StorageInfo(name, start, file.tell() - start)
+        yield WriteResult(item.index, places[key].length, places[key])
 
 
 def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
@@ -148,7 +161,7 @@ class ShardedSave:
         planned: Of the saves before over this channel.
     """
 
-    target: Path
+    target: Place
     planner: DefaultSavePlanner
     rest: io.BytesIO
     channel: Channel
@@ -158,7 +171,7 @@ class ShardedSave:
     def prepare(
         cls,
         checkpoint: dict[str, Any],
-        target: Path,
+        target: Place,
         shards: Mapping[str, ShardTensor],
         channel: Channel,
         planned: Planned | None = None,
@@ -192,7 +205,7 @@ class ShardedSave:
 
         channel.attempt(read_dict)
         has_changed = agreed != planned.entries
-        target, has_changed = channel.broadcast((target, has_changed))
+        address, has_changed = channel.broadcast((str(target), has_changed))
         if has_changed:
             planned.entries = channel.broadcast(agreed)
 
@@ -207,7 +220,7 @@ class ShardedSave:
                 planner.mappings = {}  # rank 0's has all names, in their order
 
         channel.attempt(bring_shards)
-        return cls(target, planner, rest, channel, planned)
+        return cls(locate(address), planner, rest, channel, planned)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -248,20 +261,20 @@ class ShardedSave:
         """
         channel = self.channel
         is_first = channel.rank == 0
-        folder: Path | None = None
+        folder: Place | None = None
         try:
-            made = channel.attempt(lambda: atomic.begin(self.target) if is_first else None)
-            folder = channel.broadcast(made[0] if made else None)
-            assert folder is not None
+            made = channel.attempt(lambda: str(_begin(self.target)) if is_first else None)
+            folder = locate(channel.broadcast(made[0] if made else None))
             self._plan()
             self._write(folder)
             channel.attempt(partial(self._finish, folder))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
             if is_first and folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in FULL:
-                raise self._full() from error
+                _discard(folder)
+            target = self.target
+            if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
+                raise self._full(target) from error
             raise
 
     def _plan(self) -> None:
@@ -280,32 +293,37 @@ class ShardedSave:
 
         self.channel.attempt(merge)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Place) -> None:
         """This rank's file; and on rank 0 what every rank has written."""
         write = partial(_write_items, folder, self.channel.rank, self.planner)
         written = self.planned.gather_changed("written", write, self.channel)
         self.planned.written = written or self.planned.written
 
-    def _full(self) -> OSError:
+    def _full(self, target: Path) -> OSError:
         """What to say when the disk was full, after the files are gone again. Collective."""
-        shards = [v for v in self.planner.state_dict.values() if isinstance(v, ShardTensor)]
-        needed = self.channel.gather(sum(shard.owned_bytes for shard in shards))
-        measured = self.channel.attempt(lambda: shutil.disk_usage(self.target.parent).free)
+        needed = self.channel.gather(_owned_bytes(self.planner))
+        measured = self.channel.attempt(lambda: shutil.disk_usage(target.parent).free)
         total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
-        return full_disk_error(self.target, total, free)
+        return full_disk_error(target, total, free)
 
-    def _finish(self, folder: Path) -> None:
+    def _finish(self, folder: Place) -> None:
         if self.channel.rank != 0:
             return
         assert self.planned.metadata is not None
+        files = files_below(folder)
         for rank in range(self.channel.size):
-            if not (folder / rank_file(rank)).is_file():
+            if rank_file(rank) not in files:
                 raise OSError(
                     errno.EIO,
                     f"{rank_file(rank)} was written by another rank and is not seen on rank 0; a "
                     "sharded checkpoint needs a folder that all ranks share",
                     str(self.target),
                 )
+        if isinstance(folder, RemotePath):
+            assert isinstance(self.target, RemotePath)
+            self._finish_remote(folder, self.target)
+            return
+        assert isinstance(self.target, Path)
         FileSystemWriter(folder).finish(self.planned.metadata, self.planned.written)
         with open(folder / REST, "wb") as rest:
             rest.write(self.rest.getbuffer())
@@ -313,6 +331,63 @@ class ShardedSave:
             os.fsync(rest.fileno())
         atomic.write_checksums(folder, [METADATA, REST])
         atomic.put_in_place(folder, self.target)
+
+    def _finish_remote(self, folder: RemotePath, target: RemotePath) -> None:
+        """See [Note: Whole or not there, remotely]."""
+        assert self.planned.metadata is not None
+        written = [[_moved(result, folder.name) for result in one] for one in self.planned.written]
+        with tempfile.TemporaryDirectory() as local:
+            FileSystemWriter(local).finish(self.planned.metadata, written)
+            metadata = (Path(local) / METADATA).read_bytes()
+        _write_file(folder / REST, self.rest.getbuffer())
+        (target / atomic.CHECKSUMS).remove()  # of a directory that was copied there
+        _write_file(target / METADATA, metadata)
+        _write_file(target / REST, self.rest.getbuffer())
+        for path in target.iterdir():
+            if _OF_A_SAVE.fullmatch(path.name) and path.name != folder.name:
+                path.remove()
+
+
+# What a save has at a remote address, or a directory that was copied there.
+_OF_A_SAVE = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
+
+
+def _begin(target: Place) -> Place:
+    """Where the files of a save go; its name says at a remote address which save it is."""
+    if isinstance(target, Path):
+        return atomic.begin(target)
+    if target.is_file():
+        raise FileExistsError(
+            errno.EEXIST,
+            "a full checkpoint is there, which a sharded one cannot replace at a remote address; "
+            "delete it, or choose another name",
+            str(target),
+        )
+    return target / f"save-{secrets.token_hex(4)}"
+
+
+def _discard(folder: Place) -> None:
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(Exception):  # storage that is not there raises what it likes
+        folder.remove()
+
+
+def _moved(result: WriteResult, folder: str) -> WriteResult:
+    place = result.storage_data
+    moved = replace(place, relative_path=f"{folder}/{place.relative_path}")
+    return replace(result, storage_data=moved)
+
+
+def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
+    with path.replacing(len(data)) as file:
+        file.write(data)
+
+
+def _owned_bytes(planner: DefaultSavePlanner) -> int:
+    shards = [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
+    return sum(shard.owned_bytes for shard in shards)
 
 
 def rank_file(rank: int) -> str:
@@ -376,12 +451,12 @@ _HELD_BY_NAME = {
 }
 
 
-def write_dcp(checkpoint: Mapping[str, Any], path: Path, progress: Progress) -> None:
+def write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
     """Writes an opened checkpoint as a directory, whole or not at all.
 
     Args:
         checkpoint: As `open_checkpoint` returns it.
-        path: Its folder exists.
+        path: Its folder exists, or it is remote.
         progress: Is told the bytes of every tensor.
 
     Raises:

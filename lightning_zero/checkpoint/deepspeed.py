@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.atomic import Place
 from lightning_zero.checkpoint.torch_file import open_torch_file
 from lightning_zero.tensors.lazy import LazyTensor
 
@@ -220,7 +221,7 @@ _OWN_ENTRIES = {
 _WRAPPER = "_forward_module."  # before every name, in Lightning before 2.1
 
 
-def is_deepspeed(path: Path) -> bool:
+def is_deepspeed(path: Place) -> bool:
     """Whether it is a checkpoint directory of DeepSpeed, or the directory of one tag."""
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import explained
+from lightning_zero.checkpoint.atomic import Place, explained
 from lightning_zero.checkpoint.dcp_writer import write_dcp
 from lightning_zero.checkpoint.hugging_face import (
     INDEX,
@@ -28,6 +28,7 @@ from lightning_zero.checkpoint.hugging_face import (
     write_index,
     write_safetensors,
 )
+from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.summary import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
@@ -81,12 +82,12 @@ class Plan:
     """What is to be written.
 
     Attributes:
-        write: Writes it to a path whose folder exists, whole or not at all.
+        write: Writes it to a path whose folder exists, or to remote storage, whole or not at all.
         nbytes: Of all tensors that are written.
         notes: What the user should know: what is left out, and why.
     """
 
-    write: Callable[[Path, Progress], None]
+    write: Callable[[Place, Progress], None]
     nbytes: int
     notes: tuple[str, ...]
 
@@ -118,7 +119,7 @@ def plan(
     if not is_averaged and dtype is not None:
         weights = _exact(weights, checkpoint.get(_MASTERS, {}), dtype)
     weights = _cast(weights, dtype)
-    write: Callable[[Path, Progress], None]
+    write: Callable[[Place, Progress], None]
     if form == "safetensors":
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         if others := sorted(set(weights) - set(tensors)):
@@ -234,7 +235,7 @@ def _write_weights(
     tensors: Mapping[str, Tensor],
     tied: Mapping[str, str],
     max_bytes: int | None,
-    path: Path,
+    path: Place,
     progress: Progress,
 ) -> None:
     """One file, or a directory of files that are not larger than `max_bytes`."""
@@ -242,16 +243,33 @@ def _write_weights(
         write_safetensors(path, tensors, tied, progress)
         return
     files = split(tensors, max_bytes)
+    if isinstance(path, RemotePath):
+        if path.exists():
+            raise ValueError(
+                f"{path} exists, and a folder at a remote address cannot be replaced as a whole; "
+                "delete it, choose another place, or let OUT end with .safetensors."
+            )
+        _write_files(path, files, tied, progress)
+        return
     folder = atomic.begin(path)
     try:
         with explained(path, total_nbytes(tensors)):
-            for name, held in files.items():
-                here = {other: kept for other, kept in tied.items() if kept in held}
-                write_safetensors(folder / name, held, here, progress)
-            if len(files) > 1:
-                write_index(folder / INDEX, files, tied)
+            _write_files(folder, files, tied, progress)
             atomic.write_checksums(folder, [file.name for file in folder.iterdir()])
             atomic.put_in_place(folder, path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _write_files(
+    folder: Place,
+    files: Mapping[str, Mapping[str, Tensor]],
+    tied: Mapping[str, str],
+    progress: Progress,
+) -> None:
+    for name, held in files.items():
+        here = {other: kept for other, kept in tied.items() if kept in held}
+        write_safetensors(folder / name, held, here, progress)
+    if len(files) > 1:
+        write_index(folder / INDEX, files, tied)  # last: without it nothing is there

@@ -12,17 +12,19 @@ The index is a JSON file beside them which says what is where, `{"weight_map": {
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import replacing
+from lightning_zero.checkpoint.atomic import Place, replacing
+from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces
+from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
     "INDEX",
@@ -55,10 +57,11 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
+    path: Place, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
 ) -> None:
     """Writes one file, whole or not at all.
 
@@ -107,7 +110,7 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
 
 
 def write_index(
-    path: Path, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
+    path: Place, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
 ) -> None:
     """Writes the index: which name is in which file; and in its metadata, what tied names mean."""
     place = {name: file for file, held in files.items() for name in held}
@@ -146,12 +149,12 @@ _SUFFIXES = (".safetensors", ".bin")
 _WHOLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 
 
-def holds_weights(path: Path) -> bool:
+def holds_weights(path: Place) -> bool:
     """Whether the directory holds weights, with an index or in one file."""
     return any(any(path.glob(f"*{suffix}*")) for suffix in _SUFFIXES)
 
 
-def open_directory(path: Path, *, weights_only: bool | None = None) -> dict[str, Tensor]:
+def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str, Tensor]:
     """The state dict of a directory of `*.safetensors` or `*.bin`.
 
     Raises:
@@ -159,11 +162,11 @@ def open_directory(path: Path, *, weights_only: bool | None = None) -> dict[str,
         FileNotFoundError: A file that the index names is missing.
     """
     for suffix in _SUFFIXES:
-        indices = sorted(path.glob(f"*{suffix}.index.json"))
-        files = sorted(path.glob(f"*{suffix}"))
+        indices: list[Place] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
+        files: list[Place] = sorted(path.glob(f"*{suffix}"), key=str)
         if len(indices) == 1:
-            return _open_indexed(indices[0], weights_only)
-        if not indices and path / _WHOLE[suffix] in files:
+            return _open_indexed(path, indices[0], weights_only)
+        if not indices and _WHOLE[suffix] in [file.name for file in files]:
             return _open_file(path / _WHOLE[suffix], weights_only)
         if indices or len(files) > 1:
             names = ", ".join(file.name for file in indices or files)
@@ -176,12 +179,14 @@ def open_directory(path: Path, *, weights_only: bool | None = None) -> dict[str,
     raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _SUFFIXES)}.")
 
 
-def open_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, mapped into memory.
+def open_safetensors(path: Place) -> dict[str, Tensor]:
+    """The tensors of one file, mapped into memory, or read when they are used if it is remote.
 
     Raises:
         ValueError: It is truncated or damaged.
     """
+    if isinstance(path, RemotePath):
+        return _open_remote(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
@@ -192,7 +197,40 @@ def open_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _open_file(path: Path, weights_only: bool | None) -> dict[str, Tensor]:
+def _open_remote(path: RemotePath) -> dict[str, Tensor]:
+    """See [Note: Safetensors]."""
+    size = path.stat().st_size
+    try:
+        (length,) = struct.unpack("<Q", path.pread(8, 0))
+        header = json.loads(path.pread(min(length, size), 8))
+        metadata = header.pop("__metadata__", {})
+        tensors: dict[str, Tensor] = {
+            name: _stored(path, 8 + length, entry) for name, entry in header.items()
+        }
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} ({size} bytes) is truncated or damaged: {error}.") from error
+    if 8 + length + max(ends, default=0) != size:
+        raise ValueError(f"{path} ({size} bytes) is truncated or damaged. Copy it again.")
+    return _with_tied(tensors, metadata)
+
+
+def _stored(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTensor:
+    dtype = _TORCH_DTYPES[entry["dtype"]]
+    first = origin + entry["data_offsets"][0]
+    if math.prod(entry["shape"]) * dtype.itemsize != origin + entry["data_offsets"][1] - first:
+        raise ValueError(f"a tensor of shape {entry['shape']} has other bytes")
+
+    def read(start: int, stop: int) -> Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=dtype)
+        data = path.read(first + start * dtype.itemsize, first + stop * dtype.itemsize)
+        return torch.frombuffer(data, dtype=dtype)
+
+    return LazyTensor.of(entry["shape"], dtype, read)
+
+
+def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return open_safetensors(path)
     content = open_torch_file(path, weights_only=weights_only)
@@ -201,7 +239,7 @@ def _open_file(path: Path, weights_only: bool | None) -> dict[str, Tensor]:
     return content
 
 
-def _open_indexed(index: Path, weights_only: bool | None) -> dict[str, Tensor]:
+def _open_indexed(folder: Place, index: Place, weights_only: bool | None) -> dict[str, Tensor]:
     try:
         content = json.loads(index.read_text())
         weight_map: dict[str, str] = dict(content["weight_map"])
@@ -212,13 +250,13 @@ def _open_indexed(index: Path, weights_only: bool | None) -> dict[str, Tensor]:
             f"files, got {type(error).__name__}: {error}."
         ) from error
     names = sorted(set(weight_map.values()))
-    absent = [name for name in names if not (index.parent / name).is_file()]
+    absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(
             f"{index} names {len(names)} files, of which {', '.join(absent)} are missing; copy or "
             "download the directory again."
         )
-    opened: dict[str, Any] = {name: _open_file(index.parent / name, weights_only) for name in names}
+    opened: dict[str, Any] = {name: _open_file(folder / name, weights_only) for name in names}
     lost = [name for name, file in weight_map.items() if name not in opened[file]]
     if lost:
         raise ValueError(

@@ -15,14 +15,12 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.atomic import local_path
 from lightning_zero.checkpoint.source import (
     find_damage,
     open_checkpoint,
@@ -71,7 +69,7 @@ def load_weights(
         FileNotFoundError, ValueError: See `open_checkpoint`.
     """
     if verify:
-        _verify(module, local_path(path))
+        _verify(module, path)
     opened = open_checkpoint(path, weights_only=weights_only)
     awaited: dict[str, Tensor] = {}
     with expecting_values(module):
@@ -80,7 +78,7 @@ def load_weights(
     return result
 
 
-def _verify(module: nn.Module, path: Path) -> None:
+def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
     # Which parameters are in parts while a module is built may differ by rank.
     held = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
     held = [p for p in held if not is_left_out(p)]

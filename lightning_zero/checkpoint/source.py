@@ -9,23 +9,24 @@
     directory of PyTorch Distributed Checkpoint             dcp           all
 
 Nothing is read that nobody asks for: tensors are mapped into memory from their file or are
-`LazyTensor`s, so a rank that takes its own part of each reads that part only.
+`LazyTensor`s, so a rank that takes its own part of each reads that part only. Of remote storage
+this is a range of bytes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_zero.checkpoint import atomic, dcp_reader, torch_file
-from lightning_zero.checkpoint.atomic import local_path, recover
+from lightning_zero.checkpoint.atomic import Place, locate, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
+from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import Progress, is_torch_file, open_torch_file, silent
 
 __all__ = [
@@ -45,7 +46,7 @@ def find_damage(
 
     Args:
         path: A file of `torch.save`, or a directory of torch's Distributed Checkpoint or with
-            `SHA256SUMS`.
+            `SHA256SUMS`; or the address of one.
         progress: Is told the bytes that were read of a file, from several threads.
         rank: This rank reads its share.
         world_size: Ranks among which the work is shared.
@@ -53,19 +54,19 @@ def find_damage(
     Returns:
         One line for each damage in this rank's share.
     """
-    path = local_path(path)
-    atomic.recover(path)
-    if path.is_dir():
-        damage = atomic.find_damage(path, rank=rank, world_size=world_size)
-        if not is_sharded(path) or any(line.startswith(METADATA) for line in damage):
+    place = locate(path)
+    recover(place)
+    if place.is_dir():
+        damage = atomic.find_damage(place, rank=rank, world_size=world_size)
+        if not is_sharded(place) or any(line.startswith(METADATA) for line in damage):
             return damage
-        return damage + dcp_reader.find_damage(path, progress, rank=rank, world_size=world_size)
-    if path.is_file():
-        return torch_file.find_damage(path, progress, rank=rank, world_size=world_size)
+        return damage + dcp_reader.find_damage(place, progress, rank=rank, world_size=world_size)
+    if place.is_file():
+        return torch_file.find_damage(place, progress, rank=rank, world_size=world_size)
     return []
 
 
-def has_checksums(path: Path) -> bool:
+def has_checksums(path: Place) -> bool:
     """Whether `find_damage` has anything to compare with."""
     if path.is_dir():
         return is_sharded(path) or (path / atomic.CHECKSUMS).is_file()
@@ -86,7 +87,10 @@ def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
 
 
 def raise_damage_of_any(
-    path: Path, rank: int, world_size: int, gather: Callable[[list[str]], list[list[str]]]
+    path: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    gather: Callable[[list[str]], list[list[str]]],
 ) -> None:
     """Compares a checkpoint with its checksums, every rank its share. Collective: every rank.
 
@@ -119,7 +123,8 @@ def open_checkpoint(
     """Opens a checkpoint without reading its tensors. Local: no collective.
 
     Args:
-        path: A file or directory on a local or mounted file system.
+        path: A file or directory, or the address of one on remote storage, such as
+            `s3://bucket/run/last.ckpt`, for which fsspec may need a package of its own (`s3fs`).
         weights_only: As for `torch.load`: None or True refuses pickled classes that are not known
             to be safe, False unpickles everything. Only for sources you trust.
 
@@ -130,31 +135,34 @@ def open_checkpoint(
     Raises:
         FileNotFoundError: Nothing is there, or a part that others refer to is missing.
         ValueError: It is no checkpoint, or a truncated one.
+        ImportError: A package is missing that its address needs.
         pickle.UnpicklingError: It holds classes that `weights_only` refuses.
     """
-    path = local_path(path)
-    recover(path)
-    if path.is_dir():
-        return _open_directory(path, weights_only)
-    if not path.exists():
+    place = locate(path)
+    recover(place)
+    if place.is_dir():
+        return _open_directory(place, weights_only)
+    if not place.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if path.stat().st_size == 0:
+    if place.stat().st_size == 0:
         raise ValueError(f"{path} is empty: its save was interrupted; use an earlier checkpoint.")
-    if path.suffix == ".safetensors":
-        return {"state_dict": open_safetensors(path)}
-    if is_torch_file(path):
-        return _as_checkpoint(open_torch_file(path, weights_only=weights_only), path)
-    with path.open("rb") as file:
+    if place.suffix == ".safetensors":
+        return {"state_dict": open_safetensors(place)}
+    if is_torch_file(place):
+        return _as_checkpoint(open_torch_file(place, weights_only=weights_only), place)
+    with place.open("rb") as file:
         found = file.read(8)
     raise ValueError(
         f"{path} is no checkpoint: its first bytes are {found!r}. Accepted: {ACCEPTED}."
     )
 
 
-def _open_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _open_directory(path: Place, weights_only: bool | None) -> dict[str, Any]:
     if is_sharded(path):
         return open_sharded(path, weights_only=weights_only)
     if is_deepspeed(path):
+        if isinstance(path, RemotePath):
+            raise ValueError(f"{path} is a DeepSpeed checkpoint; copy it to a local folder first.")
         return open_deepspeed(path, weights_only=weights_only)
     if holds_weights(path):
         return {"state_dict": open_directory(path, weights_only=weights_only)}
@@ -167,7 +175,7 @@ def _open_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
     )
 
 
-def _as_checkpoint(content: Any, path: Path) -> dict[str, Any]:
+def _as_checkpoint(content: Any, path: Place) -> dict[str, Any]:
     """A Lightning checkpoint as it is, a state dict as the only entry of one."""
     if not isinstance(content, dict):
         raise ValueError(

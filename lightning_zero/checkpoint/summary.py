@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.atomic import Place
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed
 from lightning_zero.tensors.lazy import LazyTensor
@@ -54,7 +54,7 @@ def total_nbytes(tree: object) -> int:
 _NUM_LARGEST = 5
 
 
-def format_of(path: Path) -> str:
+def format_of(path: Place) -> str:
     """The name of the format of what `open_checkpoint` opens."""
     if is_sharded(path):
         return "directory of torch.distributed.checkpoint"

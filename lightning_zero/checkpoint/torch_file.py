@@ -4,7 +4,7 @@
 and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not
 look at the checksums, `find_damage` does. `write_torch_file` reads a `LazyTensor` in pieces
 when its record is written, so a tree may be larger than memory; storages in memory are written from
-where they are, without a copy.
+where they are, without a copy. Of a remote file nothing is mapped: its tensors are `LazyTensor`s.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,11 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.serialization import location_tag
+from torch.utils._pytree import tree_map_only
 
-from lightning_zero.checkpoint.atomic import replacing
+from lightning_zero.checkpoint.atomic import Place, replacing
+from lightning_zero.checkpoint.remote import Part, Pread, RemotePath
+from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = [
@@ -50,7 +54,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on request
 
 
-def is_torch_file(path: Path) -> bool:
+def is_torch_file(path: Place) -> bool:
     """Whether it begins as a file of `torch.save` does."""
     with path.open("rb") as file:
         found = file.read(4)
@@ -58,7 +62,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def open_torch_file(
-    path: Path, *, weights_only: bool | None = None, pickle_module: ModuleType | None = None
+    path: Place, *, weights_only: bool | None = None, pickle_module: ModuleType | None = None
 ) -> Any:
     """What was given to `torch.save`, its tensors on the CPU.
 
@@ -75,16 +79,16 @@ def open_torch_file(
     """
     with path.open("rb") as file:
         is_zip = file.read(4) == _ZIP_MAGIC
-    if is_zip and not zipfile.is_zipfile(path):  # which looks at the end of the file
-        raise ValueError(_damaged(path, "its end is missing"))
+        if is_zip and not zipfile.is_zipfile(file):  # which looks at the end of the file
+            raise ValueError(_damaged(path, "its end is missing"))
+    load = partial(torch.load, weights_only=weights_only, pickle_module=pickle_module)
     try:
-        return torch.load(
-            path,
-            map_location="cpu",
-            mmap=is_zip,
-            weights_only=weights_only,
-            pickle_module=pickle_module,
-        )
+        if isinstance(path, Path):
+            return load(path, map_location="cpu", mmap=is_zip)
+        with path.open("rb") as file:
+            if not is_zip:
+                return load(file, map_location="cpu")
+            return _with_values(path, load(file, map_location="meta"))
     except pickle.UnpicklingError as error:
         if is_zip or "Unsupported" in str(error):
             raise  # a class that is refused
@@ -98,7 +102,53 @@ def open_torch_file(
         raise ValueError(_damaged(path, str(error))) from error
 
 
-def _damaged(path: Path, why: str) -> str:
+def _with_values(path: RemotePath, tree: Any) -> Any:
+    """A tree of tensors on the meta device, of which torch has noted where in the file they lie."""
+    stored: dict[object, LazyTensor] = {}  # by place: what is tied stays one tensor
+
+    def lazy(tensor: Tensor) -> LazyTensor:
+        start = tensor.untyped_storage()._checkpoint_offset
+        assert start is not None
+        where = (start, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        read = partial(_read_elements, path, start, tensor.detach())
+        return stored.setdefault(where, LazyTensor.of(tensor.shape, tensor.dtype, read))
+
+    def value(tensor: Tensor) -> Tensor:
+        if is_composite(tensor):
+            return map_tensors(lambda part: lazy(part).read(), tensor)
+        return lazy(tensor)
+
+    return tree_map_only(Tensor, value, tree)
+
+
+def _read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
+    """Row-major elements [start, stop) of a tensor laid out as `like`, whose storage is in a file.
+
+    Args:
+        path: Of the file.
+        origin: Byte at which the storage begins.
+        like: On the meta device.
+        start: First element.
+        stop: One past the last.
+    """
+    is_plain = like.is_contiguous()
+    first, last = (start, stop) if is_plain else (0, _span(like.shape, like.stride()))
+    at = origin + (int(like.storage_offset()) + first) * like.element_size()
+    if start == stop:
+        return torch.empty(0, dtype=like.dtype)
+    data = path.read(at, at + (last - first) * like.element_size())
+    values = torch.frombuffer(data, dtype=like.dtype)
+    return (
+        values if is_plain else values.as_strided(like.shape, like.stride()).reshape(-1)[start:stop]
+    )
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of a storage from the first to the last of a tensor that is not empty."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+
+
+def _damaged(path: Place, why: str) -> str:
     return (
         f"{path} ({path.stat().st_size} bytes) is truncated, damaged or not written by "
         f"torch.save: {why}. If its save or copy was interrupted, use an earlier checkpoint or "
@@ -113,6 +163,7 @@ _ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # more than the headers of a record take
 NUM_THREADS = 4
 _CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
+_CHECKED_REMOTE_BYTES = 4 * 1024**2  # where every read waits for a network
 # What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
 _UNREADABLE = (
     zipfile.BadZipFile,
@@ -162,7 +213,7 @@ class TorchFile:
             _write_record(archive, "version", [memoryview(b"3\n")])
 
 
-def write_torch_file(tree: object, path: Path, progress: Progress = silent) -> None:
+def write_torch_file(tree: object, path: Place, progress: Progress = silent) -> None:
     """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
 
     Raises:
@@ -272,7 +323,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryvie
 
 
 def find_damage(
-    path: Path, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
+    path: Place, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
 ) -> list[str]:
     """Compares every record of a torch file with its checksum, in parallel, in pieces.
 
@@ -288,7 +339,7 @@ def find_damage(
     Returns:
         One line for each damaged record of this rank's share.
     """
-    with open(path, "rb") as file:
+    with path.open("rb") as file, _reading(path) as pread:
         if file.read(4) != _ZIP_MAGIC:
             return []
         try:
@@ -297,83 +348,61 @@ def find_damage(
         except _UNREADABLE as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
-        check = partial(_check_record, path, file.fileno(), 0, progress)
+        check = partial(_check_record, path, pread, 0, progress)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             return [line for line in pool.map(check, mine) if line]
 
 
 def find_damage_in_part(
-    path: Path, start: int, length: int, progress: Progress = silent
+    path: Place, start: int, length: int, progress: Progress = silent
 ) -> str | None:
     """As `find_damage`, of a small torch file that is a part of the file `path`.
 
     Returns:
         What is wrong with one of its records.
     """
-    with open(path, "rb", buffering=0) as file:
+    with _reading(path) as pread:
         try:
-            with zipfile.ZipFile(_Part(file.fileno(), start, length)) as archive:
+            with zipfile.ZipFile(Part(pread, start, length)) as archive:
                 records = archive.infolist()
         except _UNREADABLE as error:
-            if os.pread(file.fileno(), 1, start) == _PICKLE_MAGIC:
+            if pread(1, start) == _PICKLE_MAGIC:
                 return None
             return f"the directory of its records is missing or damaged ({error})"
-        lines = (_check_record(path, file.fileno(), start, progress, e) for e in records)
+        lines = (_check_record(path, pread, start, progress, e) for e in records)
         return next(filter(None, lines), None)
 
 
-class _Part(io.RawIOBase):
-    """A part of an open file as a file of its own, to be read."""
-
-    def __init__(self, fd: int, start: int, length: int) -> None:
-        self._fd = fd
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if origin + offset < 0:
-            raise OSError(f"no byte {origin + offset} in a part of {self._length}")
-        self._at = origin + offset
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        size = max(0, min(len(into), self._length - self._at))
-        read = os.pread(self._fd, size, self._start + self._at)
-        into[: len(read)] = read
-        self._at += len(read)
-        return len(read)
+@contextmanager
+def _reading(path: Place) -> Iterator[Pread]:
+    """Reads ranges of a file, from several threads."""
+    if isinstance(path, RemotePath):
+        yield path.pread
+        return
+    with path.open("rb", buffering=0) as file:
+        yield partial(os.pread, file.fileno())
 
 
-def has_checksums(path: Path) -> bool:
+def has_checksums(path: Place) -> bool:
     """Whether a file is a torch file whose records have checksums."""
-    if not zipfile.is_zipfile(path):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            return False
+        try:
+            archive = zipfile.ZipFile(file)
             return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
-    except _UNREADABLE:
-        return True  # `find_damage` says what is wrong with them
+        except _UNREADABLE:
+            return True  # `find_damage` says what is wrong with them
 
 
 def _check_record(
-    path: Path, fd: int, origin: int, progress: Progress, entry: zipfile.ZipInfo
+    path: Place, pread: Pread, origin: int, progress: Progress, entry: zipfile.ZipInfo
 ) -> str | None:
     """What is wrong with a record, or with reading it; None if nothing is.
 
     Args:
         path: The file.
-        fd: The same, open.
+        pread: Reads it.
         origin: From where in the file the entry counts.
         progress: See `find_damage`.
         entry: Of the record, in the directory of records.
@@ -382,29 +411,31 @@ def _check_record(
         if entry.compress_type != zipfile.ZIP_STORED:
             _check_compressed(path, entry)
             return None
-        return _compare_record(fd, origin + entry.header_offset, progress, entry)
+        step = _CHECKED_BYTES if isinstance(path, Path) else _CHECKED_REMOTE_BYTES
+        return _compare_record(pread, step, origin + entry.header_offset, progress, entry)
     except _UNREADABLE as error:
         return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
 
 
-def _compare_record(fd: int, start: int, progress: Progress, entry: zipfile.ZipInfo) -> str | None:
-    header = os.pread(fd, _LOCAL_HEADER.size, start)
+def _compare_record(
+    pread: Pread, step: int, start: int, progress: Progress, entry: zipfile.ZipInfo
+) -> str | None:
+    header = pread(_LOCAL_HEADER.size, start)
     if len(header) < _LOCAL_HEADER.size or header[:4] != _ZIP_MAGIC:
         return f"record {entry.filename} has no header"
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    name = os.pread(fd, name_bytes, start + _LOCAL_HEADER.size)
+    name = pread(name_bytes, start + _LOCAL_HEADER.size)
     if name != entry.filename.encode():
         return f"record {entry.filename} is named {name!r} in its header"
     offset = start + _LOCAL_HEADER.size + name_bytes + extra_bytes
     crc, left = 0, entry.file_size
-    block = memoryview(bytearray(min(left, _CHECKED_BYTES)))
     while left:
-        count = os.preadv(fd, [block[:left]], offset)
-        if not count:
+        block = pread(min(left, step), offset)
+        if not block:
             return f"record {entry.filename} lacks its last {left} bytes"
-        crc = zlib.crc32(block[:count], crc)
-        offset, left = offset + count, left - count
-        progress(count)
+        crc = zlib.crc32(block, crc)
+        offset, left = offset + len(block), left - len(block)
+        progress(len(block))
     if entry.CRC and crc != entry.CRC:  # torch writes 0 where it was told to compute none
         return (
             f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x} instead of "
@@ -413,7 +444,7 @@ def _compare_record(fd: int, start: int, progress: Progress, entry: zipfile.ZipI
     return None
 
 
-def _check_compressed(path: Path, entry: zipfile.ZipInfo) -> None:
-    with zipfile.ZipFile(path) as archive, archive.open(entry) as record:
+def _check_compressed(path: Place, entry: zipfile.ZipInfo) -> None:
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive, archive.open(entry) as record:
         while record.read(_CHECKED_BYTES):
             pass

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{args.checkpoint} holds classes that are not known to be safe "
             f"({_one_line(error)[:200]}); if you trust where it comes from, use --trust.",
         )
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         return _fail(args.command, _one_line(error))
     return status
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import lightning
@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.export import plan, release
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli.sizes import in_words, parse_bytes
@@ -26,7 +27,7 @@ _MAX_SHARD_BYTES = 5 * 1024**3
 _RELEASE_BYTES = 32 * 1024**2  # written between two releases of mapped memory
 _EPILOG = """\
 CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors, or a directory of
-DeepSpeed ZeRO. Formats:
+DeepSpeed ZeRO. It and OUT are paths, or addresses such as s3://bucket/run. Formats:
 
   safetensors  the weights, as Hugging Face reads them: OUT is a directory with files of at most
                --max-shard-size and an index, or one file if it ends with .safetensors
@@ -46,8 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    parser.add_argument("out", metavar="OUT", type=Path)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("out", metavar="OUT")
     parser.add_argument("--format", choices=["safetensors", "ckpt", "dcp"], default="safetensors")
     parser.add_argument("--dtype", choices=_DTYPES, help="cast floating-point weights")
     parser.add_argument(
@@ -72,9 +73,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(args: argparse.Namespace) -> int:
-    out: Path = args.out
-    _check_paths(args.checkpoint, out, args.force)
-    max_shard_bytes = _max_shard_bytes(args)
+    checkpoint, out = locate(args.checkpoint), locate(args.out)
+    _check_places(checkpoint, out, args.force)
+    max_shard_bytes = _max_shard_bytes(args, out)
     if not args.no_verify:
         raise_damage(args.checkpoint, find_damage(args.checkpoint))
     opened = open_checkpoint(args.checkpoint, weights_only=False if args.trust else None)
@@ -88,26 +89,33 @@ def _run(args: argparse.Namespace) -> int:
     )
     for note in planned.notes:
         print(f"lightning-zero export: {note}", file=sys.stderr)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(planned.nbytes, args.checkpoint) as progress:
+    if isinstance(out, Path):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with _bar(planned.nbytes, checkpoint) as progress:
         planned.write(out, progress)
-    print(f"{out}: {args.format}, {in_words(planned.nbytes)} of tensors")
+    print(f"{args.out}: {args.format}, {in_words(planned.nbytes)} of tensors")
     return 0
 
 
-def _check_paths(checkpoint: Path, out: Path, is_forced: bool) -> None:
-    source, target = checkpoint.resolve(), out.resolve()
+def _check_places(checkpoint: Place, out: Place, is_forced: bool) -> None:
+    source, target = _resolved(checkpoint), _resolved(out)
     if not checkpoint.exists():
         raise FileNotFoundError(f"{checkpoint} does not exist.")
     if source == target or target in source.parents or source in target.parents:
         raise ValueError(f"{out} and {checkpoint} overlap; choose another place for the export.")
-    if os.path.lexists(out) and not is_forced:
+    if not (os.path.lexists(out) if isinstance(out, Path) else out.exists()):
+        return
+    if not is_forced:
         raise FileExistsError(f"{out} exists; choose another place, or replace it with --force.")
 
 
-def _max_shard_bytes(args: argparse.Namespace) -> int | None:
+def _resolved(place: Place) -> PurePath:
+    return place.resolve() if isinstance(place, Path) else PurePosixPath(str(place))
+
+
+def _max_shard_bytes(args: argparse.Namespace, out: Place) -> int | None:
     limit: int | None = args.max_shard_size
-    is_file = args.out.suffix == ".safetensors"
+    is_file = out.suffix == ".safetensors"
     if limit is not None and (is_file or args.format != "safetensors"):
         raise ValueError(
             "--max-shard-size is for a directory of safetensors files; leave it out, or let OUT be "
@@ -117,7 +125,7 @@ def _max_shard_bytes(args: argparse.Namespace) -> int | None:
 
 
 @contextmanager
-def _bar(total: int, checkpoint: Path) -> Iterator[Callable[[int], Any]]:
+def _bar(total: int, checkpoint: Place) -> Iterator[Callable[[int], Any]]:
     """A progress bar on a terminal; mapped memory is given back as reading goes on."""
     pending = 0
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
@@ -126,7 +134,7 @@ def _bar(total: int, checkpoint: Path) -> Iterator[Callable[[int], Any]]:
             nonlocal pending
             bar.update(nbytes)
             pending += nbytes
-            if pending >= _RELEASE_BYTES:
+            if pending >= _RELEASE_BYTES and isinstance(checkpoint, Path):
                 pending = 0
                 release(checkpoint)
 

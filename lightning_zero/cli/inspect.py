@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.atomic import Place, files_below, locate
 from lightning_zero.checkpoint.source import find_damage, has_checksums
 from lightning_zero.checkpoint.summary import format_of, summarize
 from lightning_zero.cli.sizes import in_words
@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "some are damaged.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a path, or an address as s3://")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--verify", action="store_true", help="compare with the checksums")
     parser.add_argument(
@@ -44,26 +44,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(args: argparse.Namespace) -> int:
-    path: Path = args.checkpoint
+    name: str = args.checkpoint
+    path = locate(name)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist.")
-    damage = find_damage(path) if args.verify else []
-    found: dict[str, Any] = {"path": str(path), "format": format_of(path), "files": _files(path)}
+        raise FileNotFoundError(f"{name} does not exist.")
+    damage = find_damage(name) if args.verify else []
+    found: dict[str, Any] = {"path": name, "format": format_of(path), "files": _files(path)}
     if args.verify:
         found |= {"has_checksums": has_checksums(path), "damage": damage}
     if not damage:
-        opened = open_checkpoint(path, weights_only=False if args.trust else None)
+        opened = open_checkpoint(name, weights_only=False if args.trust else None)
         found |= summarize(opened)
     print(json.dumps(found, indent=2) if args.json else _text(found))
     return 1 if damage else 0
 
 
-def _files(path: Path) -> dict[str, int]:
+def _files(path: Place) -> dict[str, int]:
     """Bytes by file name."""
-    if path.is_file():
-        return {path.name: path.stat().st_size}
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): file.stat().st_size for file in files}
+    return {path.name: path.stat().st_size} if path.is_file() else files_below(path)
 
 
 def _text(found: Mapping[str, Any]) -> str:

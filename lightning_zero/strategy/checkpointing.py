@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
@@ -33,12 +32,13 @@ from lightning_zero.checkpoint import (
     narrow_masters,
     open_checkpoint,
 )
-from lightning_zero.checkpoint.atomic import local_path, recover
+from lightning_zero.checkpoint.atomic import locate, recover
+from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_of_any
 from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import check_restorable
-from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO, on_rank_zero
+from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO, is_download, on_rank_zero
 from lightning_zero.strategy.engine_strategy import EngineStrategy
 from lightning_zero.strategy.evaluation import LockstepEvaluation
 from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, run_state, save_unsaved
@@ -102,6 +102,9 @@ class CheckpointStrategy(EngineStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         self._saving.check(self._checkpoint_io)
+        resumed = model.trainer.ckpt_path if model._trainer is not None else None
+        if resumed is not None:
+            check_shared(resumed, self.num_nodes * self.num_processes)
         super().connect(model)
 
     @override
@@ -151,8 +154,8 @@ class CheckpointStrategy(EngineStrategy):
         return self._saving.is_sharded(self.lightning_module, self.checkpoint_io)
 
     def _is_left_to_io(self, path: _PATH) -> bool:
-        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or remote storage."""
-        return is_own_io(self.checkpoint_io) or not _is_local_file_protocol(path)
+        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or a download."""
+        return is_own_io(self.checkpoint_io) or is_download(path)
 
     def _meet(self, name: str) -> None:
         """During a run: a rank that does so alone would wait for data of the others. Collective."""
@@ -281,9 +284,9 @@ class CheckpointStrategy(EngineStrategy):
         path = self.broadcast(checkpoint_path)
         if self._is_left_to_io(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        local = local_path(path)
-        on_rank_zero(self, f"recover {path}", lambda: recover(local))
-        raise_damage_of_any(local, self.global_rank, self.world_size, gather_objects)
+        check_shared(path, self.world_size)
+        on_rank_zero(self, f"recover {path}", lambda: recover(locate(path)))
+        raise_damage_of_any(path, self.global_rank, self.world_size, gather_objects)
         with failing_together(f"open {path}"):
             checkpoint = open_checkpoint(path, weights_only=weights_only)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)

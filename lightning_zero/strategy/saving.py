@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
@@ -27,8 +25,9 @@ from torch.optim import Optimizer
 
 from lightning_zero._version import __version__
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import local_path
+from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
+from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
     sharded_masters,
@@ -144,13 +143,12 @@ class Saving:
         Warns of a link that would point to a checkpoint before it is complete.
 
         Raises:
-            ValueError: Remote storage for the sharded form, or names that `ModelCheckpoint` tells
-                apart by what is on the disk already, when saves are still in flight.
+            ValueError: Storage that each rank has for itself, or names that `ModelCheckpoint` tells
+                apart by what is there already, when saves are still in flight.
         """
         callbacks = trainer.checkpoint_callbacks
-        if is_sharded:
-            for callback in callbacks:
-                _local_path(getattr(callback, "dirpath", None) or "")
+        for callback in callbacks:
+            check_shared(getattr(callback, "dirpath", None) or "", trainer.world_size)
         if self._is_async and is_sharded and any(_reuses_names(c) for c in callbacks):
             raise ValueError(
                 "async_save needs another name for each checkpoint of ModelCheckpoint, which looks "
@@ -259,10 +257,9 @@ class Saving:
             self._channel, self._planned = engine.comm.open_channel(), Planned()
         channel = self._channel
         shards, self._shards = self._shards, {}
+        check_shared(filepath, channel.size)
         with channel.session():
-            save = ShardedSave.prepare(
-                checkpoint, _local_path(filepath), shards, channel, self._planned
-            )
+            save = ShardedSave.prepare(checkpoint, locate(filepath), shards, channel, self._planned)
             if waits or is_closed or not self._may_copy(save, engine):
                 save.run()
                 return
@@ -314,7 +311,7 @@ class Saving:
 
         Warns where that fails: the save before has succeeded, and other ranks know nothing.
         """
-        self._in_flight.when_done(partial(_remove_or_warn, local_path(filepath)))
+        self._in_flight.when_done(partial(_remove_or_warn, locate(filepath)))
 
     def free(self) -> None:
         """Frees what is kept from one save to the next. On every rank."""
@@ -333,7 +330,7 @@ def _run_in_session(save: ShardedSave) -> None:
         save.run()
 
 
-def _remove_or_warn(path: Path) -> None:
+def _remove_or_warn(path: Place) -> None:
     try:
         atomic.remove(path)
     except OSError as error:
@@ -348,13 +345,3 @@ def _reuses_names(callback: Checkpoint) -> bool:
         and bool(callback.filename)
         and "{" not in str(callback.filename)
     )
-
-
-def _local_path(filepath: _PATH) -> Path:
-    text = str(filepath)
-    if not _is_local_file_protocol(text):
-        raise ValueError(
-            f"a sharded checkpoint needs a file system that all ranks share, got {text}; use "
-            'checkpoint="full" for remote storage.'
-        )
-    return local_path(text)

@@ -1,0 +1,132 @@
+"""Checkpoints at addresses, read and written by one process."""
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save_file
+
+from lightning_zero import open_checkpoint
+from lightning_zero.checkpoint import remote
+from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.source import find_damage
+from lightning_zero.checkpoint.torch_file import write_torch_file
+from lightning_zero.cli import main
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
+
+
+@pytest.fixture(autouse=True)
+def memory():
+    yield MemoryFileSystem()
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def some_tensors():
+    values = torch.arange(60.0).view(6, 10)
+    return {
+        "a": values,
+        "tied": values,
+        "turned": values.t(),
+        "part": values[2:4, 1:],
+        "narrow": values.bfloat16(),
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(7),
+    }
+
+
+@pytest.mark.parametrize("write", [torch.save, write_torch_file])
+def test_any_range_of_a_tensor_is_read_from_a_file(write, tmp_path, memory):
+    tensors = some_tensors()
+    write({"state_dict": tensors, "epoch": 3}, tmp_path / "a.ckpt")
+    memory.put_file(tmp_path / "a.ckpt", "/a.ckpt")
+    assert find_damage("memory://a.ckpt") == []
+    opened = open_checkpoint("memory://a.ckpt")
+    assert opened["epoch"] == 3
+    state = opened["state_dict"]
+    assert state["a"] is state["tied"]
+    for name, value in tensors.items():
+        assert isinstance(state[name], LazyTensor)
+        assert state[name].dtype == value.dtype
+        assert torch.equal(state[name].clone(), value)
+        half, stop = value.numel() // 2, min(value.numel() // 2 + 3, value.numel())
+        assert torch.equal(read_flat(state[name], half, stop), value.reshape(-1)[half:stop])
+
+
+def test_weights_of_hugging_face_are_read_in_ranges(tmp_path, memory):
+    tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    memory.put_file(tmp_path / "model.safetensors", "/model/model.safetensors")
+    for address in ("memory://model", "memory://model/model.safetensors"):
+        state = open_checkpoint(address)["state_dict"]
+        assert torch.equal(state["a"].clone(), tensors["a"])
+        assert read_flat(state["b"], 2, 4).tolist() == [1, 1]
+    data = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (data[:-1], data[:20], b"\0" * 99):
+        memory.pipe_file("/b.safetensors", damaged)
+        with pytest.raises(ValueError, match="truncated or damaged"):
+            open_checkpoint("memory://b.safetensors")
+
+
+def test_commands_read_and_write_at_addresses(tmp_path, memory, capsys):
+    tensors = {name: v for name, v in some_tensors().items() if v.is_contiguous()}
+    torch.save({"state_dict": tensors}, tmp_path / "a.ckpt")
+    source = str(tmp_path / "a.ckpt")
+    for out, form in (("run/b.ckpt", "ckpt"), ("run/c", "dcp"), ("d", "safetensors")):
+        address = f"memory://{out}"
+        assert main(["export", source, address, "--format", form]) == 0
+        assert main(["export", source, address, "--format", form]) == 2
+        assert "exists" in capsys.readouterr().err
+        assert main(["inspect", address, "--verify"]) == 0
+        assert f"weights     {len(tensors)} tensors, 1 of them tied" in capsys.readouterr().out
+        state = open_checkpoint(address)["state_dict"]
+        assert all(torch.equal(state[name].clone(), value) for name, value in tensors.items())
+        source = address
+    assert main(["export", source, "memory://run/c", "--format", "dcp", "--force"]) == 0
+    assert find_damage("memory://run/c") == []
+    assert main(["export", source, "memory://run/b.ckpt", "--format", "dcp", "--force"]) == 2
+    assert "a full checkpoint is there" in capsys.readouterr().err
+
+
+def test_a_save_that_was_not_completed_says_so(memory):
+    memory.pipe_file("/run/a.ckpt/save-00000000/__0_0.distcp", b"some")
+    with pytest.raises(ValueError, match=r"a file \.metadata"):
+        open_checkpoint("memory://run/a.ckpt")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: memory://run/b"):
+        open_checkpoint("memory://run/b.ckpt")
+
+
+def test_damage_at_an_address_is_found(tmp_path, memory):
+    write_torch_file({"state_dict": {"a": torch.arange(100.0)}}, tmp_path / "a.ckpt")
+    data = bytearray((tmp_path / "a.ckpt").read_bytes())
+    data[data.index(torch.arange(100.0).numpy().tobytes()) + 40] ^= 1
+    memory.pipe_file("/a.ckpt", bytes(data))
+    assert len(find_damage("memory://a.ckpt")) == 1
+
+
+def test_a_file_is_there_only_when_all_of_it_was_written(memory):
+    path = RemotePath("memory://run/a.ckpt")
+    with path.replacing(3) as file:
+        file.write(b"old")
+    with pytest.raises(RuntimeError, match="on the way"), path.replacing(3) as file:  # noqa: PT012
+        file.write(b"new")
+        raise RuntimeError("on the way")
+    assert path.read_bytes() == b"old"
+
+
+def test_large_ranges_are_read_in_pieces(memory, monkeypatch):
+    monkeypatch.setattr(remote, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(remote, "_NUM_PIECES", 2)
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", 64)
+    data = bytes(range(256)) * 3
+    memory.pipe_file("/a", data)
+    path = RemotePath("memory://a")
+    for start in (0, 1, 63, 64, 500):
+        for size in (0, 1, 63, 64, 65, 250, 700):
+            assert path.pread(size, start) == data[start : start + size]
+    with pytest.raises(OSError, match="gave 68 bytes for"):
+        path.read(700, 800)
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises(ImportError, match="`pip install gcsfs`"):
+        RemotePath("gs://bucket/a.ckpt")
