@@ -12,22 +12,23 @@ import copy
 import errno
 import io
 import os
+import pickle
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
@@ -49,7 +50,7 @@ _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements 
 _BUFFER_BYTES = 2**20
 _SYNC_BYTES = 2**26
 
-_T = TypeVar("_T")
+_Written = tuple[SavePlan, list[WriteResult]]
 
 
 def _write_items(folder: Place, rank: int, planner: DefaultSavePlanner) -> list[WriteResult]:
@@ -113,25 +114,22 @@ class Planned:
 
     Attributes:
         entries: Name, source and dtype of every shard.
-        metadata: On rank 0: torch's plan of the whole.
-        written: On rank 0: what every rank has written where.
-        own: This rank's last plan and what it wrote last, by name. Empty: the next save sends all.
+        metadata: On rank 0: torch's, pickled.
+        own: This rank's last plan, and what it wrote. None: the next save sends all.
     """
 
     entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
-    metadata: Metadata | None = None
-    written: list[list[WriteResult]] = field(default_factory=list)
-    own: dict[str, Any] = field(default_factory=dict)
+    metadata: bytes = b""
+    own: _Written | None = None
 
     def clear(self) -> None:
         """Forgets plans and files; the next save agrees anew, also if one rank alone forgets."""
-        self.own.clear()
-        self.metadata, self.written = None, []
+        self.metadata, self.own = b"", None
 
     def gather_changed(
-        self, name: str, make: Callable[[], _T], channel: Channel
-    ) -> list[_T] | None:
-        """Every rank's result of `make`, where one of them differs from that of the last time.
+        self, write: Callable[[], _Written], channel: Channel
+    ) -> list[_Written] | None:
+        """Every rank's result of `write`, where one of them differs from that of the last time.
 
         Collective. On rank 0; None elsewhere, and where all are as they were.
 
@@ -139,14 +137,14 @@ class Planned:
             BaseException: See `Channel.attempt`.
         """
 
+
         def differs() -> bool:
-            last, self.own[name] = self.own.get(name), make()
-            return last is None or last != self.own[name]
+            last, self.own = self.own, write()
+            return last != self.own
 
         answers = channel.attempt(differs)
-        if not channel.broadcast(answers is not None and any(answers)):
-            return None
-        return channel.gather(self.own[name])
+        has_changed = channel.broadcast(answers is not None and any(answers))
+        return channel.gather(self.own) if has_changed and self.own is not None else None
 
 
 @dataclass
@@ -265,9 +263,8 @@ class ShardedSave:
         try:
             made = channel.attempt(lambda: str(_begin(self.target)) if is_first else None)
             folder = locate(channel.broadcast(made[0] if made else None))
-            self._plan()
-            self._write(folder)
-            channel.attempt(partial(self._finish, folder))
+            written = self.planned.gather_changed(partial(self._write, folder), channel)
+            channel.attempt(partial(self._finish, folder, written))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
             if is_first and folder is not None:
@@ -277,27 +274,10 @@ class ShardedSave:
                 raise self._full(target) from error
             raise
 
-    def _plan(self) -> None:
-        """Torch's plan of the whole, on rank 0."""
-        planner, planned = self.planner, self.planned
-        plans = planned.gather_changed("plan", planner.create_local_plan, self.channel)
-
-        def merge() -> None:
-            if plans is not None:
-                _, metadata = planner.create_global_plan(plans)
-                entries = metadata.state_dict_metadata  # by rank; readers like the module's order
-                metadata.state_dict_metadata = {
-                    name: entries[name] for name in planner.state_dict if name in entries
-                }
-                planned.metadata = metadata
-
-        self.channel.attempt(merge)
-
-    def _write(self, folder: Place) -> None:
-        """This rank's file; and on rank 0 what every rank has written."""
-        write = partial(_write_items, folder, self.channel.rank, self.planner)
-        written = self.planned.gather_changed("written", write, self.channel)
-        self.planned.written = written or self.planned.written
+    def _write(self, folder: Place) -> _Written:
+        """This rank's file."""
+        plan = self.planner.create_local_plan()
+        return plan, _write_items(folder, self.channel.rank, self.planner)
 
     def _full(self, target: Path) -> OSError:
         """What to say when the disk was full, after the files are gone again. Collective."""
@@ -306,10 +286,9 @@ class ShardedSave:
         total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
         return full_disk_error(target, total, free)
 
-    def _finish(self, folder: Place) -> None:
+    def _finish(self, folder: Place, written: list[_Written] | None) -> None:
         if self.channel.rank != 0:
             return
-        assert self.planned.metadata is not None
         files = files_below(folder)
         for rank in range(self.channel.size):
             if rank_file(rank) not in files:
@@ -319,33 +298,46 @@ class ShardedSave:
                     "sharded checkpoint needs a folder that all ranks share",
                     str(self.target),
                 )
+        if written is not None:
+            self.planned.metadata = pickle.dumps(self._merged(written))
         if isinstance(folder, RemotePath):
             assert isinstance(self.target, RemotePath)
             self._finish_remote(folder, self.target)
             return
         assert isinstance(self.target, Path)
-        FileSystemWriter(folder).finish(self.planned.metadata, self.planned.written)
-        with open(folder / REST, "wb") as rest:
-            rest.write(self.rest.getbuffer())
-            rest.flush()
-            os.fsync(rest.fileno())
+        for name, content in ((METADATA, self.planned.metadata), (REST, self.rest.getbuffer())):
+            with open(folder / name, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
         atomic.write_checksums(folder, [METADATA, REST])
         atomic.put_in_place(folder, self.target)
 
+    def _merged(self, written: list[_Written]) -> Metadata:
+        """What of which tensor lies where, from the plans of all ranks."""
+        plans, results = zip(*written, strict=True)
+        _, metadata = self.planner.create_global_plan(list(plans))
+        entries = metadata.state_dict_metadata  # by rank; readers like the module's order
+        metadata.state_dict_metadata = {
+            name: entries[name] for name in self.planner.state_dict if name in entries
+        }
+        metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
+        metadata.version = CURRENT_DCP_VERSION
+        return metadata
+
     def _finish_remote(self, folder: RemotePath, target: RemotePath) -> None:
         """See [Note: Whole or not there, remotely]."""
-        assert self.planned.metadata is not None
-        written = [[_moved(result, folder.name) for result in one] for one in self.planned.written]
-        with tempfile.TemporaryDirectory() as local:
-            FileSystemWriter(local).finish(self.planned.metadata, written)
-            metadata = (Path(local) / METADATA).read_bytes()
+        metadata = pickle.loads(self.planned.metadata)
+        for index, place in metadata.storage_data.items():
+            path = f"{folder.name}/{place.relative_path}"
+            metadata.storage_data[index] = replace(place, relative_path=path)
         _write_file(folder / REST, self.rest.getbuffer())
         (target / atomic.CHECKSUMS).remove()  # of a directory that was copied there
-        _write_file(target / METADATA, metadata)
+        _write_file(target / METADATA, pickle.dumps(metadata))
         _write_file(target / REST, self.rest.getbuffer())
-        for path in target.iterdir():
-            if _OF_A_SAVE.fullmatch(path.name) and path.name != folder.name:
-                path.remove()
+        for other in target.iterdir():
+            if _OF_A_SAVE.fullmatch(other.name) and other.name != folder.name:
+                other.remove()
 
 
 # What a save has at a remote address, or a directory that was copied there.
@@ -372,12 +364,6 @@ def _discard(folder: Place) -> None:
         return
     with contextlib.suppress(Exception):  # storage that is not there raises what it likes
         folder.remove()
-
-
-def _moved(result: WriteResult, folder: str) -> WriteResult:
-    place = result.storage_data
-    moved = replace(place, relative_path=f"{folder}/{place.relative_path}")
-    return replace(result, storage_data=moved)
 
 
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
