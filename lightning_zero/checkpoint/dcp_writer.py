@@ -166,6 +166,7 @@ class ShardedSave:
     rest: io.BytesIO
     channel: Channel
     planned: Planned
+    _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
     def prepare(
@@ -270,7 +271,7 @@ class ShardedSave:
             channel.attempt(partial(self._finish, folder))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
-            if is_first and folder is not None:
+            if is_first and folder is not None and not self._may_be_named:
                 _discard(folder)
             target = self.target
             if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
@@ -341,6 +342,7 @@ class ShardedSave:
             metadata = (Path(local) / METADATA).read_bytes()
         _write_file(folder / REST, self.rest.getbuffer())
         (target / atomic.CHECKSUMS).remove()  # of a directory that was copied there
+        self._may_be_named = True  # also where storage fails to say that it has it
         _write_file(target / METADATA, metadata)
         _write_file(target / REST, self.rest.getbuffer())
         for path in target.iterdir():
