@@ -164,6 +164,7 @@ class ShardedSave:
     rest: io.BytesIO
     channel: Channel
     planned: Planned
+    _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
     def prepare(
@@ -267,7 +268,7 @@ class ShardedSave:
             channel.attempt(partial(self._finish, folder, written))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
-            if is_first and folder is not None:
+            if is_first and folder is not None and not self._may_be_named:
                 _discard(folder)
             target = self.target
             if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
@@ -333,6 +334,7 @@ class ShardedSave:
             metadata.storage_data[index] = replace(place, relative_path=path)
         _write_file(folder / REST, self.rest.getbuffer())
         (target / atomic.CHECKSUMS).remove()  # of a directory that was copied there
+        self._may_be_named = True  # also where storage fails to say that it has it
         _write_file(target / METADATA, pickle.dumps(metadata))
         _write_file(target / REST, self.rest.getbuffer())
         for other in target.iterdir():

@@ -103,7 +103,7 @@ class CheckpointStrategy(EngineStrategy):
     def connect(self, model: LightningModule) -> None:
         self._saving.check(self._checkpoint_io)
         resumed = model.trainer.ckpt_path if model._trainer is not None else None
-        if resumed is not None:
+        if resumed is not None and not self._is_left_to_io(resumed):
             check_shared(resumed, self.num_nodes * self.num_processes)
         super().connect(model)
 
