@@ -1,8 +1,11 @@
 """The main job in a small size, and the text that it learns."""
 
+import contextlib
+import io
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -15,6 +18,9 @@ import yaml
 from gpt import GPT, GPTConfig
 from language_model import ByteLanguageModel, share_of_lr
 from stdlib_text import StdlibText, bigram_bits_per_byte, read_files
+
+from tests.distributed.ranks import run_ranks
+from tests.hugging_face import llama
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -286,3 +292,50 @@ def test_the_main_job_learns_more_than_byte_pairs_in_five_minutes(tmp_path):
     model, bigram = map(float, re.search(r"model ([\d.]+), .* ([\d.]+)", done.stdout).groups())
     assert model < bigram - 0.5
     assert time.monotonic() - start < 300
+
+
+def _run(rank, world_size, name, words):
+    """What a script prints on this rank."""
+    script = ROOT / "examples" / name
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def run_script(name, *words):
+    """What rank 0 of two prints."""
+    words = [*map(str, words), "--devices", "2"]
+    return run_ranks(2, _run, name, words, has_group=False, timeout_s=200)[0]
+
+
+@pytest.fixture
+def local_llama(tmp_path):
+    """A directory as a download from Hugging Face: a small model of bytes, and its tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = tmp_path / "llama"
+    llama(vocab_size=len(vocabulary)).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    write_files(tmp_path / "texts", {"a.txt": b"To be or not to be. " * 40, "b/c.txt": b"x" * 99})
+    return folder
+
+
+@pytest.mark.slow
+def test_a_llama_is_fine_tuned_from_one_directory_to_another(local_llama, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "tuned"
+    words = ["--text", tmp_path / "texts", "--context", 16, "--steps", 4, "--lr", 1e-2]
+    run_script("finetune_llama.py", local_llama, out, *words, "--precision", "32-true")
+    before, after = map(AutoModelForCausalLM.from_pretrained, (local_llama, out))
+    ids = AutoTokenizer.from_pretrained(out)("To be or not to be.", return_tensors="pt").input_ids
+    losses = [float(model(input_ids=ids, labels=ids).loss) for model in (before, after)]
+    assert losses[1] < losses[0] - 0.5
