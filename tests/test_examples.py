@@ -337,5 +337,22 @@ def test_a_llama_is_fine_tuned_from_one_directory_to_another(local_llama, tmp_pa
     run_script("finetune_llama.py", local_llama, out, *words, "--precision", "32-true")
     before, after = map(AutoModelForCausalLM.from_pretrained, (local_llama, out))
     ids = AutoTokenizer.from_pretrained(out)("To be or not to be.", return_tensors="pt").input_ids
-    losses = [float(model(input_ids=ids, labels=ids).loss) for model in (before, after)]
+    losses = [model(input_ids=ids, labels=ids).loss.item() for model in (before, after)]
     assert losses[1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--qlora"]])
+def test_adapters_are_trained_and_loaded_by_peft(local_llama, tmp_path, options):
+    if options:
+        pytest.importorskip("bitsandbytes")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    words = ["--text", tmp_path / "texts", "--context", 16, "--steps", 2, "--lr", 1e-2]
+    run_script("lora.py", local_llama, tmp_path / "out", *words, *options, "--precision", "32-true")
+    model = AutoModelForCausalLM.from_pretrained(local_llama)
+    model = PeftModel.from_pretrained(model, tmp_path / "out")
+    adapters = {name: p for name, p in model.named_parameters() if "lora_B" in name}
+    assert len(adapters) == 4 * 7
+    assert min(p.abs().max() for p in adapters.values()) > 0  # they begin at 0
