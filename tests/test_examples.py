@@ -305,9 +305,9 @@ def _run(rank, world_size, name, words):
 
 
 def run_script(name, *words):
-    """What rank 0 of two prints."""
+    """What each of two ranks prints."""
     words = [*map(str, words), "--devices", "2"]
-    return run_ranks(2, _run, name, words, has_group=False, timeout_s=200)[0]
+    return run_ranks(2, _run, name, words, has_group=False, timeout_s=200)
 
 
 @pytest.fixture
@@ -356,3 +356,24 @@ def test_adapters_are_trained_and_loaded_by_peft(local_llama, tmp_path, options)
     adapters = {name: p for name, p in model.named_parameters() if "lora_B" in name}
     assert len(adapters) == 4 * 7
     assert min(p.abs().max() for p in adapters.values()) > 0  # they begin at 0
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_learns_shapes():
+    small = ["--size", 16, "--width", 64, "--depth", 2, "--pictures", 1024, "--epochs", 2]
+    printed, _ = run_script("vit.py", *small)
+    assert float(re.search(r"told apart: ([\d.]+)%", printed)[1]) > 45  # 33 by chance
+
+
+def test_ranks_run_different_experts():
+    printed = run_script("moe.py", "--steps", 10, "--width", 16, "--depth", 2, "--experts", 6)
+    ran = [re.search(r"experts of each layer (.*)", text)[1] for text in printed]
+    assert ran[0] != ran[1]
+
+
+@pytest.mark.slow
+def test_long_sequences_are_trained_with_activations_in_cpu_memory():
+    small = ["--context", 256, "--width", 64, "--layers", 2, "--chunk", 100, "--steps", 2]
+    for text in run_script("long_context.py", *small, "--min-bytes", 1024):
+        kept = float(re.search(r"([\d.]+) MiB of a step", text)[1])
+        assert kept * 2**20 > 2 * 256 * 64 * 2  # inputs of the blocks, in bfloat16
