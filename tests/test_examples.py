@@ -3,9 +3,11 @@
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -47,14 +49,23 @@ def small_text(tmp_path):
     return data
 
 
-def run_main_job(run_dir, *overrides, timeout_s=240, script="train.py"):
+def run_in(folder, *command):
+    """What it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, f"examples/{script}", f"hydra.run.dir={run_dir}", *overrides]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def run_main_job(run_dir, *overrides, script="train.py"):
+    return run_in(ROOT, f"examples/{script}", f"hydra.run.dir={run_dir}", *overrides)
 
 
 def check_result(run_dir, printed):
@@ -377,3 +388,43 @@ def test_long_sequences_are_trained_with_activations_in_cpu_memory():
     for text in run_script("long_context.py", *small, "--min-bytes", 1024):
         kept = float(re.search(r"([\d.]+) MiB of a step", text)[1])
         assert kept * 2**20 > 2 * 256 * 64 * 2  # inputs of the blocks, in bfloat16
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_train_and_have_the_weights(tmp_path):
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    source = ["import sys; sys.ps1 = '>>> '  # what Lightning knows an interactive session by"]
+    source += ["".join(cell["source"]).replace("max_epochs=4", "max_epochs=1") for cell in cells]
+    (tmp_path / "cells.py").write_text("\n\n".join(source))
+    printed = run_in(tmp_path, "cells.py")
+    error, largest = map(
+        float, re.search(r"error ([\d.]+), of values up to (.*)", printed).groups()
+    )
+    assert error < largest / 2
+
+
+@pytest.mark.slow
+def test_a_project_of_its_own_takes_the_groups_of_the_package(tmp_path):
+    shutil.copytree(ROOT / "examples" / "hydra_project", tmp_path / "project")
+    words = ["model=large", "model.width=32", "zero=stage2", "offload=cpu_optimizer"]
+    words += ["trainer.max_steps=4", "trainer.val_check_interval=2", "hydra.run.dir=run"]
+    on_cpu = ["trainer.accelerator=cpu", "trainer.devices=2", "data.num=2048"]
+    run_in(tmp_path / "project", "train.py", *words, *on_cpu)
+    run = tmp_path / "project" / "run"
+    assert (run / "checkpoints" / "step_000004.ckpt").is_file()
+    told = yaml.safe_load((run / "csv" / "hparams.yaml").read_text())
+    assert told["model"]["num_layers"] == 8
+    assert told["strategy"]["stage"] == 2
+    assert told["strategy"]["offload_optimizer"]
+
+
+def test_every_example_is_short_and_is_run_here():
+    scripts = [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*/*.py")]
+    here = Path(__file__).read_text() + (ROOT / "tests" / "test_readme.py").read_text()
+    modules = {"gpt.py", "job.py", "language_model.py", "stdlib_text.py", "project.py"}
+    for path in scripts:
+        if path.name not in modules:
+            assert path.name in here, path
+            assert len(path.read_text().splitlines()) < 120, path
