@@ -363,13 +363,13 @@ def test_a_strategy_of_another_library_can_be_named():
 
 @pytest.mark.parametrize("choice", CHOICES["experiment"])
 def test_an_experiment_changes_what_it_says(choice):
-    strategy = composed(f"experiment={choice}").trainer.strategy
     changed = {
-        "little_memory": ("prefetch_bucket_size", 0),
-        "gpt_1b_offload": ("offload_optimizer", "cpu"),
+        "little_memory": ("trainer.strategy.prefetch_bucket_size", 0),
+        "gpt_1b": ("model.context", 2048),
+        "gpt_1b_offload": ("trainer.strategy.offload_optimizer", "cpu"),
     }
     name, value = changed[choice]
-    assert strategy[name] == value
+    assert OmegaConf.select(composed(f"experiment={choice}"), name) == value
 
 
 @pytest.mark.parametrize(
