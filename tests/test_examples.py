@@ -78,6 +78,10 @@ def check_result(run_dir, printed):
     assert len(model.continuation(b"def ", num_bytes=5)) == 5
     columns = (run_dir / "csv" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert "val/bits_per_byte" in columns
+    for rank, name in enumerate(("train.log", "train_rank1.log")):
+        log = (run_dir / name).read_text()
+        assert f"rank {rank} of 2 trains" in log
+        assert "Seed set to 0" in log  # what Lightning tells of itself is not on the terminal
     told = yaml.safe_load((run_dir / "csv" / "hparams.yaml").read_text())
     assert told["model/params/total"] == sum(p.numel() for p in model.parameters())
     assert told["data"]["batch_size"] == 4
