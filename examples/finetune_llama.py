@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--devices", default="auto")
     args = parser.parse_args()
+    if Path(args.out).exists():
+        parser.error(f"{args.out} exists")
 
     pl.seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -87,7 +87,9 @@ def main() -> None:
         log_every_n_steps=1,
     )
     model = LongContext(config, args.chunk, args.min_bytes)
-    trainer.fit(model, DataLoader(copies(1024, args.context, 2 * args.steps), batch_size=1))
+    trainer.fit(
+        model, DataLoader(copies(config.vocab_size, args.context, 2 * args.steps), batch_size=1)
+    )
 
     kept = model.offload.nbytes / args.steps / 2**20
     print(f"rank {trainer.global_rank}: {kept:.1f} MiB of a step waited in CPU memory")
