@@ -110,6 +110,15 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     ]
 
 
+def test_a_continuation_does_not_end_in_blanks():
+    model = ByteLanguageModel(context=8, width=8, num_layers=1, num_heads=1)
+    torch.nn.init.ones_(model.gpt.norm.bias)
+    torch.nn.init.zeros_(model.gpt.head.weight).data[ord(" ")] = 100  # a blank after anything
+    text = model.continuation(b"class ", num_bytes=60)
+    assert b" " * 15 in text
+    assert b" " * 17 not in b"class " + text
+
+
 @pytest.mark.slow
 def test_the_path_that_a_run_prints_is_tested_on_another_number_of_ranks(tmp_path):
     brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
