@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
@@ -14,6 +16,11 @@ from torch import Tensor
 from lightning_zero.conf import make_trainer, optimized_metric
 
 __all__ = ["Job"]
+
+_log = logging.getLogger(__name__)  # of each rank, in its file: conf/config.yaml
+# Warnings of Lightning and torch about themselves, or about what this job does on purpose.
+for _text in (".*`srun` command is available", ".*LeafSpec", ".*does not have many workers"):
+    warnings.filterwarnings("ignore", _text)
 
 
 @dataclass
@@ -40,8 +47,11 @@ class Job:
 
     def fit(self) -> None:
         """Trains, from `ckpt_path` on where there is one."""
-        self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
-        self.metrics |= self.trainer.callback_metrics
+        trainer = self.trainer
+        _log.info("rank %d of %d trains", trainer.global_rank, trainer.world_size)
+        trainer.fit(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
+        self.metrics |= trainer.callback_metrics
+        _log.info("step %d, %s", trainer.global_step, self._told())
 
     def test(self) -> None:
         """Tests the best checkpoint of this training, or `ckpt_path` without one."""
@@ -52,6 +62,10 @@ class Job:
             bigram = bigram_bits_per_byte(self.data.train_text, self.data.test_windows())
             reached = self.metrics["test/bits_per_byte"]
             print(f"\ntest, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")
+        _log.info("tested, %s", self._told())
+
+    def _told(self) -> str:
+        return ", ".join(f"{name} {float(value):.4g}" for name, value in self.metrics.items())
 
     @property
     def best_model_path(self) -> str:

@@ -80,14 +80,19 @@ class ByteLanguageModel(pl.LightningModule):
 
     @torch.no_grad()
     def continuation(
-        self, prompt: bytes, *, num_bytes: int, temperature: float = 0.8, seed: int = 0
+        self, prompt: bytes, *, num_bytes: int, temperature: float = 0.6, seed: int = 0
     ) -> bytes:
-        """`num_bytes` sampled bytes that follow `prompt`. The parameters must be whole."""
+        """`num_bytes` sampled bytes that follow `prompt`. The parameters must be whole.
+
+        None comes more than 16 times in a row: a small model would not find out of such blanks.
+        """
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)
         for _ in range(num_bytes):
             seen = torch.tensor(text[-self.gpt.config.context :], device=self.device)
             logits = self.gpt(seen[None])[0, -1, :256].float().cpu() / temperature
+            if text[-16:] == text[-1:] * 16:
+                logits[text[-1]] = -math.inf
             text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
         return bytes(text[len(prompt) :])
 

@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on the standard library of this Python: `python examples/train.py`.
+"""Trains a byte-level Llama on the standard library of this Python: `python examples/train.py`.
 
 Every setting is in `conf/` and can be changed on the command line, as in
 `python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2`.

@@ -25,7 +25,7 @@ def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        **{"vocab_size": VOCABULARY, **options},
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,
@@ -36,7 +36,6 @@ def llama(**options: Any) -> nn.Module:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        **options,
     )
     return LlamaForCausalLM(config)
 

@@ -129,6 +129,7 @@ def test_every_model_is_built_from_its_file(choice):
     numel = sum(parameter.numel() for parameter in model.parameters())
     expected = {
         "tiny": 0.7e6,
+        "llama_mini": 0.6593e6,
         "gpt_25m": 25e6,
         "gpt_125m": 85e6,
         "gpt_1b": 1.2e9,
@@ -177,6 +178,19 @@ def test_the_arguments_of_the_trainer_are_all_there_at_their_defaults():
             assert shown[name] == parameter.default, name
     assert set(shown) - {"_target_"} <= set(inspect.signature(pl.Trainer).parameters)
     assert shown.default_root_dir == "run"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("trainer=cpu", "32-true"),
+        ("trainer.accelerator=cuda", "bf16-mixed"),
+        ("trainer=gpu", "bf16-mixed"),
+        ("precision=bf16_mixed", "bf16-mixed"),
+    ],
+)
+def test_a_cpu_computes_in_float32_unless_told_otherwise(word, expected):
+    assert composed("trainer=cpu", word).trainer.precision == expected
 
 
 def test_two_loggers_are_both_used(in_job):
@@ -355,13 +369,13 @@ def test_a_strategy_of_another_library_can_be_named():
 
 @pytest.mark.parametrize("choice", CHOICES["experiment"])
 def test_an_experiment_changes_what_it_says(choice):
-    strategy = composed(f"experiment={choice}").trainer.strategy
     changed = {
-        "little_memory": ("prefetch_bucket_size", 0),
-        "gpt_1b_offload": ("offload_optimizer", "cpu"),
+        "little_memory": ("trainer.strategy.prefetch_bucket_size", 0),
+        "gpt_1b": ("model.context", 2048),
+        "gpt_1b_offload": ("trainer.strategy.offload_optimizer", "cpu"),
     }
     name, value = changed[choice]
-    assert strategy[name] == value
+    assert OmegaConf.select(composed(f"experiment={choice}"), name) == value
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 """The main job in a small size, and the text that it learns."""
 
+import contextlib
+import io
 import itertools
+import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +20,9 @@ import yaml
 from gpt import GPT, GPTConfig
 from language_model import ByteLanguageModel, share_of_lr
 from stdlib_text import StdlibText, bigram_bits_per_byte, read_files
+
+from tests.distributed.ranks import run_ranks
+from tests.hugging_face import llama
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -41,14 +49,23 @@ def small_text(tmp_path):
     return data
 
 
-def run_main_job(run_dir, *overrides, timeout_s=240, script="train.py"):
+def run_in(folder, *command):
+    """What it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, f"examples/{script}", f"hydra.run.dir={run_dir}", *overrides]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def run_main_job(run_dir, *overrides, script="train.py"):
+    return run_in(ROOT, f"examples/{script}", f"hydra.run.dir={run_dir}", *overrides)
 
 
 def check_result(run_dir, printed):
@@ -61,6 +78,10 @@ def check_result(run_dir, printed):
     assert len(model.continuation(b"def ", num_bytes=5)) == 5
     columns = (run_dir / "csv" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert "val/bits_per_byte" in columns
+    for rank, name in enumerate(("train.log", "train_rank1.log")):
+        log = (run_dir / name).read_text()
+        assert f"rank {rank} of 2 trains" in log
+        assert "Seed set to 0" in log  # what Lightning tells of itself is not on the terminal
     told = yaml.safe_load((run_dir / "csv" / "hparams.yaml").read_text())
     assert told["model/params/total"] == sum(p.numel() for p in model.parameters())
     assert told["data"]["batch_size"] == 4
@@ -87,6 +108,15 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
         ["rank", "0"],
         ["rank", "1"],
     ]
+
+
+def test_a_continuation_does_not_end_in_blanks():
+    model = ByteLanguageModel(context=8, width=8, num_layers=1, num_heads=1)
+    torch.nn.init.ones_(model.gpt.norm.bias)
+    torch.nn.init.zeros_(model.gpt.head.weight).data[ord(" ")] = 100  # a blank after anything
+    text = model.continuation(b"class ", num_bytes=60)
+    assert b" " * 15 in text
+    assert b" " * 17 not in b"class " + text
 
 
 @pytest.mark.slow
@@ -286,3 +316,128 @@ def test_the_main_job_learns_more_than_byte_pairs_in_five_minutes(tmp_path):
     model, bigram = map(float, re.search(r"model ([\d.]+), .* ([\d.]+)", done.stdout).groups())
     assert model < bigram - 0.5
     assert time.monotonic() - start < 300
+
+
+def _run(rank, world_size, name, words):
+    """What a script prints on this rank."""
+    script = ROOT / "examples" / name
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def run_script(name, *words):
+    """What each of two ranks prints."""
+    words = [*map(str, words), "--devices", "2"]
+    return run_ranks(2, _run, name, words, has_group=False, timeout_s=200)
+
+
+@pytest.fixture
+def local_llama(tmp_path):
+    """A directory as a download from Hugging Face: a small model of bytes, and its tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = tmp_path / "llama"
+    llama(vocab_size=len(vocabulary)).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    write_files(tmp_path / "texts", {"a.txt": b"To be or not to be. " * 40, "b/c.txt": b"x" * 99})
+    return folder
+
+
+@pytest.mark.slow
+def test_a_llama_is_fine_tuned_from_one_directory_to_another(local_llama, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "tuned"
+    words = ["--text", tmp_path / "texts", "--context", 16, "--steps", 4, "--lr", 1e-2]
+    run_script("finetune_llama.py", local_llama, out, *words, "--precision", "32-true")
+    before, after = map(AutoModelForCausalLM.from_pretrained, (local_llama, out))
+    ids = AutoTokenizer.from_pretrained(out)("To be or not to be.", return_tensors="pt").input_ids
+    losses = [model(input_ids=ids, labels=ids).loss.item() for model in (before, after)]
+    assert losses[1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--qlora"]])
+def test_adapters_are_trained_and_loaded_by_peft(local_llama, tmp_path, options):
+    if options:
+        pytest.importorskip("bitsandbytes")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    words = ["--text", tmp_path / "texts", "--context", 16, "--steps", 2, "--lr", 1e-2]
+    run_script("lora.py", local_llama, tmp_path / "out", *words, *options, "--precision", "32-true")
+    model = AutoModelForCausalLM.from_pretrained(local_llama)
+    model = PeftModel.from_pretrained(model, tmp_path / "out")
+    adapters = {name: p for name, p in model.named_parameters() if "lora_B" in name}
+    assert len(adapters) == 4 * 7
+    assert min(p.abs().max() for p in adapters.values()) > 0  # they begin at 0
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_learns_shapes():
+    small = ["--size", 16, "--width", 64, "--depth", 2, "--pictures", 1024, "--epochs", 2]
+    printed, _ = run_script("vit.py", *small)
+    assert float(re.search(r"told apart: ([\d.]+)%", printed)[1]) > 45  # 33 by chance
+
+
+def test_ranks_run_different_experts():
+    printed = run_script("moe.py", "--steps", 10, "--width", 16, "--depth", 2, "--experts", 6)
+    ran = [re.search(r"experts of each layer (.*)", text)[1] for text in printed]
+    assert ran[0] != ran[1]
+
+
+@pytest.mark.slow
+def test_long_sequences_are_trained_with_activations_in_cpu_memory():
+    small = ["--context", 256, "--width", 64, "--layers", 2, "--chunk", 100, "--steps", 2]
+    for text in run_script("long_context.py", *small, "--min-bytes", 1024):
+        kept = float(re.search(r"([\d.]+) MiB of a step", text)[1])
+        assert kept * 2**20 > 2 * 256 * 64 * 2  # inputs of the blocks, in bfloat16
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_train_and_have_the_weights(tmp_path):
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    source = ["import sys; sys.ps1 = '>>> '  # what Lightning knows an interactive session by"]
+    source += ["".join(cell["source"]).replace("max_epochs=4", "max_epochs=1") for cell in cells]
+    (tmp_path / "cells.py").write_text("\n\n".join(source))
+    printed = run_in(tmp_path, "cells.py")
+    error, largest = map(
+        float, re.search(r"error ([\d.]+), of values up to (.*)", printed).groups()
+    )
+    assert error < largest / 2
+
+
+@pytest.mark.slow
+def test_a_project_of_its_own_takes_the_groups_of_the_package(tmp_path):
+    shutil.copytree(ROOT / "examples" / "hydra_project", tmp_path / "project")
+    words = ["model=large", "model.width=32", "zero=stage2", "offload=cpu_optimizer"]
+    words += ["trainer.max_steps=4", "trainer.val_check_interval=2", "hydra.run.dir=run"]
+    on_cpu = ["trainer.accelerator=cpu", "trainer.devices=2", "data.num=2048"]
+    run_in(tmp_path / "project", "train.py", *words, *on_cpu)
+    run = tmp_path / "project" / "run"
+    assert (run / "checkpoints" / "step_000004.ckpt").is_file()
+    told = yaml.safe_load((run / "csv" / "hparams.yaml").read_text())
+    assert told["model"]["num_layers"] == 8
+    assert told["strategy"]["stage"] == 2
+    assert told["strategy"]["offload_optimizer"]
+
+
+def test_every_example_is_short_and_is_run_here():
+    scripts = [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*/*.py")]
+    here = Path(__file__).read_text() + (ROOT / "tests" / "test_readme.py").read_text()
+    modules = {"gpt.py", "job.py", "language_model.py", "stdlib_text.py", "project.py"}
+    for path in scripts:
+        if path.name not in modules:
+            assert path.name in here, path
+            assert len(path.read_text().splitlines()) < 120, path

@@ -44,7 +44,7 @@ TORCHRUN = (
 RUN_BY_A_TEST = {OVERRIDDEN, LOOP, SWEEP, TORCHRUN, *CLI}
 # On a SLURM cluster, with the layout of the test's nodes: tests/slurm/test_examples.py.
 RUN_ON_SLURM = {
-    "sbatch --nodes=4 examples/slurm/multi_node.sbatch model=gpt_1b zero=stage3",
+    "sbatch --nodes=4 examples/slurm/multi_node.sbatch model.lr=2e-4",
     "PYTHONPATH=examples python examples/train.py -m hydra/launcher=slurm zero=stage2,stage3 "
     "trainer.devices=2 hydra.launcher.tasks_per_node=2",
 }

@@ -99,6 +99,7 @@ def plan(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
     is_averaged: bool = False,
+    part: str | None = None,
 ) -> Plan:
     """Decides what is written of an opened checkpoint, and how.
 
@@ -111,14 +112,21 @@ def plan(
             that of the file; else it is a directory.
         is_averaged: Take the averaged weights of Lightning's `WeightAveraging`, and nothing that
             belongs to the others.
+        part: Name of a submodule: its weights alone, under the names that they have in it.
 
     Raises:
-        ValueError: No averaged weights, or a dtype that the form does not have.
+        ValueError: No averaged weights, no such part, or a dtype or part that the form cannot have.
     """
+    if part is not None and form != "safetensors":
+        raise ValueError(
+            f"a part is exported as weights alone, so --part is for safetensors, not {form}."
+        )
     weights, notes = _weights(checkpoint, form, is_averaged)
     if not is_averaged and dtype is not None:
         weights = _exact(weights, checkpoint.get(_MASTERS, {}), dtype)
     weights = _cast(weights, dtype)
+    if part is not None:
+        weights = _of_part(weights, part)
     write: Callable[[Place, Progress], None]
     if form == "safetensors":
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -154,6 +162,20 @@ def _weights(
         return dict(checkpoint["state_dict"]), []
     note = "the trained weights are exported; the checkpoint also holds averaged ones (--ema)"
     return dict(checkpoint[_CURRENT]), [note]
+
+
+def _of_part(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
+    inside = {
+        name.removeprefix(f"{part}."): value
+        for name, value in weights.items()
+        if name.startswith(f"{part}.")
+    }
+    if not inside:
+        parts = sorted({name.partition(".")[0] for name in weights})
+        raise ValueError(
+            f"expected a submodule in --part, got {part}; there are {', '.join(parts)}."
+        )
+    return inside
 
 
 def _exact(

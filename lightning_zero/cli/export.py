@@ -62,6 +62,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="take the averaged weights of Lightning's WeightAveraging",
     )
+    parser.add_argument(
+        "--part",
+        metavar="NAME",
+        help="the weights of this submodule alone, under the names that they have in it: model "
+        "where a LightningModule has a Hugging Face model as self.model",
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
         "--trust", action="store_true", help="unpickle any class; only for files that you trust"
@@ -86,6 +92,7 @@ def _run(args: argparse.Namespace) -> int:
         dtype=_DTYPES[args.dtype] if args.dtype else None,
         max_shard_bytes=max_shard_bytes,
         is_averaged=args.ema,
+        part=args.part,
     )
     for note in planned.notes:
         print(f"lightning-zero export: {note}", file=sys.stderr)

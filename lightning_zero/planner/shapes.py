@@ -46,9 +46,10 @@ SHAPES = {
     "llama2_70b": DecoderShape(8192, 80, 64, 32000, 0, num_kv_heads=8, hidden=28672, is_gated=True),
     "llama3_8b": DecoderShape(4096, 32, 32, 128256, 0, num_kv_heads=8, hidden=14336, is_gated=True),
 }
-# Of the example, which `conf/model` describes; on bytes, with learned positions.
+# Of the example, which `conf/model` describes; on bytes, GPTs with learned positions.
 SHAPES |= {
     "tiny": DecoderShape(128, 3, 4, context=64),
+    "llama_mini": DecoderShape(128, 3, 4, hidden=344, is_gated=True),
     "gpt_25m": DecoderShape(512, 8, 8, context=512),
     "gpt_125m": DecoderShape(768, 12, 12, context=1024),
     "gpt_1b": DecoderShape(2048, 24, 16, context=1024),

@@ -66,7 +66,8 @@ def register() -> None:
     # The same, for a launcher: Hydra refuses one name twice. Workers that import no script import
     # its class, and so know the names of strategies.
     store.store("submitted", _JOBS, _GROUP, provider="lightning_zero")
-    for resolver in (_accelerator, _devices, _rank_suffix, _gpus_per_node, run_name, sweep_name):
+    of_this_process = (_accelerator, _devices, _precision, _rank_suffix)
+    for resolver in (*of_this_process, _gpus_per_node, run_name, sweep_name):
         name = f"zero.{resolver.__name__.removeprefix('_')}"
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
@@ -77,6 +78,12 @@ def _accelerator() -> str:
 
 def _devices(accelerator: str) -> int | str:
     return 2 if accelerator == "cpu" else "auto"  # Lightning's own "auto" is one process on a CPU
+
+
+def _precision(accelerator: str) -> str:
+    if accelerator == "auto":
+        accelerator = _accelerator()
+    return "32-true" if accelerator == "cpu" else "bf16-mixed"  # which few CPUs compute fast
 
 
 def _rank_suffix() -> str:

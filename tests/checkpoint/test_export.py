@@ -159,6 +159,16 @@ def test_one_file_needs_no_index(checkpoint, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["SHA256SUMS", "model.safetensors"]
 
 
+def test_a_part_is_exported_under_its_own_names(checkpoint, tmp_path):
+    opened = export(checkpoint, "safetensors", tmp_path / "norm.safetensors", part="norm")
+    inside = {k[5:]: v for k, v in checkpoint["state_dict"].items() if k.startswith("norm.")}
+    assert_equal(opened["state_dict"], inside)
+    with pytest.raises(ValueError, match="got nor; there are embedding, head, norm"):
+        plan(checkpoint, "safetensors", part="nor")
+    with pytest.raises(ValueError, match="--part is for safetensors, not ckpt"):
+        plan(checkpoint, "ckpt", part="norm")
+
+
 def test_the_library_reads_every_dtype(tmp_path):
     dtypes = [
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

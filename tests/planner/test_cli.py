@@ -123,7 +123,9 @@ def test_data_parallel_is_what_ddp_holds(capsys):
     assert found["data_parallel_bytes"] == pytest.approx(16 * found["parameters"], rel=0.001)
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "llama_mini", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"]
+)
 def test_presets_have_the_parameters_of_the_example(name):
     model = composed(f"model={name}", "data.context=1024").model
     with torch.device("meta"):
@@ -180,7 +182,7 @@ def test_a_configuration_is_planned_with_its_overrides():
     assert found["precision"] == "32-true"
     assert choice(found, "stage1")["peak_bytes"]["activations"] > 0
     with torch.device("meta"):
-        shape = GPTConfig(context=16, width=128, num_layers=3, num_heads=4)
+        shape = GPTConfig(width=128, num_layers=3, num_heads=4, is_llama=True, hidden=344)
         numel = sum(p.numel() for p in GPT(shape).parameters())
     assert found["parameters"] == numel
 

@@ -89,10 +89,12 @@ class Cluster:
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
 
-    def run(self, *words: str, check: bool = True, timeout_s: float = 20.0) -> str:
+    def run(
+        self, *words: str, check: bool = True, timeout_s: float = 20.0, cwd: Path | None = None
+    ) -> str:
         """Output of a command of SLURM's."""
         done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=timeout_s
+            words, env=self.environment, capture_output=True, text=True, timeout=timeout_s, cwd=cwd
         )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()

@@ -20,6 +20,7 @@ SMALL = [
     "data.num_validation_windows=16",
     "data.batch_size=4",
     "data.context=32",
+    "model=tiny",
 ]
 # What the scripts ask for and these nodes do not have: GPUs, and more than two processors.
 LAYOUT = ["--gpus-per-node=0", "--cpus-per-task=1", "--time=10", "--tmp=0"]
@@ -31,10 +32,10 @@ def submit(slurm, folder, name, *overrides, options=()):
     (folder / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = (ROOT / "examples" / "slurm" / name).read_text()
-    settings = [f"--chdir={folder}", f"--export=ALL,PATH={path},PYTHONPATH={ROOT},TMPDIR={folder}"]
+    settings = [f"--export=ALL,PATH={path},PYTHONPATH={ROOT},TMPDIR={folder}"]
     (folder / "job.sbatch").write_text(script)
     arguments = [*settings, *LAYOUT, *options, folder / "job.sbatch", *SMALL, *overrides]
-    return slurm.run("sbatch", "--parsable", *map(str, arguments))
+    return slurm.run("sbatch", "--parsable", *map(str, arguments), cwd=folder)
 
 
 def test_the_script_for_several_nodes_trains_and_keeps_its_directory(slurm, tmp_path):
@@ -67,16 +68,28 @@ def test_the_other_scripts_train(slurm, tmp_path, name):
     wait_for(lambda: job not in slurm.run("squeue", "-h", "-o", "%A %F"), 60)
 
 
+@pytest.mark.slow
+def test_the_script_with_torchrun_trains_on_two_nodes(slurm, tmp_path):
+    job = submit(slurm, tmp_path, "torchrun.sbatch")
+    slurm.wait(job, 200)
+    run_dir = tmp_path / "outputs" / f"slurm-{job}"
+    assert {path.name for path in run_dir.glob("*.log")} == {"train.log", "train_rank1.log"}
+    assert len(list((run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
+
+
 def test_every_script_is_correct_shell_and_says_how_it_is_used():
     assert [path.stem for path in SCRIPTS] == [
-        *("array_sweep", "multi_node", "offload_nvme", "single_node")
+        *("array_sweep", "multi_node", "offload_nvme", "single_node", "torchrun")
     ]
-    for path in SCRIPTS:
+    for path in [*SCRIPTS, SCRIPTS[0].parent / "env.sh"]:
         subprocess.run(["bash", "-n", path], check=True)
-        lines = path.read_text().splitlines()
-        assert f"examples/slurm/{path.name} [overrides]" in lines[1]
-        assert "#SBATCH --requeue" in path.read_text()
-        assert "#SBATCH --signal=SIGUSR1@" in path.read_text()
+    for path in SCRIPTS:
+        text = path.read_text()
+        assert f"examples/slurm/{path.name} [overrides]" in text.splitlines()[1]
+        assert "##SBATCH --account=" in text
+        if path.stem != "torchrun":
+            assert "#SBATCH --requeue" in text
+            assert "#SBATCH --signal=SIGUSR1@" in text
 
 
 def multirun(slurm, folder, *overrides):

@@ -1,0 +1,26 @@
+"""A Hydra project of its own that takes all but its model and data from `pkg://lightning_zero.conf`.
+
+    cd examples/hydra_project && python train.py model=large zero=stage2 offload=cpu_optimizer
+
+`--cfg job` shows all settings. Copy the folder: it needs nothing else of this repository.
+"""
+
+import hydra
+import lightning.pytorch as pl
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from lightning_zero.conf import make_trainer, optimized_metric
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> float | None:
+    pl.seed_everything(config.seed, workers=True)
+    trainer = make_trainer(config)
+    model, data = instantiate(config.model), instantiate(config.data)
+    trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
+    return optimized_metric(config, trainer.callback_metrics)
+
+
+if __name__ == "__main__":
+    main()
