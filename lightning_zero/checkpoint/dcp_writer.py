@@ -137,7 +137,6 @@ class Planned:
             BaseException: See `Channel.attempt`.
         """
 
-
         def differs() -> bool:
             last, self.own = self.own, write()
             return last != self.own
