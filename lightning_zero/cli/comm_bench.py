@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -30,11 +29,11 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from lightning_zero.cli.sizes import check_rates, count_of, parse_bytes, parse_seconds, write_rates
+from lightning_zero.cli.rates import check_rates, write_rates
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.record import streams
 
-__all__ = ["COLLECTIVES", "LinkReport", "Timing", "add_parser", "measure_link"]
+__all__ = ["COLLECTIVES", "LinkReport", "Timing", "measure_link", "run"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _DTYPE = torch.float32
@@ -161,13 +160,7 @@ def _synchronize(device: torch.device) -> None:
         streams.synchronize(device)
 
 
-_DESCRIPTION = (
-    "Times all-gather, reduce-scatter and all-reduce as training runs them, over NCCL or gloo, and "
-    "prints the flags to give to `lightning-zero plan`. By itself it starts a rank for every GPU, "
-    "or two on the CPU; under torchrun or srun it measures the ranks that these have started."
-)
 _MIB, _GIB = 2**20, 2**30
-_SIZES = [size * _MIB for size in (1, 4, 16, 64)]
 
 
 @dataclass(frozen=True)
@@ -181,45 +174,12 @@ class _Place:
     port: int
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "comm-bench", help="measure the links between ranks", description=_DESCRIPTION
-    )
-    parser.add_argument(
-        "--devices",
-        type=count_of("at least 2 ranks", least=2),
-        metavar="N",
-        help="ranks to start here",
-    )
-    parser.add_argument("--on-cpu", action="store_true", help="gloo between CPU processes")
-    parser.add_argument(
-        "--sizes",
-        type=parse_bytes,
-        nargs="+",
-        default=_SIZES,
-        metavar="SIZE",
-        help="of whole tensors (default: 1MiB 4MiB 16MiB 64MiB)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=parse_seconds,
-        default=0.3,
-        help="of each measurement (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=parse_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="for which ranks wait for one another (default: %(default)s)",
-    )
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Measures, in ranks that it starts or as one that was started.
 
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0.
+    """
     check_rates(args.rates)
     has_gpu = torch.cuda.is_available() and not args.on_cpu
     place = _launched_place()

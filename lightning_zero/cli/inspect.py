@@ -11,9 +11,9 @@ from typing import Any
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.source import find_damage, has_checksums
 from lightning_zero.checkpoint.summary import format_of, summarize
-from lightning_zero.cli.sizes import in_words
+from lightning_zero.layout.sizes import in_words
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _NUM_FILES = 20  # that are printed one by one
 _KINDS = ("parameters", "optimizer", "other")
@@ -24,26 +24,12 @@ _FACTS = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="say what is in a checkpoint",
-        description="Says what is in a checkpoint, of any format, without reading its tensors. "
-        "With --verify they are read and compared with their checksums; the status is 1 where "
-        "some are damaged.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--verify", action="store_true", help="compare with the checksums")
-    parser.add_argument(
-        "--trust", action="store_true", help="unpickle any class; only for files that you trust"
-    )
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Prints what is in the checkpoint.
 
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0; 1 where some of it is damaged.
+    """
     path: Path = args.checkpoint
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist.")

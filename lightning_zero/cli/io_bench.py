@@ -20,12 +20,11 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.cli.sizes import check_rates, parse_bytes, parse_seconds, write_rates
+from lightning_zero.cli.rates import check_rates, write_rates
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
@@ -35,7 +34,6 @@ __all__ = [
     "DiskReport",
     "Rates",
     "TierSettings",
-    "add_parser",
     "measure_disk",
     "run",
     "table",
@@ -275,29 +273,6 @@ def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
     for buffer in buffers:
         buffer.view(-1, _MIB).copy_(noise)
     return buffers
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` gave."""
-    parser = subparsers.add_parser(
-        "io-bench",
-        help="measure a disk as NVMe tier",
-        description="Measure a disk as the NVMe tier uses it, and print the settings to use. "
-        "The file that it makes goes whatever happens.",
-    )
-    parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
-    parser.add_argument(
-        "--size", type=parse_bytes, default="4GiB", help="of the file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=parse_seconds,
-        default=1.0,
-        help="of each measurement (default: %(default)s)",
-    )
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

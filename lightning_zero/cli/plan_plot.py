@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero.cli.plan_text import Row
 from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.sizes import unit_of
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.plots import (
     ALARM,
@@ -19,7 +20,6 @@ from lightning_zero.observe.plots import (
     has_matplotlib,
     legend,
     plain,
-    unit_of,
 )
 from lightning_zero.planner import Estimate, Machine
 

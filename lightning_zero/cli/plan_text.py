@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.cli.sizes import in_words
 from lightning_zero.layout.offload import Tier
-from lightning_zero.observe.plots import unit_of
+from lightning_zero.layout.sizes import in_words, unit_of
 from lightning_zero.observe.report import aligned
 from lightning_zero.planner import Estimate, Machine
 from lightning_zero.strategy.auto import as_arguments

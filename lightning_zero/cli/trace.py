@@ -13,29 +13,18 @@ from lightning_zero.observe.files import find_recordings, read_step, steps_in
 from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_timeline
 from lightning_zero.record.spans import Kind, Recording
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _GIB = 1024**3
 _COLUMNS = ("GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="show what computed, travelled and waited in a step",
-        description="Merges what the ranks of a run recorded of a step, by the callback "
-        "ZeroMonitor(trace_steps=[10]), into a trace for Perfetto (ui.perfetto.dev) or "
-        "chrome://tracing, and a picture; prints what was hidden behind computation.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_directory", metavar="RUN", type=Path, help="directory of the run")
-    parser.add_argument("--step", type=int, metavar="N", help="(default: all that are recorded)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="(default: beside the recordings)")
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Writes traces and pictures, and prints what was hidden.
 
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0.
+    """
     folder = find_recordings(args.run_directory)
     out: Path = args.out or folder.parent
     for step in steps_in(folder) if args.step is None else [args.step]:

@@ -272,7 +272,7 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
         (["--config-name", "config", "zero=stage9"], "stage9"),
         (["--ranks", "2"], "one of the arguments --model --module --config-name is required"),
         ([*SMALL, "--device-memory", "0GiB"], "expected at least one byte, got '0GiB'"),
-        ([*SMALL, "--device-memory", "24GX"], "expected a size such as 5GiB"),
+        ([*SMALL, "--device-memory", "24GX"], "expected a size such as 24GiB"),
         ([*SMALL, "--batch", "0"], "expected a whole number of at least 1, got '0'"),
         ([*SMALL, "--ranks-per-node", "3"], "are not on machines of 3 each"),
         ([*SMALL, "--precision", "fp8"], "invalid choice: 'fp8'"),

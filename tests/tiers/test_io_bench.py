@@ -15,12 +15,9 @@ from lightning_zero.cli.io_bench import DiskReport, Rates, TierSettings, table
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import argparse, sys
-from lightning_zero.cli.io_bench import add_parser
-parser = argparse.ArgumentParser()
-add_parser(parser.add_subparsers())
-args = parser.parse_args()
-sys.exit(args.run(args))
+import sys
+from lightning_zero.cli import main
+sys.exit(main())
 """
 
 
@@ -61,7 +58,7 @@ def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
     assert io_bench(tmp_path, "--size", "1MiB") == 2
     assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
     for option, value, text in (
-        ("--size", "four", "a size such as 5GiB, 500MB or 1000 (bytes), got 'four'"),
+        ("--size", "four", "a size such as 24GiB, 500MB or 1000B, got 'four'"),
         ("--seconds", "nan", "a number of seconds above 0, got 'nan'"),
         ("--seconds", "0", "a number of seconds above 0, got '0'"),
     ):
