@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
-FACE = {"__init__", "_version", "activations", "callbacks"}  # what users import by path
+FACE = {"__init__", "_face", "_version", "activations", "callbacks"}  # what users import by path
 ROOMS = [
     "record",
     "layout",
