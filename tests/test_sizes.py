@@ -59,5 +59,5 @@ def test_bytes_are_told_in_the_largest_binary_unit_of_which_there_is_one():
         "0 bytes",
         "1023 bytes",
         "1.50 KiB",
-        "1.00 TiB",
+        "1024.00 GiB",
     ]

@@ -202,6 +202,7 @@ itself, without a device. The status is 1 where nothing fits.
 _PLAN_EXAMPLES = """\
 examples:
   lightning-zero plan --model llama_70b --ranks 16 --device-memory 80GiB --host-memory 1TiB
+  lightning-zero plan --model path/to/my-llama --ranks 8 --device-memory 80GiB --context 8192
   lightning-zero plan --module my.code:Model --arg width=512 --input 8x3x224x224 --ranks 4
   lightning-zero plan --config-dir conf --config-name config model=gpt_1b trainer.devices=8
 """
@@ -225,7 +226,11 @@ def _add_plan(subparsers: _Subparsers) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="a preset, such as llama_70b; a wrong name lists all")
+    what.add_argument(
+        "--model",
+        help="a preset, such as llama_70b (a wrong name lists all); or a config.json of Hugging "
+        "Face, or the folder that holds it",
+    )
     what.add_argument("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
     what.add_argument("--config-name", help="a Hydra configuration, with overrides behind it")
     parser.add_argument(

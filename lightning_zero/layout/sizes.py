@@ -18,7 +18,7 @@ _PREFIXES: dict[str, int] = {"": 1} | {
     for suffix, base in (("", 1000), ("I", 1024))
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?(B)?", flags=re.IGNORECASE)
-_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+_UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def parse_count(text: str) -> int:
