@@ -163,7 +163,7 @@ def test_inspect_finds_damage_and_says_so_with_status_1(checkpoint, capsys):
     assert "data/0" in found["damage"][0]
     assert run("inspect", checkpoint) == 0
     assert run("inspect", checkpoint, "--verify") == 1
-    assert "checksums   DAMAGED" in capsys.readouterr().out
+    assert "checksums  DAMAGED" in capsys.readouterr().out
 
 
 def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
@@ -217,8 +217,8 @@ def test_training_goes_on_from_an_exported_checkpoint_as_from_its_source(tmp_pat
     run_ranks(2, _save, ["full", "sharded"], factory, str(tmp_path), has_group=False)
     assert run("inspect", tmp_path / "sharded", "--verify") == 0
     printed = capsys.readouterr().out
-    assert "run         world size 2, stage 3" in printed
-    assert "checksums   as they were written" in printed
+    assert "run        world size 2, stage 3" in printed
+    assert "checksums  as they were written" in printed
     assert "1 of them tied" in printed
     assert run("export", tmp_path / "sharded", tmp_path / "x.ckpt", "--format", "ckpt") == 0
     assert run("export", tmp_path / "full", tmp_path / "numbered", "--format", "dcp") == 0

@@ -31,6 +31,7 @@ from torch.multiprocessing.spawn import (
 
 from lightning_zero.cli.rates import check_rates, write_rates
 from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.record import streams
 
 __all__ = ["COLLECTIVES", "LinkReport", "Timing", "measure_link", "run"]
@@ -303,7 +304,7 @@ def _tell(report: LinkReport, title: str, args: argparse.Namespace) -> None:
     for_plan = f"--link-gb-per-s {rate:g}"
     if args.rates is not None:
         for_plan += f", or --rates {args.rates}"
-    print(f"{_table(report, title)}\nlightning-zero plan: {for_plan}")
+    print(f"{_as_text(report, title)}\nlightning-zero plan: {for_plan}")
 
 
 def _as_dict(report: LinkReport) -> dict[str, Any]:
@@ -320,22 +321,30 @@ def _as_dict(report: LinkReport) -> dict[str, Any]:
     }
 
 
-def _table(report: LinkReport, title: str) -> str:
+def _as_text(report: LinkReport, title: str) -> str:
     latencies = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in report.latencies.items())
     return "\n".join(
         [
             title,
-            f"{'':<16}{'MiB':>8}{'us':>10}{'algorithm':>12}{'bus':>8}  GiB/s",
-            *map(_line, report.timings),
+            table([_HEADER, *map(_row, report.timings)]),
             f"latency: {latencies}",
-            "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, bus",
-            "bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce 2 (N-1)/N.",
+            paragraph(
+                "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, "
+                "bus bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce "
+                "2 (N-1)/N."
+            ),
         ]
     )
 
 
-def _line(timing: Timing) -> str:
-    return (
-        f"{timing.collective:<16}{timing.nbytes / _MIB:>8.2f}{1e6 * timing.seconds:>10.0f}"
-        f"{timing.algorithm_rate / _GIB:>12.2f}{timing.bus_rate / _GIB:>8.2f}"
-    )
+_HEADER = ["collective", "MiB", "us", "algorithm GiB/s", "bus GiB/s"]
+
+
+def _row(timing: Timing) -> list[str]:
+    return [
+        timing.collective,
+        f"{timing.nbytes / _MIB:.2f}",
+        f"{1e6 * timing.seconds:.0f}",
+        f"{timing.algorithm_rate / _GIB:.2f}",
+        f"{timing.bus_rate / _GIB:.2f}",
+    ]

@@ -11,12 +11,13 @@ from statistics import fmean
 from lightning_zero.observe.chrome import ON_CPU, chrome_trace
 from lightning_zero.observe.files import find_recordings, read_step, steps_in
 from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_timeline
+from lightning_zero.observe.tables import table
 from lightning_zero.record.spans import Kind, Recording
 
 __all__ = ["run"]
 
 _GIB = 1024**3
-_COLUMNS = ("GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
+_HEADER = ("", "GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,12 +48,13 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     seconds = max(recording.seconds for recording in recordings)
     ranks = f"{len(recordings)} ranks, means over them" if len(recordings) > 1 else "1 rank"
     yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
-    yield f"{'':<16}" + "".join(f"{name:>13}" for name in _COLUMNS)
+    lines = [list(_HEADER)]
     for kind in Kind:
         rows = [_values(recording, kind) for recording in recordings]
         values = [fmean(column) for column in zip(*rows, strict=True)]
         if any(values):
-            yield f"{kind.value:<16}" + "".join(map(_cell, values))
+            lines.append([kind.value, *(f"{value:.4f}" if value else "-" for value in values)])
+    yield table(lines)
     yield ON_CPU
     yield _waits(recordings)
     hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
@@ -61,10 +63,6 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     hits, misses = sum(r.read_hits for r in recordings), sum(r.read_misses for r in recordings)
     if hits or misses:
         yield f"read ahead of use: {hits} of {hits + misses} shards"
-
-
-def _cell(value: float) -> str:
-    return f"{value:>13.4f}" if value else f"{'-':>13}"
 
 
 def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:

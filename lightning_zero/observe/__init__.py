@@ -6,6 +6,7 @@ Imports record, layout and strategy; the only room that knows W&B.
     watch         one fit as it sees it: recorded steps, means over them, files
     metrics       what is logged
     report        `MemoryTable`, and what a job says when it ends
+    tables        text in columns, as wide as the terminal
     files         where recordings lie, and how they are read again
     chrome        the Trace Event Format, for Perfetto
     plots         pictures of a step and of memory; matplotlib is imported when one is drawn
