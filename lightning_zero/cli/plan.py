@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
@@ -92,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from lightning_zero.cli.plan_plot import draw
 
-        draw(rows, machine, f"{source.title}, {name}, {machine.num_ranks} ranks", args.plot)
+        title = f"{source.title}, {name}, {machine.num_ranks} ranks"
+        draw(rows, best["choice"] if best else None, machine, title, args.plot)
         print(f"plot: {args.plot}", file=sys.stderr)
     return 0 if best else 1
 
@@ -155,14 +157,16 @@ def _traces(
     step = source.step
 
     def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
-        return trace_step(
-            source.module,
-            step,
-            units=[name for name in units if name not in gone],
-            dtypes=dtypes,
-            autocast=precision.autocast,
-            checkpointed=[name for name in checkpointed if name not in gone],
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that fake tensors do not choose
+            return trace_step(
+                source.module,
+                step,
+                units=[name for name in units if name not in gone],
+                dtypes=dtypes,
+                autocast=precision.autocast,
+                checkpointed=[name for name in checkpointed if name not in gone],
+            )
 
     def trace(checkpointed: Sequence[str]) -> StepTrace:
         short = None

@@ -29,6 +29,11 @@ class Row:
     plain: Estimate
     checkpointed: Estimate | None
 
+    @property
+    def used(self) -> Estimate:
+        """Checkpointed where it does not fit as it is."""
+        return self.plain if self.plain.fits else self.checkpointed or self.plain
+
 
 def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     """The cheapest that fits; activation checkpointing computes the forward twice."""
@@ -138,7 +143,7 @@ def _table(rows: Sequence[Row], best: Any) -> str:
         plain, less = row.plain, row.checkpointed
         least, most = (seconds * (1e3 if is_quick else 1) for seconds in plain.transfer_seconds)
         span = list(dict.fromkeys([short(least, 2), short(most, 2)]))
-        fits = "yes" if plain.fits else "with ckpt." if less is not None and less.fits else ""
+        fits = "yes" if plain.fits else "with ckpt." if row.used.fits else ""
         is_best = best is not None and best["choice"] == plain.choice.name
         return [
             f"{plain.choice.zero}{' *' if is_best else ''}",
@@ -150,7 +155,7 @@ def _table(rows: Sequence[Row], best: Any) -> str:
             in_unit(plain.disk_bytes),
             in_unit(plain.traffic.wire),
             "..".join(span) if len(span) > 1 else short(most),
-            fits or f"no: {', '.join((less or plain).excess)}".replace(" memory,", ","),
+            fits or f"no: {', '.join(row.used.excess)}".replace(" memory,", ","),
         ]
 
     times = "ms" if is_quick else "seconds"
@@ -202,7 +207,7 @@ def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
         yield paragraph(f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
         yield best["strategy"]
         return
-    estimates = [row.checkpointed or row.plain for row in rows]
+    estimates = [row.used for row in rows]
     yield "nothing fits; nearest, all with activation checkpointing where there is a number:"
     for one in sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]:
         missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())

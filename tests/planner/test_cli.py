@@ -299,6 +299,28 @@ def test_a_picture_is_drawn(capsys, tmp_path):
     assert f"plot: {path}" in capsys.readouterr().err
 
 
+def test_a_picture_shows_what_the_verdict_means_and_no_bar_twice(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="an optional extra, plot")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    more = [*SMALL, "--batch", "64", "--device-memory", "33MiB"]
+    assert main(["plan", *more, "--plot", str(tmp_path / "plan.png")]) == 0
+    text = capsys.readouterr().out
+    (axes,) = drawn[0].axes
+    (winner,) = [n for n in axes.get_yticklabels() if n.get_fontweight() == "bold"]
+    assert f"cheapest that fits: {winner.get_text()} with activation checkpointing" in text
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert {"activations, checkpointed", "the cheapest that fits"} <= set(labels)
+    assert axes.get_xlabel().startswith("MiB on the device of one rank")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    widths = zip(*([bar.get_width() for bar in bars] for bars in axes.containers), strict=True)
+    stages = [names[round(bar.get_y())].split(",")[0] for bar in axes.containers[0]]
+    bars = list(zip(stages, widths, strict=True))
+    assert len(bars) == len(set(bars)) < len(names) == 13
+
+
 def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("lightning_zero.observe.plots.find_spec", lambda name: None)
     assert main(["plan", *SMALL, "--plot", "x.png"]) == 2
