@@ -16,7 +16,7 @@ from lightning_zero._version import __version__
 
 def _is_command() -> bool:
     """Whether this process was started as `lightning-zero`, or `python -m lightning_zero.cli`."""
-    program = sys.argv[0]  # "-m" while Python looks for the module
+    program = sys.argv[0] if sys.argv else ""  # "-m" while Python looks for the module
     return Path(program).name == "lightning-zero" or (
         program == "-m" and "lightning_zero.cli" in sys.orig_argv
     )
