@@ -208,7 +208,7 @@ def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
         yield best["strategy"]
         return
     estimates = [row.used for row in rows]
-    yield "nothing fits; nearest, all with activation checkpointing where there is a number:"
+    yield "nothing fits; nearest, with activation checkpointing where that is known:"
     for one in sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]:
         missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())
         yield paragraph(f"  {one.choice.name}: {missing} too little")
