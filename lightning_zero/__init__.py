@@ -2,38 +2,36 @@
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
 `_notebook`, and those with `_offload`, for `Trainer(strategy=...)`, and makes
-`load_from_checkpoint` open directories too.
+`load_from_checkpoint` open directories too. All of it stands in `_face`, which takes seconds to
+import; the command `lightning-zero` waits with that until it is needed.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_zero._version import __version__
-from lightning_zero.activations import offload_activations
-from lightning_zero.checkpoint import load_weights, open_checkpoint
-from lightning_zero.core.access import full_grad, gathered
-from lightning_zero.core.lockstep import lockstep, uneven_calls
-from lightning_zero.engine.engine import Engine
-from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.strategy.checkpoint_io import accept_every_format
-from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = [
-    "Engine",
-    "MemoryReport",
-    "OffloadConfig",
-    "ZeroConfig",
-    "ZeroStrategy",
-    "__version__",
-    "full_grad",
-    "gathered",
-    "load_weights",
-    "lockstep",
-    "offload_activations",
-    "open_checkpoint",
-    "uneven_calls",
-]
 
-ZeroStrategy.register_strategies(StrategyRegistry)
-accept_every_format()
+def _is_command() -> bool:
+    """Whether this process was started as `lightning-zero`, or `python -m lightning_zero.cli`."""
+    program = sys.argv[0] if sys.argv else ""  # "-m" while Python looks for the module
+    return Path(program).name == "lightning-zero" or (
+        program == "-m" and "lightning_zero.cli" in sys.orig_argv
+    )
+
+
+__all__ = ["__version__"]
+
+if TYPE_CHECKING or not _is_command():
+    from lightning_zero import _face
+    from lightning_zero._face import *  # noqa: F403
+
+    __all__ += _face.__all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module("lightning_zero._face"), name)

@@ -16,6 +16,14 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings
 from tests.models import ConvModule, GPTModule, MLPModule
 
+# What pip installs as `lightning-zero`.
+AS_SCRIPT = """
+import sys
+sys.argv[0] = "/usr/bin/lightning-zero"
+from lightning_zero.cli import main
+sys.exit(main())
+"""
+
 
 def run(*arguments):
     return main([str(argument) for argument in arguments])
@@ -73,7 +81,7 @@ def test_what_exists_is_replaced_only_by_force(checkpoint, tmp_path, capsys):
             "error: --max-shard-size is for a directory",
         ),
         (["export", "a.ckpt", "x", "--max-shard-size", "much"], "got 'much'"),
-        (["export", "a.ckpt", "x", "--max-shard-size", "0"], "at least one byte"),
+        (["export", "a.ckpt", "x", "--max-shard-size", "0B"], "at least one byte"),
         (["export", "a.ckpt", "x", "--format", "onnx"], "invalid choice: 'onnx'"),
         (["export", "a.ckpt", "text/x"], "error: "),
         (["export", "odd.ckpt", "x"], "if you trust where it comes from, use --trust."),
@@ -155,7 +163,7 @@ def test_inspect_finds_damage_and_says_so_with_status_1(checkpoint, capsys):
     assert "data/0" in found["damage"][0]
     assert run("inspect", checkpoint) == 0
     assert run("inspect", checkpoint, "--verify") == 1
-    assert "checksums   DAMAGED" in capsys.readouterr().out
+    assert "checksums  DAMAGED" in capsys.readouterr().out
 
 
 def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
@@ -163,6 +171,17 @@ def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "lightning-zero inspect: error: none does not exist.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "--help"], ["plan"]])
+@pytest.mark.parametrize("program", [["-c", AS_SCRIPT], ["-m", "lightning_zero.cli"]])
+def test_what_is_answered_at_once_imports_no_torch(program, arguments):
+    command = [sys.executable, "-X", "importtime", *program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == (2 if arguments == ["plan"] else 0)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "lightning_zero.cli.options" in imported
+    assert not imported & {"torch", "numpy", "lightning", "hydra", "omegaconf", "rich", "wandb"}
 
 
 def test_inspect_prints_json(checkpoint, capsys):
@@ -198,8 +217,8 @@ def test_training_goes_on_from_an_exported_checkpoint_as_from_its_source(tmp_pat
     run_ranks(2, _save, ["full", "sharded"], factory, str(tmp_path), has_group=False)
     assert run("inspect", tmp_path / "sharded", "--verify") == 0
     printed = capsys.readouterr().out
-    assert "run         world size 2, stage 3" in printed
-    assert "checksums   as they were written" in printed
+    assert "run        world size 2, stage 3" in printed
+    assert "checksums  as they were written" in printed
     assert "1 of them tied" in printed
     assert run("export", tmp_path / "sharded", tmp_path / "x.ckpt", "--format", "ckpt") == 0
     assert run("export", tmp_path / "full", tmp_path / "numbered", "--format", "dcp") == 0

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_zero.cli import main
 from lightning_zero.cli.comm_bench import LinkReport, Timing
-from lightning_zero.cli.sizes import read_rates, write_rates
+from lightning_zero.cli.rates import read_rates, write_rates
 from tests.distributed.ranks import RankError, elastic_environment, run_ranks
 
 BENCH = ["comm-bench", "--on-cpu"]
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_or_never_comes_is_told_of_under_a_launcher():
     [
         (["--devices", "1"], "expected at least 2 ranks, got '1'"),
         (["--devices", "two"], "expected at least 2 ranks, got 'two'"),
-        (["--sizes", "much"], "expected a size such as 5GiB, 500MB or 1000 (bytes), got 'much'"),
+        (["--sizes", "much"], "expected a size such as 24GiB, 500MB or 1000B, got 'much'"),
         (["--seconds", "0"], "expected a number of seconds above 0, got '0'"),
         (["--timeout", "inf"], "expected a number of seconds above 0, got 'inf'"),
     ],

@@ -158,10 +158,11 @@ def test_a_bucket_of_no_elements_is_refused(build, name):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_may_be_written_as_floats(name):
-    config = ZeroConfig(stage=_stage_for(name), **{name: 5e8})
-    assert getattr(config, name) == 500_000_000
-    assert isinstance(getattr(config, name), int)
+def test_sizes_may_be_written_as_floats_and_with_units(name):
+    for written in (5e8, "500M", "0.5G"):
+        config = ZeroConfig(stage=_stage_for(name), **{name: written})
+        assert getattr(config, name) == 500_000_000
+        assert isinstance(getattr(config, name), int)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -11,10 +11,9 @@ import yaml
 
 import lightning_zero
 import lightning_zero.callbacks
-from lightning_zero.cli import comm_bench, export, inspect, io_bench, plan, trace
+from lightning_zero.cli.options import add_commands
 from tests.pages import PAGES, ROOT
 
-COMMANDS = (comm_bench, export, inspect, io_bench, plan, trace)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 LINKING = [*PAGES, "CONTRIBUTING.md"]
@@ -90,8 +89,7 @@ def test_every_command_and_option_is_in_the_reference():
     parts = re.split(r"^## ", PAGES["docs/reference/cli.md"], flags=re.MULTILINE)[1:]
     told = {part.splitlines()[0]: part for part in parts}
     subparsers = argparse.ArgumentParser().add_subparsers()
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    add_commands(subparsers)
     assert told.keys() == subparsers.choices.keys()
     for name, parser in subparsers.choices.items():
         options = {option for action in parser._actions for option in action.option_strings}

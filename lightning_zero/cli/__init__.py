@@ -1,23 +1,23 @@
-"""The command `lightning-zero`: one module for each subcommand.
+"""The command `lightning-zero`: one module for each subcommand, imported when it is to run.
 
-May import every room; no room imports it. `plan` alone has more: `plan_source` reads models and
-settings, `plan_text` and `plan_plot` show the result; `sizes` reads and prints numbers with units.
+May import every room; no room imports it. `options` says what may be typed, without torch, so that
+`--help` and mistakes are answered at once. `plan` has more: `plan_source` reads models and
+settings, `plan_text` and `plan_plot` show the result; `rates` are files of what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import pickle
 import sys
 from collections.abc import Sequence
 
 from lightning_zero._version import __version__
-from lightning_zero.cli import comm_bench, export, inspect, io_bench, plan, trace
+from lightning_zero.cli.options import add_commands
 
 __all__ = ["main"]
-
-_SUBCOMMANDS = (comm_bench, export, inspect, io_bench, plan, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,16 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for subcommand in _SUBCOMMANDS:
-        subcommand.add_parser(subparsers)
+    add_commands(parser.add_subparsers(required=True, metavar="COMMAND", dest="command"))
     args, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides += rest  # argparse wants all of them in one place
     try:
-        status: int = args.run(args)
+        module = importlib.import_module(f"{__name__}.{args.command.replace('-', '_')}")
+        status: int = module.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # `lightning-zero inspect x | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

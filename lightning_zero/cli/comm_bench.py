@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -30,11 +29,12 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from lightning_zero.cli.sizes import check_rates, count_of, parse_bytes, parse_seconds, write_rates
+from lightning_zero.cli.rates import check_rates, write_rates
 from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.record import streams
 
-__all__ = ["COLLECTIVES", "LinkReport", "Timing", "add_parser", "measure_link"]
+__all__ = ["COLLECTIVES", "LinkReport", "Timing", "measure_link", "run"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _DTYPE = torch.float32
@@ -161,13 +161,7 @@ def _synchronize(device: torch.device) -> None:
         streams.synchronize(device)
 
 
-_DESCRIPTION = (
-    "Times all-gather, reduce-scatter and all-reduce as training runs them, over NCCL or gloo, and "
-    "prints the flags to give to `lightning-zero plan`. By itself it starts a rank for every GPU, "
-    "or two on the CPU; under torchrun or srun it measures the ranks that these have started."
-)
 _MIB, _GIB = 2**20, 2**30
-_SIZES = [size * _MIB for size in (1, 4, 16, 64)]
 
 
 @dataclass(frozen=True)
@@ -181,45 +175,12 @@ class _Place:
     port: int
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "comm-bench", help="measure the links between ranks", description=_DESCRIPTION
-    )
-    parser.add_argument(
-        "--devices",
-        type=count_of("at least 2 ranks", least=2),
-        metavar="N",
-        help="ranks to start here",
-    )
-    parser.add_argument("--on-cpu", action="store_true", help="gloo between CPU processes")
-    parser.add_argument(
-        "--sizes",
-        type=parse_bytes,
-        nargs="+",
-        default=_SIZES,
-        metavar="SIZE",
-        help="of whole tensors (default: 1MiB 4MiB 16MiB 64MiB)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=parse_seconds,
-        default=0.3,
-        help="of each measurement (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=parse_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="for which ranks wait for one another (default: %(default)s)",
-    )
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Measures, in ranks that it starts or as one that was started.
 
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0.
+    """
     check_rates(args.rates)
     has_gpu = torch.cuda.is_available() and not args.on_cpu
     place = _launched_place()
@@ -343,7 +304,7 @@ def _tell(report: LinkReport, title: str, args: argparse.Namespace) -> None:
     for_plan = f"--link-gb-per-s {rate:g}"
     if args.rates is not None:
         for_plan += f", or --rates {args.rates}"
-    print(f"{_table(report, title)}\nlightning-zero plan: {for_plan}")
+    print(f"{_as_text(report, title)}\nlightning-zero plan: {for_plan}")
 
 
 def _as_dict(report: LinkReport) -> dict[str, Any]:
@@ -360,22 +321,30 @@ def _as_dict(report: LinkReport) -> dict[str, Any]:
     }
 
 
-def _table(report: LinkReport, title: str) -> str:
+def _as_text(report: LinkReport, title: str) -> str:
     latencies = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in report.latencies.items())
     return "\n".join(
         [
             title,
-            f"{'':<16}{'MiB':>8}{'us':>10}{'algorithm':>12}{'bus':>8}  GiB/s",
-            *map(_line, report.timings),
+            table([_HEADER, *map(_row, report.timings)]),
             f"latency: {latencies}",
-            "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, bus",
-            "bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce 2 (N-1)/N.",
+            paragraph(
+                "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, "
+                "bus bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce "
+                "2 (N-1)/N."
+            ),
         ]
     )
 
 
-def _line(timing: Timing) -> str:
-    return (
-        f"{timing.collective:<16}{timing.nbytes / _MIB:>8.2f}{1e6 * timing.seconds:>10.0f}"
-        f"{timing.algorithm_rate / _GIB:>12.2f}{timing.bus_rate / _GIB:>8.2f}"
-    )
+_HEADER = ["collective", "MiB", "us", "algorithm GiB/s", "bus GiB/s"]
+
+
+def _row(timing: Timing) -> list[str]:
+    return [
+        timing.collective,
+        f"{timing.nbytes / _MIB:.2f}",
+        f"{1e6 * timing.seconds:.0f}",
+        f"{timing.algorithm_rate / _GIB:.2f}",
+        f"{timing.bus_rate / _GIB:.2f}",
+    ]

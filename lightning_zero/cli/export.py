@@ -18,67 +18,21 @@ from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.export import plan, release
 from lightning_zero.checkpoint.source import find_damage, raise_damage
-from lightning_zero.cli.sizes import in_words, parse_bytes
+from lightning_zero.layout.sizes import in_words
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MAX_SHARD_BYTES = 5 * 1024**3
 _RELEASE_BYTES = 32 * 1024**2  # written between two releases of mapped memory
-_EPILOG = """\
-CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors, or a directory of
-DeepSpeed ZeRO. It and OUT are paths, or addresses such as s3://bucket/run. Formats:
-
-  safetensors  the weights, as Hugging Face reads them: OUT is a directory with files of at most
-               --max-shard-size and an index, or one file if it ends with .safetensors
-  ckpt         everything, in one file that any Lightning strategy resumes from
-  dcp          everything, as a directory of torch.distributed.checkpoint
-"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a checkpoint in another format",
-        description="Writes a checkpoint in another format, tensor by tensor, so that it may be "
-        "larger than memory.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--format", choices=["safetensors", "ckpt", "dcp"], default="safetensors")
-    parser.add_argument("--dtype", choices=_DTYPES, help="cast floating-point weights")
-    parser.add_argument(
-        "--max-shard-size",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="of a safetensors file, such as 5GiB (default) or 500MB",
-    )
-    parser.add_argument(
-        "--ema",
-        action="store_true",
-        help="take the averaged weights of Lightning's WeightAveraging",
-    )
-    parser.add_argument(
-        "--part",
-        metavar="NAME",
-        help="the weights of this submodule alone, under the names that they have in it: model "
-        "where a LightningModule has a Hugging Face model as self.model",
-    )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.add_argument(
-        "--trust", action="store_true", help="unpickle any class; only for files that you trust"
-    )
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare with the checksums first"
-    )
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Writes the checkpoint.
 
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0.
+    """
     checkpoint, out = locate(args.checkpoint), locate(args.out)
     _check_places(checkpoint, out, args.force)
     max_shard_bytes = _max_shard_bytes(args, out)

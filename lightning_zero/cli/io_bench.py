@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.cli.sizes import check_rates, parse_bytes, parse_seconds, write_rates
+from lightning_zero.cli.rates import check_rates, write_rates
+from lightning_zero.observe.tables import table
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
@@ -35,10 +35,9 @@ __all__ = [
     "DiskReport",
     "Rates",
     "TierSettings",
-    "add_parser",
     "measure_disk",
+    "as_text",
     "run",
-    "table",
     "tier_rates",
 ]
 
@@ -277,29 +276,6 @@ def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
     return buffers
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to what `ArgumentParser.add_subparsers` gave."""
-    parser = subparsers.add_parser(
-        "io-bench",
-        help="measure a disk as NVMe tier",
-        description="Measure a disk as the NVMe tier uses it, and print the settings to use. "
-        "The file that it makes goes whatever happens.",
-    )
-    parser.add_argument("path", type=Path, help="a folder on the disk, as nvme_path")
-    parser.add_argument(
-        "--size", type=parse_bytes, default="4GiB", help="of the file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=parse_seconds,
-        default=1.0,
-        help="of each measurement (default: %(default)s)",
-    )
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
@@ -317,20 +293,20 @@ def run(args: argparse.Namespace) -> int:
 
     with _terminated_as_exit():
         report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
-    print(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
+    print(json.dumps(report.as_dict(), indent=2) if args.json else as_text(report))
     if args.rates is not None:
         write_rates(args.rates, {"io_gb_per_s": round(report.tier.mixed / _GB, 3)})
     return 0
 
 
-def table(report: DiskReport) -> str:
+def as_text(report: DiskReport) -> str:
     """What was found, for people."""
+    rates = {name: f"{rate / _GB:.2f}" for name, rate in vars(report.tier).items()}
     best = report.settings
     direct = "O_DIRECT" if report.is_direct else "through the page cache, which flatters a disk"
     lines = [
         f"{report.path} ({report.file_system}, {direct}), {report.nbytes / 2**30:.1f} GiB",
-        f"{'GB/s':<8}{'read':>8}{'write':>8}{'mixed':>8}",
-        f"{'tier':<8}" + "".join(f"{rate / _GB:>8.2f}" for rate in vars(report.tier).values()),
+        table([["GB/s", *rates], ["tier", *rates.values()]]),
         "",
         f"offload: buffer_count={best.buffer_count}, buffer_size={best.buffer_size} "
         f"({best.buffer_count} x {best.buffer_bytes // _MIB} MiB of CPU memory)",

@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
 from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
-from lightning_zero.cli.sizes import NAMES, count_of, number_of, parse_bytes_with_unit, read_rates
+from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
@@ -33,113 +33,15 @@ from lightning_zero.planner import (
     trace_step,
 )
 
-__all__ = ["add_parser"]
-
-_count = count_of("a whole number of at least 1")
-_rate = number_of("GB per second such as 25")
-_DESCRIPTION = """\
-Says for every stage and offload what one rank takes on its device, its machine in CPU memory and
-on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of the engine
-itself, without a device. The status is 1 where nothing fits.
-"""
-_EPILOG = """\
-examples:
-  lightning-zero plan --model llama_70b --ranks 16 --device-memory 80GiB --host-memory 1TiB
-  lightning-zero plan --module my.code:Model --arg width=512 --input 8x3x224x224 --ranks 4
-  lightning-zero plan --config-dir conf --config-name config model=gpt_1b trainer.devices=8
-"""
+__all__ = ["run"]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="say what a job would take",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_model(parser)
-    _add_training(parser)
-    _add_machine(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Plans the job that `args` name, and prints what was found.
 
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="a preset, such as llama_70b; a wrong name lists all")
-    what.add_argument("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
-    what.add_argument("--config-name", help="a Hydra configuration, with overrides behind it")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, of --config-name"
-    )
-    parser.add_argument("--config-dir", help="of --config-name (default: the package's conf)")
-    parser.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", help="of --module"
-    )
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="of an argument of forward: 8x3x224x224, 8x64:int64",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=_count, metavar="N", help="of a rank (default: 1)")
-    parser.add_argument("--context", type=_count, metavar="N", help="in tokens (default: 1024)")
-    parser.add_argument("--micro-batches", type=_count, metavar="N", help="in a step (default: 1)")
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, metavar="NAME", help="of a Trainer (default: bf16-mixed)"
-    )
-    parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="of torch (default: adamw)"
-    )
-    parser.add_argument(
-        "--average",
-        action="append",
-        default=[],
-        choices=("cpu", "device"),
-        help="an average of the weights, and where it rests: Lightning's are in CPU memory",
-    )
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_count, metavar="N", help="in all")
-    parser.add_argument(
-        "--ranks-per-node", type=_count, metavar="N", help="(default: --ranks, at most 8)"
-    )
-    parser.add_argument(
-        "--device-memory",
-        type=parse_bytes_with_unit,
-        metavar="SIZE",
-        help="of a rank, such as 24GiB",
-    )
-    parser.add_argument(
-        "--host-memory",
-        type=parse_bytes_with_unit,
-        metavar="SIZE",
-        help="of a machine, such as 512GiB",
-    )
-    parser.add_argument(
-        "--disk", type=parse_bytes_with_unit, metavar="SIZE", help="of a machine, such as 2TB"
-    )
-    parser.add_argument("--on-cpu", action="store_true", help="ranks compute on the CPU")
-    for name, what_for in (
-        ("link", "between ranks, of one, as comm-bench measures it"),
-        ("cpu-link", "between device and CPU memory, of one rank"),
-        ("io", "of a machine's disk, as io-bench measures it (mixed)"),
-        ("memory", "of a machine's CPU memory, for steps on the CPU"),
-    ):
-        parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=what_for)
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
-
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0; 1 where nothing fits.
+    """
     if args.plot is not None:
         from lightning_zero.cli.plan_plot import check_plot
 
@@ -191,7 +93,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from lightning_zero.cli.plan_plot import draw
 
-        draw(rows, machine, f"{source.title}, {name}, {machine.num_ranks} ranks", args.plot)
+        title = f"{source.title}, {name}, {machine.num_ranks} ranks"
+        draw(rows, best["choice"] if best else None, machine, title, args.plot)
         print(f"plot: {args.plot}", file=sys.stderr)
     return 0 if best else 1
 
@@ -254,14 +157,16 @@ def _traces(
     step = source.step
 
     def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
-        return trace_step(
-            source.module,
-            step,
-            units=[name for name in units if name not in gone],
-            dtypes=dtypes,
-            autocast=precision.autocast,
-            checkpointed=[name for name in checkpointed if name not in gone],
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that fake tensors do not choose
+            return trace_step(
+                source.module,
+                step,
+                units=[name for name in units if name not in gone],
+                dtypes=dtypes,
+                autocast=precision.autocast,
+                checkpointed=[name for name in checkpointed if name not in gone],
+            )
 
     def trace(checkpointed: Sequence[str]) -> StepTrace:
         short = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.planner import SHAPES, Decoder
+from lightning_zero.planner import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
 from lightning_zero.strategy.auto import auto_base
 from lightning_zero.strategy.schema import register
 
@@ -125,17 +126,15 @@ def of_arguments(args: argparse.Namespace) -> Source:
             "use --config-name, or --arg for arguments of --module."
         )
     if args.model:
-        return _preset(args.model, args.batch, args.context)
+        return _shape(args.model, args.batch, args.context)
     if args.module:
         return _class(args.module, args.arg, args.input)
     return _hydra(args)
 
 
-def _preset(name: str, batch: int | None, context: int | None) -> Source:
+def _shape(name: str, batch: int | None, context: int | None) -> Source:
     context = context or 1024
-    if name not in SHAPES:
-        raise ValueError(f"there is no model {name!r}; there are {', '.join(SHAPES)}.")
-    shape = SHAPES[name]
+    shape = SHAPES.get(name) or _shape_in(Path(name))
     if shape.context:  # learned positions
         shape = replace(shape, context=context)
     with torch.device("meta"):
@@ -148,6 +147,23 @@ def _preset(name: str, batch: int | None, context: int | None) -> Source:
         return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
     return Source(f"{name}, batch {size[0]} x {size[1]} tokens", module, step)
+
+
+def _shape_in(path: Path) -> DecoderShape:
+    """As a `config.json` of Hugging Face says, or that of a folder."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"there is no model {str(path)!r}; there are {', '.join(SHAPES)}, and any config.json "
+            "of Hugging Face, or folder that holds one."
+        )
+    try:
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"expected an object, got {config!r:.40}.")
+        return shape_of_hugging_face(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.cli.sizes import in_words
 from lightning_zero.layout.offload import Tier
-from lightning_zero.observe.plots import unit_of
-from lightning_zero.observe.report import aligned
+from lightning_zero.layout.sizes import in_words, unit_of
+from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.planner import Estimate, Machine
 from lightning_zero.strategy.auto import as_arguments
 
@@ -29,6 +28,11 @@ class Row:
 
     plain: Estimate
     checkpointed: Estimate | None
+
+    @property
+    def used(self) -> Estimate:
+        """Checkpointed where it does not fit as it is."""
+        return self.plain if self.plain.fits else self.checkpointed or self.plain
 
 
 def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -99,9 +103,6 @@ def as_dict(row: Row) -> dict[str, Any]:
     }
 
 
-_Format = Callable[[float], str]
-
-
 def as_text(
     facts: Mapping[str, Any], rows: Sequence[Row], machine: Machine, best: Any, note: str
 ) -> str:
@@ -122,65 +123,70 @@ def as_text(
         f"DistributedDataParallel would hold {in_words(facts['data_parallel_bytes'])} of states on "
         "each device."
     )
-    parts = [head, *([note] if note else []), "", _table(rows), "", _legend(rows, machine), alone]
-    return "\n".join([*parts, "", _verdict(rows, best)])
+    above = [head, note] if note else [head]
+    below = [*_legend(rows, machine), alone]
+    parts = [*map(paragraph, above), "", _table(rows, best), "", *map(paragraph, below)]
+    return "\n".join([*parts, "", *_verdict(rows, best)])
 
 
-def _table(rows: Sequence[Row]) -> str:
-    most = max(row.plain.device_bytes for row in rows)
-    unit, size = unit_of(most)
+def _table(rows: Sequence[Row], best: Any) -> str:
+    unit, size = unit_of(max(row.plain.device_bytes for row in rows))
     is_quick = all(row.plain.transfer_seconds[1] < 1 for row in rows)
 
-    def in_unit(nbytes: float) -> str:
-        number = nbytes / size
-        return f"{number:.1f}" if number < 100 else f"{number:.0f}"
+    def short(number: float, digits: int = 3) -> str:
+        return f"{number:.{digits}g}" if number < 100 else f"{number:.0f}"
 
-    def in_seconds(seconds: float) -> str:
-        number = seconds * 1e3 if is_quick else seconds
-        return f"{number:.3g}" if number < 100 else f"{number:.0f}"
+    def in_unit(nbytes: float) -> str:
+        return f"{nbytes / size:.1f}" if nbytes < 100 * size else f"{nbytes / size:.0f}"
+
+    def cells(row: Row) -> list[str]:
+        plain, less = row.plain, row.checkpointed
+        least, most = (seconds * (1e3 if is_quick else 1) for seconds in plain.transfer_seconds)
+        span = list(dict.fromkeys([short(least, 2), short(most, 2)]))
+        fits = "yes" if plain.fits else "with ckpt." if row.used.fits else ""
+        is_best = best is not None and best["choice"] == plain.choice.name
+        return [
+            f"{plain.choice.zero}{' *' if is_best else ''}",
+            plain.choice.offload,
+            in_unit(plain.resting.tier_bytes(Tier.DEVICE)),
+            in_unit(plain.device_bytes),
+            "" if less is None else in_unit(less.device_bytes),
+            in_unit(plain.host_bytes),
+            in_unit(plain.disk_bytes),
+            in_unit(plain.traffic.wire),
+            "..".join(span) if len(span) > 1 else short(most),
+            fits or f"no: {', '.join(row.used.excess)}".replace(" memory,", ","),
+        ]
 
     times = "ms" if is_quick else "seconds"
-    header = [unit, "states", "peak", "checkpointed", "host", "disk", "sent", times, "fits"]
-    lines = [header, *(_cells(row, in_unit, in_seconds) for row in rows)]
-    return aligned(lines, left=(0, len(header) - 1))
+    header = [
+        unit, "offload", "states", "peak", "peak, ckpt.", "host", "disk", "sent", times, "fits"
+    ]  # fmt: skip
+    return table([header, *map(cells, rows)], left=(0, 1, len(header) - 1))
 
 
-def _cells(row: Row, in_unit: _Format, in_seconds: _Format) -> list[str]:
-    plain, less = row.plain, row.checkpointed
-    times = [in_seconds(seconds) for seconds in plain.transfer_seconds]
-    fits = "yes" if plain.fits else "checkpointed" if less is not None and less.fits else ""
-    return [
-        plain.choice.name,
-        in_unit(plain.resting.tier_bytes(Tier.DEVICE)),
-        in_unit(plain.device_bytes),
-        "" if less is None else in_unit(less.device_bytes),
-        in_unit(plain.host_bytes),
-        in_unit(plain.disk_bytes),
-        in_unit(plain.traffic.wire),
-        times[0] if times[0] == times[1] else f"{times[0]}..{times[1]}",
-        fits or f"no: {', '.join((less or plain).excess)}",
-    ]
-
-
-def _legend(rows: Sequence[Row], machine: Machine) -> str:
+def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
     rates = machine.rates
     used = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
     link, cpu_link, disk, memory = (rate / 1e9 for rate in used)
-    lines = [
-        "states, peak, sent: of one rank, on its device, at rest, at most and in a step;",
-        "checkpointed: the peak with activation checkpointing; host, disk: of a machine;",
-        "off: stage 0, all replicated. Times are of transfers and of steps on the CPU, at once ..",
-        f"one by one, at {link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of",
-        f"disks and {memory:g} of CPU memory for these steps (--rates).",
-    ]
+    yield (
+        "*: the cheapest that fits; off: stage 0, all replicated; ckpt.: with activation "
+        "checkpointing; states, peak, sent: of one rank, on its device, at rest, at most and in a "
+        "step; host, disk: of a machine."
+    )
+    yield (
+        "Times are of transfers and of steps on the CPU, at once .. one by one, at "
+        f"{link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of disks and "
+        f"{memory:g} of CPU memory for these steps (--rates)."
+    )
     if machine.is_apart:
-        lines += [
-            "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors",
-            "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much.",
-        ]
+        yield (
+            "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors "
+            "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much."
+        )
     spans = [row.plain.ranks.span(tier) for row in rows for tier in Tier]
     if any(least != most for least, most in spans):
-        lines.append("Ranks own whole tensors and differ: the numbers are of the one with most.")
+        yield "Ranks own whole tensors and differ: the numbers are of the one with most."
     limits = {
         "--device-memory": machine.device_bytes,
         "--host-memory": machine.host_bytes,
@@ -188,22 +194,21 @@ def _legend(rows: Sequence[Row], machine: Machine) -> str:
     }
     unbounded = [name for name, limit in limits.items() if limit is None]
     if unbounded:
-        lines.append(f"Taken to be without bound, for want of {', '.join(unbounded)}.")
-    return "\n".join(lines)
+        yield f"Taken to be without bound, for want of {', '.join(unbounded)}."
 
 
-def _verdict(rows: Sequence[Row], best: Any) -> str:
+def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
     if best is not None:
         how = " with activation checkpointing" if best["checkpointing"] else ""
         needs = [f"{in_words(best['device_bytes'])} on each device"]
         for name, where in (("host", "of CPU memory"), ("disk", "on disk")):
             if nbytes := best[f"{name}_bytes_per_node"]:
                 needs.append(f"{in_words(nbytes)} {where} for each machine")
-        return f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}\n{best['strategy']}"
-    estimates = [row.checkpointed or row.plain for row in rows]
-    nearest = sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]
-    lines = ["nothing fits; nearest, all with activation checkpointing where there is a number:"]
-    for one in nearest:
+        yield paragraph(f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
+        yield best["strategy"]
+        return
+    estimates = [row.used for row in rows]
+    yield "nothing fits; nearest, with activation checkpointing where that is known:"
+    for one in sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]:
         missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())
-        lines.append(f"  {one.choice.name}: {missing} too little")
-    return "\n".join(lines)
+        yield paragraph(f"  {one.choice.name}: {missing} too little")

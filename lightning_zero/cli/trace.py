@@ -11,31 +11,21 @@ from statistics import fmean
 from lightning_zero.observe.chrome import ON_CPU, chrome_trace
 from lightning_zero.observe.files import find_recordings, read_step, steps_in
 from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_timeline
+from lightning_zero.observe.tables import table
 from lightning_zero.record.spans import Kind, Recording
 
-__all__ = ["add_parser"]
+__all__ = ["run"]
 
 _GIB = 1024**3
-_COLUMNS = ("GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
+_HEADER = ("", "GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="show what computed, travelled and waited in a step",
-        description="Merges what the ranks of a run recorded of a step, by the callback "
-        "ZeroMonitor(trace_steps=[10]), into a trace for Perfetto (ui.perfetto.dev) or "
-        "chrome://tracing, and a picture; prints what was hidden behind computation.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_directory", metavar="RUN", type=Path, help="directory of the run")
-    parser.add_argument("--step", type=int, metavar="N", help="(default: all that are recorded)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="(default: beside the recordings)")
-    parser.set_defaults(run=_run)
+def run(args: argparse.Namespace) -> int:
+    """Writes traces and pictures, and prints what was hidden.
 
-
-def _run(args: argparse.Namespace) -> int:
+    Returns:
+        0.
+    """
     folder = find_recordings(args.run_directory)
     out: Path = args.out or folder.parent
     for step in steps_in(folder) if args.step is None else [args.step]:
@@ -58,12 +48,13 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     seconds = max(recording.seconds for recording in recordings)
     ranks = f"{len(recordings)} ranks, means over them" if len(recordings) > 1 else "1 rank"
     yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
-    yield f"{'':<16}" + "".join(f"{name:>13}" for name in _COLUMNS)
+    lines = [list(_HEADER)]
     for kind in Kind:
         rows = [_values(recording, kind) for recording in recordings]
         values = [fmean(column) for column in zip(*rows, strict=True)]
         if any(values):
-            yield f"{kind.value:<16}" + "".join(map(_cell, values))
+            lines.append([kind.value, *(f"{value:.4f}" if value else "-" for value in values)])
+    yield table(lines)
     yield ON_CPU
     yield _waits(recordings)
     hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
@@ -72,10 +63,6 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     hits, misses = sum(r.read_hits for r in recordings), sum(r.read_misses for r in recordings)
     if hits or misses:
         yield f"read ahead of use: {hits} of {hits + misses} shards"
-
-
-def _cell(value: float) -> str:
-    return f"{value:>13.4f}" if value else f"{'-':>13}"
 
 
 def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:

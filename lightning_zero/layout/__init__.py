@@ -7,6 +7,7 @@
     mesh        ranks that share shards, and their replicas
     kept        which layers keep float32 parameters in 16-bit training
     names       names of parameters and modules
+    sizes       numbers with units, as people write and read them
     units       which modules are gathered together
     recompute   which modules run again in backward
     order       what is gathered and reduced next, on all ranks; who waits for whom

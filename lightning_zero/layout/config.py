@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_zero.layout.kept import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.sizes import whole_number
 from lightning_zero.layout.stage import STAGES, Stage, State
 
 __all__ = ["MAY_BE_ZERO", "NEEDS", "SIZES", "Modules", "Need", "ZeroConfig"]
@@ -92,6 +93,8 @@ NEEDS = {
 class ZeroConfig:
     """Settings of the engine. Sizes are in elements, as in DeepSpeed; None means "choose well".
 
+    A size may be written as 67108864, 5e8, "64M" (of 10^6) or "64Mi" (of 2^20).
+
     Attributes:
         stage: 0 (plain data parallel, the control), 1, 2 or 3.
         reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or
@@ -170,7 +173,9 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         _check_stage(self.stage)
         for name in SIZES:
-            _set(self, name, _check_size(name, getattr(self, name)))
+            if (size := getattr(self, name)) is not None:
+                least = 0 if name in MAY_BE_ZERO else 1
+                _set(self, name, whole_number(name, size, least=least))
         for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise", "overlap_step"):
             _check_bool(name, getattr(self, name))
         if self.reshard_after_forward is not None:
@@ -265,21 +270,6 @@ def _check_stage(stage: object) -> None:
         )
     if stage not in STAGES:
         raise ValueError(f"stage must be one of 0, 1, 2, 3, got {stage!r}.")
-
-
-def _check_size(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 5e8 in JSON and YAML is a float
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a whole number of elements such as 5e8, got {value!r}.")
-    if isinstance(value, float):
-        raise ValueError(f"{name} must be a whole number of elements such as 5e8, got {value}.")
-    least = 0 if name in MAY_BE_ZERO else 1
-    if value < least:
-        raise ValueError(f"{name} must be at least {least} elements, got {value}.")
-    return value
 
 
 def _check_group_size(value: object) -> int | str | None:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from lightning_zero.layout.sizes import whole_number
+
 __all__ = [
     "MAX_MEANS_ON_THE_WAY",
     "NUM_UPLOAD_BLOCKS",
@@ -68,6 +70,8 @@ class Tier(Enum):
 class OffloadConfig:
     """Where the shards of one state rest, and with which buffers they travel.
 
+    Bytes may be written as 8589934592, 8e9, "8GB" (of 10^9) or "8GiB" (of 2^30).
+
     Attributes:
         device: "cpu", "nvme", or "auto": fill the device, then CPU memory, then NVMe.
         nvme_path: Folder on a local disk. None: `$LIGHTNING_ZERO_NVME_PATH`, `$SLURM_TMPDIR` or the
@@ -104,10 +108,10 @@ class OffloadConfig:
         if not isinstance(self.pin_memory, bool):
             raise TypeError(f"pin_memory must be True or False, got {self.pin_memory!r}.")
         for name, least in (("buffer_count", 2), ("buffer_size", 2**16)):
-            object.__setattr__(self, name, _whole(name, getattr(self, name), least))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least=least))
         for name in ("max_in_cpu_bytes", "max_in_device_bytes"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _whole(name, getattr(self, name), 0))
+            if (limit := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, limit, least=0))
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
             raise TypeError(f"ratio must be a number from 0 to 1, got {self.ratio!r}.")
         if not 0 <= self.ratio <= 1:
@@ -198,16 +202,6 @@ def step_buffers(param: OffloadConfig | None, optimizer: OffloadConfig | None) -
     """Whose buffers a step uses: it moves states in files, or else parameters in files."""
     chosen = optimizer if optimizer is not None and optimizer.device != "cpu" else param
     return chosen or OffloadConfig()
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1e8 in JSON and YAML is a float
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}.")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
-    return value
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Imports record, layout and strategy; the only room that knows W&B.
     metrics       what is logged of a step
     throughput    and of the time between two of them: samples, tokens and FLOPs per second
     report        `MemoryTable`, and what a job says when it ends
+    tables        text in columns, as wide as the terminal
     files         where recordings lie, and how they are read again
     chrome        the Trace Event Format, for Perfetto
     plots         pictures of a step and of memory; matplotlib is imported when one is drawn

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.sizes import unit_of
 from lightning_zero.layout.stage import Stage, State
 from lightning_zero.observe.chrome import ON_CPU, Lane, lanes_of
 from lightning_zero.record.spans import Kind, Recording, Span
@@ -45,7 +46,6 @@ __all__ = [
     "plot_memory",
     "plot_timeline",
     "totals",
-    "unit_of",
 ]
 
 HOW_TO_DRAW = 'pictures need matplotlib: pip install "lightning-zero[plot]"'
@@ -69,17 +69,11 @@ KIND_COLOURS = {
     Kind.WRITE: "#882255",
 }
 TIER_HATCHES = {"device": "", "cpu": "///", "nvme": "..."}
-_UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def has_matplotlib() -> bool:
     """Whether pictures can be drawn here."""
     return find_spec("matplotlib") is not None
-
-
-def unit_of(nbytes: float) -> tuple[str, int]:
-    """The unit in which the largest of some sizes is best read, and its bytes."""
-    return next((unit for unit in _UNITS if nbytes >= unit[1]), ("bytes", 1))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
+from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.observe.throughput import Speed
 from lightning_zero.record.spans import Kind
 from lightning_zero.strategy.strategy import ZeroStrategy
@@ -22,7 +23,6 @@ __all__ = [
     "Flow",
     "JobReport",
     "MemoryTable",
-    "aligned",
     "memory_reports",
     "memory_table",
     "zero_strategy",
@@ -113,8 +113,10 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
         [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
         for label, row in zip(labels, rows, strict=True)
     ]
-    table = aligned([header, *lines])
-    return f"{table}\n{_traffic(reports[0], num_steps)}" if reports[0].nvme_written_bytes else table
+    parts = [table([header, *lines])]
+    if reports[0].nvme_written_bytes:
+        parts.append(_traffic(reports[0], num_steps))
+    return "\n".join(parts)
 
 
 def _without_zeros(names: list[str], rows: list[list[int]]) -> tuple[list[str], list[list[int]]]:
@@ -131,18 +133,6 @@ def _traffic(report: MemoryReport, num_steps: int) -> str:
     return (
         f"NVMe traffic of rank 0: {read:.2f} GiB read, {written:.2f} GiB written, "
         f"{per_step:.3f} GiB written per step"
-    )
-
-
-def aligned(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
-    """Columns two spaces apart, those of these places to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
     )
 
 
@@ -225,23 +215,23 @@ class JobReport:
                 )
                 if not math.isnan(value)
             ]
-            yield (
+            yield paragraph(
                 f"throughput of {self.world_size} rank(s): {', '.join(rates)} "
                 f"(over {speed.num_steps} steps, without the first one and evaluation)"
             )
         if not self.num_recorded:
             yield "no step after the first one was recorded: every_n_steps is more than there were"
         elif self.flows:
-            yield (
+            yield paragraph(
                 f"communication, mean of {self.num_recorded} recorded steps of "
                 f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
             )
-            yield aligned([_HEADER, *map(self._row, self.flows), self._waits()])
+            yield table([_HEADER, *map(self._row, self.flows), self._waits()])
             if self.world_size > 1:
                 skew_ms, of_step = self._time(self.skew_s)
                 yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last one"
             if self.is_on_cpu:
-                yield (
+                yield paragraph(
                     "on CPU a collective ends where it is waited for: what is hidden is at most "
                     "that, and rates (>=) are at least those"
                 )

@@ -9,7 +9,7 @@ Imports layout alone: no device and no process group is touched.
                 its blocks
     timeline    the schedule replayed on that: the most of a step
     traffic     bytes between ranks and tiers, and the time they take
-    shapes      models that are known by name
+    shapes      models that are known by name, or by the config.json of Hugging Face
     optimizers  what an optimizer keeps of each parameter
 
 Begin with `estimates`.
@@ -29,7 +29,7 @@ from lightning_zero.planner.optimizers import (
     data_parallel_bytes,
     make_optimizers,
 )
-from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape
+from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
 from lightning_zero.planner.trace import Repeats, StepTrace, find_repeats, stretched, trace_step
 from lightning_zero.planner.traffic import Rates, Traffic
 
@@ -52,6 +52,7 @@ __all__ = [
     "estimate",
     "find_repeats",
     "make_optimizers",
+    "shape_of_hugging_face",
     "stretched",
     "take_inventory",
     "trace_step",

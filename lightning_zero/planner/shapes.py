@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["SHAPES", "Decoder", "DecoderShape"]
+__all__ = ["SHAPES", "Decoder", "DecoderShape", "shape_of_hugging_face"]
+
+_GPT_BIASES = ("qkv", "proj", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,13 @@ class DecoderShape:
             parameters.
         num_kv_heads: Heads of keys and values; None: `num_heads`.
         hidden: Width of the feed-forward layers; None: four times `width`.
-        is_gated: Three matrices in a feed-forward layer instead of two, RMSNorm instead of
-            LayerNorm, no biases: as in Llama.
+        is_gated: Three matrices in a feed-forward layer instead of two, and RMSNorm instead of
+            LayerNorm: as in Llama.
+        biases: Of `qkv`, `proj`, `gate`, `up` and `down`, the layers that have one; None: all, or
+            none where `is_gated`.
+        head_width: Of an attention head; None: `width` divided by `num_heads`.
+        has_qk_norm: An RMSNorm of every head of queries and of keys.
+        is_tied: The last layer has the weights of the first.
     """
 
     width: int
@@ -36,6 +45,17 @@ class DecoderShape:
     num_kv_heads: int | None = None
     hidden: int | None = None
     is_gated: bool = False
+    biases: tuple[str, ...] | None = None
+    head_width: int | None = None
+    has_qk_norm: bool = False
+    is_tied: bool = False
+
+    def linear(self, name: str, in_width: int, out_width: int) -> nn.Linear:
+        """A layer of a block."""
+        biases = self.biases
+        if biases is None:
+            biases = () if self.is_gated else _GPT_BIASES
+        return nn.Linear(in_width, out_width, bias=name in biases)
 
 
 # Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023), and "The Llama 3
@@ -45,6 +65,9 @@ SHAPES = {
     "llama2_13b": DecoderShape(5120, 40, 40, 32000, hidden=13824, is_gated=True),
     "llama2_70b": DecoderShape(8192, 80, 64, 32000, 0, num_kv_heads=8, hidden=28672, is_gated=True),
     "llama3_8b": DecoderShape(4096, 32, 32, 128256, 0, num_kv_heads=8, hidden=14336, is_gated=True),
+    "llama_405b": DecoderShape(
+        16384, 126, 128, 128256, num_kv_heads=8, hidden=53248, is_gated=True
+    ),
 }
 # Of the example, which `conf/model` describes; on bytes, GPTs with learned positions.
 SHAPES |= {
@@ -58,6 +81,58 @@ SHAPES |= {
 }
 
 
+_FAMILY = ("llama", "mistral", "phi3", "granite", "qwen2", "qwen3")
+_NUMBERS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "hidden",
+    "head_dim": "head_width",
+}
+_MLP = ("gate", "up", "down")
+_MAY_BE_MISSING = ("num_key_value_heads", "head_dim")
+
+
+def shape_of_hugging_face(config: Mapping[str, Any]) -> DecoderShape:
+    """The shape of a model of transformers, where its kind is one of Llama and those like it.
+
+    Args:
+        config: Of its `config.json`.
+
+    Raises:
+        ValueError: It is of another kind, or a number is missing.
+    """
+    kind = config.get("model_type")
+    if kind not in _FAMILY:
+        raise ValueError(
+            f"model_type must be one of {', '.join(_FAMILY)}, whose shapes are known, got "
+            f"{kind!r}; use --module with a class or function that builds the model."
+        )
+    numbers = {}
+    for key, name in _NUMBERS.items():
+        number = config.get(key)
+        if number is None and key in _MAY_BE_MISSING:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}.")
+        numbers[name] = number
+    heads, kv_heads = numbers["num_heads"], numbers.get("num_kv_heads", numbers["num_heads"])
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads must divide {heads} heads, got {kv_heads}.")
+    of_attention = ("qkv",) if kind == "qwen2" else ("qkv", "proj")
+    has_bias = kind == "qwen2" or config.get("attention_bias")
+    biases = [*(of_attention if has_bias else ()), *(_MLP if config.get("mlp_bias") else ())]
+    return DecoderShape(
+        **numbers,
+        is_gated=True,
+        biases=tuple(biases),
+        has_qk_norm=kind == "qwen3",
+        is_tied=bool(config.get("tie_word_embeddings")),
+    )
+
+
 class Decoder(nn.Module):
     """Token ids of shape (batch, time) to logits of shape (batch, time, vocab_size)."""
 
@@ -69,6 +144,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.num_layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        if shape.is_tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits for the token after each position."""
@@ -88,17 +165,18 @@ class _Block(nn.Module):
         super().__init__()
         self.num_heads = shape.num_heads
         self.num_kv_heads = shape.num_kv_heads or shape.num_heads
-        self.head_width = shape.width // shape.num_heads
-        hidden = shape.hidden or 4 * shape.width
-        has_bias = not shape.is_gated
-        kv_width = self.num_kv_heads * self.head_width
+        self.head_width = shape.head_width or shape.width // shape.num_heads
+        width, hidden = shape.width, shape.hidden or 4 * shape.width
+        q_width, kv_width = (n * self.head_width for n in (self.num_heads, self.num_kv_heads))
         self.norm_1 = _norm(shape)
-        self.qkv = nn.Linear(shape.width, shape.width + 2 * kv_width, bias=has_bias)
-        self.proj = nn.Linear(shape.width, shape.width, bias=has_bias)
+        self.qkv = shape.linear("qkv", width, q_width + 2 * kv_width)
+        self.q_norm = nn.RMSNorm(self.head_width) if shape.has_qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_width) if shape.has_qk_norm else nn.Identity()
+        self.proj = shape.linear("proj", q_width, width)
         self.norm_2 = _norm(shape)
-        self.gate = nn.Linear(shape.width, hidden, bias=False) if shape.is_gated else None
-        self.up = nn.Linear(shape.width, hidden, bias=has_bias)
-        self.down = nn.Linear(hidden, shape.width, bias=has_bias)
+        self.gate = shape.linear("gate", width, hidden) if shape.is_gated else None
+        self.up = shape.linear("up", width, hidden)
+        self.down = shape.linear("down", hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, time, width) to the same shape."""
@@ -109,19 +187,20 @@ class _Block(nn.Module):
         return x + down
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        kv_width = self.num_kv_heads * self.head_width
-        q, k, v = self.qkv(x).split([width, kv_width, kv_width], dim=-1)
+        batch, time, _ = x.shape
+        q_width, kv_width = (n * self.head_width for n in (self.num_heads, self.num_kv_heads))
+        q, k, v = self.qkv(x).split([q_width, kv_width, kv_width], dim=-1)
 
         def by_head(part: Tensor, num_heads: int) -> Tensor:
             return part.view(batch, time, num_heads, self.head_width).transpose(1, 2)
 
         repeats = self.num_heads // self.num_kv_heads
         q, k, v = by_head(q, self.num_heads), *(by_head(p, self.num_kv_heads) for p in (k, v))
+        q, k = self.q_norm(q), self.k_norm(k)
         if repeats > 1:
             k, v = (part.repeat_interleave(repeats, dim=1) for part in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, time, width)
+        return mixed.transpose(1, 2).reshape(batch, time, q_width)
 
 
 def _norm(shape: DecoderShape) -> nn.Module:

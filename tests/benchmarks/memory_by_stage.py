@@ -26,8 +26,9 @@ from torch.nn import functional as F
 
 import lightning_zero
 from examples.gpt import GPT
+from lightning_zero.layout.sizes import unit_of
 from lightning_zero.layout.stage import STAGES, State
-from lightning_zero.observe.plots import INK, STATE_COLOURS, blank_figure, unit_of
+from lightning_zero.observe.plots import INK, STATE_COLOURS, blank_figure
 from tests.benchmarks.report import SIZES
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks

@@ -17,7 +17,7 @@ from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroStrategy
 from lightning_zero.cli import main
 from lightning_zero.cli.plan_source import of_arguments
-from lightning_zero.planner import SHAPES, Decoder
+from lightning_zero.planner import SHAPES, Decoder, shape_of_hugging_face
 from tests.planned import MODELS
 from tests.test_conf import composed
 
@@ -144,11 +144,78 @@ def test_a_llama_of_the_example_is_the_published_one(size):
 
 
 def test_shapes_have_the_published_number_of_parameters():
-    published = {"llama2_7b": 6.738e9, "llama2_13b": 13.016e9, "llama3_8b": 8.030e9}
+    published = {
+        "llama2_7b": 6.738e9, "llama2_13b": 13.016e9, "llama3_8b": 8.030e9, "llama_405b": 405.9e9
+    }  # fmt: skip
     for name, numel in published.items():
         with torch.device("meta"):
             counted = sum(p.numel() for p in Decoder(SHAPES[name]).parameters())
         assert counted == pytest.approx(numel, rel=0.001)
+
+
+HUGGING_FACE = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "vocab_size": 128,
+}  # fmt: skip
+KINDS = {  # with the number of parameters that transformers gives them
+    "llama": ({"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}, 79_040),
+    "mistral": ({"num_key_value_heads": 2, "head_dim": 24}, 90_432),
+    "phi3": ({"pad_token_id": 0}, 86_336),
+    "granite": ({}, 86_336),
+    "qwen2": ({"num_key_value_heads": 4, "tie_word_embeddings": True}, 78_528),
+    "qwen3": ({"num_key_value_heads": 2, "head_dim": 32}, 102_848),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_of_hugging_face_has_the_parameters_of_its_model(kind):
+    more, numel = KINDS[kind]
+    shape = shape_of_hugging_face({**HUGGING_FACE, **more, "model_type": kind})
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Decoder(shape).parameters()) == numel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameters_of_a_kind_are_those_of_transformers(kind, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more, numel = KINDS[kind]
+    config = AutoConfig.for_model(**{**HUGGING_FACE, **more, "model_type": kind})
+    config.save_pretrained(tmp_path)
+    ours = of_arguments(Namespace(model=str(tmp_path), batch=1, context=8, overrides=())).module
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in theirs.parameters()) == numel
+    assert sum(p.numel() for p in ours.parameters()) == numel
+
+
+def test_a_model_is_a_config_of_hugging_face_or_a_folder_that_holds_it(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(HUGGING_FACE | {"model_type": "qwen3", "tie_word_embeddings": True}))
+    shorter = ["--context", "32", "--ranks", "2"]
+    in_folder = plan(capsys, "--model", str(tmp_path), *shorter)
+    assert in_folder["model"] == f"{tmp_path}, batch 1 x 32 tokens"
+    assert choice(in_folder, "stage3")["peak_bytes"]["activations"] > 0
+    assert plan(capsys, "--model", str(path), *shorter)["choices"] == in_folder["choices"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "config.json: Expecting property name"),
+        ("[]", "config.json: expected an object, got []"),
+        ({"model_type": "bert"}, "one of llama, mistral, phi3, granite, qwen2, qwen3, whose"),
+        ({"model_type": None}, "got None; use --module with a class or function that builds"),
+        ({"vocab_size": None}, "vocab_size must be a whole number of at least 1, got None"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide 4 heads, got 3"),
+    ],
+)
+def test_a_config_that_says_no_known_shape_is_an_error(content, text, capsys, tmp_path):
+    content = content if isinstance(content, str) else json.dumps(HUGGING_FACE | content)
+    (tmp_path / "config.json").write_text(content)
+    assert main(["plan", "--model", str(tmp_path), "--ranks", "2"]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_a_class_is_built_with_its_arguments_and_traced_on_the_shapes_of_its_inputs(capsys):
@@ -234,6 +301,28 @@ def test_a_picture_is_drawn(capsys, tmp_path):
     assert f"plot: {path}" in capsys.readouterr().err
 
 
+def test_a_picture_shows_what_the_verdict_means_and_no_bar_twice(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="an optional extra, plot")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    more = [*SMALL, "--batch", "64", "--device-memory", "33MiB"]
+    assert main(["plan", *more, "--plot", str(tmp_path / "plan.png")]) == 0
+    text = capsys.readouterr().out
+    (axes,) = drawn[0].axes
+    (winner,) = [n for n in axes.get_yticklabels() if n.get_fontweight() == "bold"]
+    assert f"cheapest that fits: {winner.get_text()} with activation checkpointing" in text
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert {"activations, checkpointed", "the cheapest that fits"} <= set(labels)
+    assert axes.get_xlabel().startswith("MiB on the device of one rank")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    widths = zip(*([bar.get_width() for bar in bars] for bars in axes.containers), strict=True)
+    stages = [names[round(bar.get_y())].split(",")[0] for bar in axes.containers[0]]
+    bars = list(zip(stages, widths, strict=True))
+    assert len(bars) == len(set(bars)) < len(names) == 13
+
+
 def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("lightning_zero.observe.plots.find_spec", lambda name: None)
     assert main(["plan", *SMALL, "--plot", "x.png"]) == 2
@@ -274,7 +363,7 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
         (["--config-name", "config", "zero=stage9"], "stage9"),
         (["--ranks", "2"], "one of the arguments --model --module --config-name is required"),
         ([*SMALL, "--device-memory", "0GiB"], "expected at least one byte, got '0GiB'"),
-        ([*SMALL, "--device-memory", "24GX"], "expected a size such as 5GiB"),
+        ([*SMALL, "--device-memory", "24GX"], "expected a size such as 24GiB"),
         ([*SMALL, "--batch", "0"], "expected a whole number of at least 1, got '0'"),
         ([*SMALL, "--ranks-per-node", "3"], "are not on machines of 3 each"),
         ([*SMALL, "--precision", "fp8"], "invalid choice: 'fp8'"),

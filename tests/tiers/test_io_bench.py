@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.cli.io_bench import DiskReport, Rates, TierSettings, table
+from lightning_zero.cli.io_bench import DiskReport, Rates, TierSettings, as_text
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import argparse, sys
-from lightning_zero.cli.io_bench import add_parser
-parser = argparse.ArgumentParser()
-add_parser(parser.add_subparsers())
-args = parser.parse_args()
-sys.exit(args.run(args))
+import sys
+from lightning_zero.cli import main
+sys.exit(main())
 """
 
 
@@ -44,8 +41,8 @@ def test_it_prints_rates_and_settings_to_use(tmp_path, capsys):
 
 def test_it_prints_a_table(tmp_path):
     settings, rates = TierSettings(buffer_count=3), Rates(1.5e9, 2e9, 2.5e9)
-    printed = table(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates))
-    assert "tier        1.50    2.00    2.50" in printed
+    printed = as_text(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates))
+    assert "tier  1.50   2.00   2.50" in printed
     assert "buffer_count=3, buffer_size=16777216 (3 x 64 MiB of CPU memory)" in printed
 
 
@@ -61,7 +58,7 @@ def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
     assert io_bench(tmp_path, "--size", "1MiB") == 2
     assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
     for option, value, text in (
-        ("--size", "four", "a size such as 5GiB, 500MB or 1000 (bytes), got 'four'"),
+        ("--size", "four", "a size such as 24GiB, 500MB or 1000B, got 'four'"),
         ("--seconds", "nan", "a number of seconds above 0, got 'nan'"),
         ("--seconds", "0", "a number of seconds above 0, got '0'"),
     ):

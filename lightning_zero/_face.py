@@ -1,0 +1,32 @@
+"""What `import lightning_zero` gives, and does: see there."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zero.activations import offload_activations
+from lightning_zero.checkpoint import load_weights, open_checkpoint
+from lightning_zero.core.access import full_grad, gathered
+from lightning_zero.core.lockstep import lockstep, uneven_calls
+from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.strategy.checkpoint_io import accept_every_format
+from lightning_zero.strategy.strategy import ZeroStrategy
+
+__all__ = [
+    "Engine",
+    "MemoryReport",
+    "OffloadConfig",
+    "ZeroConfig",
+    "ZeroStrategy",
+    "full_grad",
+    "gathered",
+    "load_weights",
+    "lockstep",
+    "offload_activations",
+    "open_checkpoint",
+    "uneven_calls",
+]
+
+ZeroStrategy.register_strategies(StrategyRegistry)
+accept_every_format()

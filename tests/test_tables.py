@@ -1,0 +1,54 @@
+"""Text in columns, as wide as the terminal says."""
+
+import pytest
+
+from lightning_zero.observe.tables import WIDTH, paragraph, table
+
+LINES = [
+    ["GiB", "offload", "at rest", "peak"],
+    ["stage3", "nvme, gradients too", "0.0", "70.5"],
+    ["[red]", "", "44.9", "112"],
+]
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    return lambda width: monkeypatch.setenv("COLUMNS", str(width))
+
+
+def test_what_fits_has_one_line_for_each_row(columns):
+    columns(80)
+    assert table(LINES, left=(0, 1)).splitlines() == [
+        "GiB     offload              at rest  peak",
+        "stage3  nvme, gradients too      0.0  70.5",
+        "[red]                           44.9   112",
+    ]
+
+
+def test_what_does_not_is_closer_and_broken_between_words(columns):
+    columns(27)
+    assert table(LINES, left=(0, 1)).splitlines() == [
+        "GiB    offload   at rest peak",
+        "stage3 nvme,         0.0 70.5",
+        "       gradients",
+        "       too",
+        "[red]               44.9  112",
+    ]
+
+
+def test_nothing_is_cut_where_that_is_not_enough(columns):
+    columns(5)
+    text = table(LINES, left=(0, 1))
+    for cell in ("stage3", "gradients", "70.5", "[red]", "44.9", "112"):
+        assert cell in text
+
+
+def test_a_file_has_120_columns_and_no_codes(monkeypatch):
+    for name in ("COLUMNS", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.__stdout__", None)
+    lines = paragraph("[bold]1.5 words " * 50).splitlines()
+    assert WIDTH - 15 < len(lines[0]) <= WIDTH == 120
+    assert "\x1b" not in "".join(lines)
+    assert " ".join(lines).split() == ["[bold]1.5", "words"] * 50
