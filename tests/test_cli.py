@@ -70,8 +70,8 @@ def test_what_exists_is_replaced_only_by_force(checkpoint, tmp_path, capsys):
         (["export", "a.ckpt", "a.ckpt", "--force"], "error: a.ckpt and a.ckpt overlap"),
         (["export", "a.ckpt", ".", "--force"], "overlap"),
         (["export", "a.ckpt", "out", "--ema"], "error: the checkpoint holds no averaged weights"),
-        (["export", "text", "out"], "/text is no checkpoint: its first bytes are b'hello'"),
-        (["export", "empty", "out"], "/empty is no checkpoint: a directory that holds noth"),
+        (["export", "text", "out"], "error: text is no checkpoint: its first bytes are b'hello'"),
+        (["export", "empty", "out"], "empty is no checkpoint: a directory that holds noth"),
         (
             ["export", "a.ckpt", "x.safetensors", "--max-shard-size", "1GB"],
             "error: --max-shard-size is for a directory",

@@ -44,7 +44,7 @@ from lightning_zero.record import streams
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import read_flat
 
-__all__ = ["ShardedSave", "write_dcp"]
+__all__ = ["ShardedSave", "merged", "rank_file", "write_dcp"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -299,7 +299,7 @@ class ShardedSave:
                     str(self.target),
                 )
         if written is not None:
-            self.planned.metadata = pickle.dumps(self._merged(written))
+            self.planned.metadata = pickle.dumps(merged(self.planner, written))
         if isinstance(folder, RemotePath):
             assert isinstance(self.target, RemotePath)
             self._finish_remote(folder, self.target)
@@ -312,18 +312,6 @@ class ShardedSave:
                 os.fsync(file.fileno())
         atomic.write_checksums(folder, [METADATA, REST])
         atomic.put_in_place(folder, self.target)
-
-    def _merged(self, written: list[_Written]) -> Metadata:
-        """What of which tensor lies where, from the plans of all ranks."""
-        plans, results = zip(*written, strict=True)
-        _, metadata = self.planner.create_global_plan(list(plans))
-        entries = metadata.state_dict_metadata  # by rank; readers like the module's order
-        metadata.state_dict_metadata = {
-            name: entries[name] for name in self.planner.state_dict if name in entries
-        }
-        metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
-        metadata.version = CURRENT_DCP_VERSION
-        return metadata
 
     def _finish_remote(self, folder: RemotePath, target: RemotePath) -> None:
         """See [Note: Whole or not there, remotely]."""
@@ -375,6 +363,27 @@ def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
     shards = [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
     return sum(shard.owned_bytes for shard in shards)
+
+
+def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
+    """What of which tensor lies where.
+
+    Args:
+        planner: Of rank 0.
+        written: Plans and results of all ranks.
+
+    Raises:
+        ValueError: The plans do not cover every tensor once.
+    """
+    plans, results = zip(*written, strict=True)
+    _, metadata = planner.create_global_plan(list(plans))
+    entries = metadata.state_dict_metadata  # by rank; readers like the module's order
+    metadata.state_dict_metadata = {
+        name: entries[name] for name in planner.state_dict if name in entries
+    }
+    metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata
 
 
 def rank_file(rank: int) -> str:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         0.
     """
     checkpoint, out = locate(args.checkpoint), locate(args.out)
-    _check_places(checkpoint, out, args.force)
+    _check_places(checkpoint, out, args)
     max_shard_bytes = _max_shard_bytes(args, out)
     if not args.no_verify:
         raise_damage(args.checkpoint, find_damage(args.checkpoint))
@@ -58,16 +58,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_places(checkpoint: Place, out: Place, is_forced: bool) -> None:
+def _check_places(checkpoint: Place, out: Place, args: argparse.Namespace) -> None:
     source, target = _resolved(checkpoint), _resolved(out)
     if not checkpoint.exists():
-        raise FileNotFoundError(f"{checkpoint} does not exist.")
+        raise FileNotFoundError(f"{args.checkpoint} does not exist.")
     if source == target or target in source.parents or source in target.parents:
-        raise ValueError(f"{out} and {checkpoint} overlap; choose another place for the export.")
+        raise ValueError(
+            f"{args.out} and {args.checkpoint} overlap; choose another place for the export."
+        )
     if not (os.path.lexists(out) if isinstance(out, Path) else out.exists()):
         return
-    if not is_forced:
-        raise FileExistsError(f"{out} exists; choose another place, or replace it with --force.")
+    if not args.force:
+        raise FileExistsError(
+            f"{args.out} exists; choose another place, or replace it with --force."
+        )
 
 
 def _resolved(place: Place) -> PurePath:

@@ -11,6 +11,7 @@ The package is taken from PYTHONPATH where that has one, else from this reposito
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import sys
 import tempfile
@@ -24,12 +25,12 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero import ZeroConfig
-from lightning_zero.checkpoint.dcp_writer import rank_file
+from lightning_zero.checkpoint.dcp_writer import merged, rank_file
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.shapes import SHAPES, Decoder
@@ -40,7 +41,7 @@ ENTRIES = (
     "optimizer_0.state.{}.exp_avg",
     "optimizer_0.state.{}.exp_avg_sq",
 )
-COLUMNS = ("items", "sent", "own plan", "unpickle", "merge", "finish", "first", "later")
+COLUMNS = ("items", "sent", "own plan", "unpickle", "merge", "pickle", "first", "later")
 
 
 def main() -> None:
@@ -66,40 +67,39 @@ def _measured(plan: Plan) -> Iterator[str]:
         yield
         seconds[column] += time.perf_counter() - start
 
-    planners, plans, sent_bytes = [], [], 0
+    first, everyone, sent_bytes = DefaultSavePlanner(), [], 0
     for rank in range(plan.world_size):
-        planner = DefaultSavePlanner()
+        planner = first if rank == 0 else DefaultSavePlanner()
         planner.set_up_planner(_shards(plan, rank), is_coordinator=rank == 0)
+        start = time.perf_counter()
+        own = planner.create_local_plan()
         if rank == 0:
-            with timed("own plan"):
-                own = planner.create_local_plan()
-            planners.append(planner)
-            plans.append(own)
+            seconds["own plan"] = time.perf_counter() - start
+            everyone.append((own, _written(rank, own)))
             continue
-        sent = pickle.dumps(planner.create_local_plan())
+        sent = pickle.dumps((own, _written(rank, own)))
         sent_bytes += len(sent)
         with timed("unpickle"):
-            plans.append(pickle.loads(sent))
+            everyone.append(pickle.loads(sent))
     with timed("merge"):
-        _, metadata = planners[0].create_global_plan(plans)
-    written = []
-    for rank, each in enumerate(plans):
-        results = _written(rank, each)
-        if rank:
-            sent = pickle.dumps(results)
-            sent_bytes += len(sent)
-            with timed("unpickle"):
-                results = pickle.loads(sent)
-        written.append(results)
-    with tempfile.TemporaryDirectory() as folder, timed("finish"):
-        FileSystemWriter(folder).finish(metadata, written)
+        metadata = merged(first, everyone)
+    with timed("pickle"):
+        content = pickle.dumps(metadata)
     with timed("later"):
-        assert planners[0].create_local_plan() == own
-    seconds["later"] += seconds["finish"]
-    seconds["first"] = sum(seconds[each] for each in ("own plan", "unpickle", "merge", "finish"))
-    items = sum(len(each.items) for each in plans)
+        assert first.create_local_plan() == everyone[0][0]
+        _write(content)
+    parts = ("own plan", "unpickle", "merge", "pickle")
+    seconds["first"] = sum(seconds[each] for each in parts)
+    items = sum(len(own.items) for own, _ in everyone)
     yield from (f"{items:9}", f"{sent_bytes / 1e6:6.1f} MB")
     yield from (f"{seconds[column]:9.2f}" for column in COLUMNS[2:])
+
+
+def _write(content: bytes) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _shards(plan: Plan, rank: int) -> dict[str, ShardTensor]:
