@@ -28,8 +28,8 @@ from tests.models import GANModule, GPTModule, MLPModule
 
 RANKS = 2
 GIB = 1024**3
-SLEEP_S = 0.05
-VALIDATION_S = 0.5
+SLEEP_S = 0.15
+VALIDATION_S = 1.5
 SPEEDS = ("samples_per_s", "tokens_per_s", "tflops_per_device")
 
 
@@ -190,7 +190,7 @@ def test_a_late_rank_is_the_straggler_and_every_step_has_the_same_keys(watched, 
     assert len({tuple(sorted(row)) for row in steps}) == 1
     for row in steps[1:]:
         assert row["zero/straggler/rank"] == 1
-        assert 0.02 <= row["zero/straggler/wait_s"] <= 0.5
+        assert 0.4 * SLEEP_S <= row["zero/straggler/wait_s"] <= 10 * SLEEP_S
         assert row["zero/time/step_s/min"] >= SLEEP_S
         assert row["zero/time/forward_s/max_rank"] in (0, 1)
         assert 0 < row["zero/time/optimizer_s/mean"] < row["zero/time/step_s/mean"]
@@ -247,7 +247,6 @@ def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):
     assert not any(key.endswith(("/min", "/max_rank")) for key in steps[0])
     for row in steps:
         assert 2 * SLEEP_S <= row["zero/time/step_s/max"] < VALIDATION_S
-    assert " 6.0 samples/s" not in watched["accumulating"]["printed"]
 
 
 def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(watched):

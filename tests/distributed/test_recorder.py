@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks
 EACH = {"reduce_bucket_size": LAYER}  # a bucket for each layer
-PAUSE_S = 0.1
+PAUSE_S = 0.3
 
 
 def make(width=WIDTH, **options):
