@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import gc
 import io
 import os
 import pickle
@@ -44,7 +45,7 @@ from lightning_zero.record import streams
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import read_flat
 
-__all__ = ["ShardedSave", "merged", "rank_file", "write_dcp"]
+__all__ = ["ShardedSave", "merged", "rank_file", "without_collector", "write_dcp"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -143,7 +144,11 @@ class Planned:
 
         answers = channel.attempt(differs)
         has_changed = channel.broadcast(answers is not None and any(answers))
-        return channel.gather(self.own) if has_changed and self.own is not None else None
+        if not has_changed:
+            return None
+        assert self.own is not None
+        with without_collector():
+            return channel.gather(self.own)
 
 
 @dataclass
@@ -299,7 +304,8 @@ class ShardedSave:
                     str(self.target),
                 )
         if written is not None:
-            self.planned.metadata = pickle.dumps(merged(self.planner, written))
+            with without_collector():
+                self.planned.metadata = pickle.dumps(merged(self.planner, written))
         if isinstance(folder, RemotePath):
             assert isinstance(self.target, RemotePath)
             self._finish_remote(folder, self.target)
@@ -363,6 +369,21 @@ def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
     shards = [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
     return sum(shard.owned_bytes for shard in shards)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """While objects are made by the thousand for each rank, none of which is garbage yet.
+
+    Python would walk all that there are again and again, which takes most of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero import ZeroConfig
-from lightning_zero.checkpoint.dcp_writer import merged, rank_file
+from lightning_zero.checkpoint.dcp_writer import merged, rank_file, without_collector
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.shapes import SHAPES, Decoder
@@ -79,11 +79,11 @@ def _measured(plan: Plan) -> Iterator[str]:
             continue
         sent = pickle.dumps((own, _written(rank, own)))
         sent_bytes += len(sent)
-        with timed("unpickle"):
+        with timed("unpickle"), without_collector():
             everyone.append(pickle.loads(sent))
-    with timed("merge"):
+    with timed("merge"), without_collector():
         metadata = merged(first, everyone)
-    with timed("pickle"):
+    with timed("pickle"), without_collector():
         content = pickle.dumps(metadata)
     with timed("later"):
         assert first.create_local_plan() == everyone[0][0]
