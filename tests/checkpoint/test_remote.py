@@ -52,6 +52,20 @@ def test_any_range_of_a_tensor_is_read_from_a_file(write, tmp_path, memory):
         assert torch.equal(read_flat(state[name], half, stop), value.reshape(-1)[half:stop])
 
 
+class Held:
+    def __init__(self, values):
+        self.values = values
+
+
+def test_tensors_in_objects_have_values_too(tmp_path, memory):
+    values = torch.arange(4.0)
+    torch.save({"state_dict": {"a": values}, "held": Held(values)}, tmp_path / "a.ckpt")
+    memory.put_file(tmp_path / "a.ckpt", "/a.ckpt")
+    opened = open_checkpoint("memory://a.ckpt", weights_only=False)
+    assert torch.equal(opened["held"].values, values)
+    assert torch.equal(opened["state_dict"]["a"], values)
+
+
 def test_weights_of_hugging_face_are_read_in_ranges(tmp_path, memory):
     tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
     save_file(tensors, tmp_path / "model.safetensors")
