@@ -1,5 +1,7 @@
 """Checkpoints at addresses, read and written by one process."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -11,6 +13,7 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.cli import main
+from lightning_zero.strategy.saving import Saving
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 
@@ -140,6 +143,12 @@ def test_large_ranges_are_read_in_pieces(memory, monkeypatch):
             assert path.pread(size, start) == data[start : start + size]
     with pytest.raises(OSError, match="gave 68 bytes for"):
         path.read(700, 800)
+
+
+def test_what_storage_does_not_delete_stays_with_a_warning(memory, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "rm", Mock(side_effect=RuntimeError("no answer")))
+    with pytest.warns(UserWarning, match="could not be deleted and stays: no answer"):
+        Saving("sharded", is_async=False).remove("memory://run/a.ckpt")
 
 
 def test_a_missing_package_is_named():
