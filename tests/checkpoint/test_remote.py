@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 
 from lightning_zero import open_checkpoint
 from lightning_zero.checkpoint import remote
+from lightning_zero.checkpoint.export import plan
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
-from lightning_zero.checkpoint.torch_file import write_torch_file
+from lightning_zero.checkpoint.torch_file import silent, write_torch_file
 from lightning_zero.cli import main
 from lightning_zero.strategy.saving import Saving
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
@@ -149,6 +150,17 @@ def test_what_storage_does_not_delete_stays_with_a_warning(memory, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "rm", Mock(side_effect=RuntimeError("no answer")))
     with pytest.warns(UserWarning, match="could not be deleted and stays: no answer"):
         Saving("sharded", is_async=False).remove("memory://run/a.ckpt")
+
+
+def test_an_export_that_fails_leaves_nothing_at_an_address(memory):
+    def lost(start, stop):
+        raise OSError("no answer")
+
+    tensors = {"a": torch.ones(8), "b": LazyTensor.of((8,), torch.float32, lost)}
+    planned = plan({"state_dict": tensors}, "safetensors", max_shard_bytes=64)
+    with pytest.raises(OSError, match="no answer"):
+        planned.write(RemotePath("memory://run/out"), silent)
+    assert not RemotePath("memory://run/out").exists()
 
 
 def test_a_missing_package_is_named():
