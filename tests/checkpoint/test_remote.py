@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import silent, write_torch_file
 from lightning_zero.cli import main
+from lightning_zero.strategy.checkpoint_io import is_download
 from lightning_zero.strategy.saving import Saving
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
@@ -161,6 +162,11 @@ def test_an_export_that_fails_leaves_nothing_at_an_address(memory):
     with pytest.raises(OSError, match="no answer"):
         planned.write(RemotePath("memory://run/out"), silent)
     assert not RemotePath("memory://run/out").exists()
+
+
+def test_a_path_may_begin_as_a_web_address_does():
+    assert is_download("https://host/a.ckpt")
+    assert not is_download("http_runs/a.ckpt")
 
 
 def test_a_missing_package_is_named():
