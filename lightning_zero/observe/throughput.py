@@ -164,10 +164,9 @@ def peak_flops(strategy: ZeroStrategy) -> float:
 
     NaN where that does not know the device; of a GPU it warns then.
     """
-    precision = strategy.precision_plugin
-    dtype = _plugin_to_compute_dtype(precision)
-    if not isinstance(precision, MixedPrecision):  # autocast computes in its own
-        dtype = strategy.config.param_dtype or dtype
+    dtype, precision = strategy.config.param_dtype, strategy.precision_plugin
+    if dtype is None or isinstance(precision, MixedPrecision):  # autocast computes in its own
+        dtype = _plugin_to_compute_dtype(precision)
     return get_available_flops(strategy.root_device, dtype) or math.nan
 
 
