@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
-from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
@@ -341,6 +341,9 @@ def test_the_peak_is_that_of_the_dtype_in_lightnings_table(monkeypatch):
     assert peak_flops(ZeroStrategy(param_dtype="bf16", parallel_devices=devices)) == 312e12
     double = ZeroStrategy(precision_plugin=DoublePrecision(), parallel_devices=devices)
     assert peak_flops(double) == 9.7e12
+    autocast = MixedPrecision("bf16-mixed", "cpu")
+    mixed = ZeroStrategy(param_dtype="fp32", precision_plugin=autocast, parallel_devices=devices)
+    assert peak_flops(mixed) == 312e12
     assert math.isnan(peak_flops(ZeroStrategy(parallel_devices=[torch.device("cpu")])))
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "Place",
     "begin",
     "beside",
+    "discard",
     "explained",
     "files_below",
     "find_damage",
@@ -220,6 +221,15 @@ def remove(target: Place) -> None:
         target = aside
     with contextlib.suppress(FileNotFoundError):
         _delete(target)
+
+
+def discard(folder: Place) -> None:
+    """Deletes what was not completed; what cannot be deleted stays."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(Exception):  # storage that is not there raises what it likes
+        folder.remove()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ must never be in memory all at once; and it writes tied tensors once for each na
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import gc
@@ -273,7 +272,7 @@ class ShardedSave:
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
             if is_first and folder is not None and not self._may_be_named:
-                _discard(folder)
+                atomic.discard(folder)
             target = self.target
             if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
                 raise self._full(target) from error
@@ -351,14 +350,6 @@ def _begin(target: Place) -> Place:
             str(target),
         )
     return target / f"save-{secrets.token_hex(4)}"
-
-
-def _discard(folder: Place) -> None:
-    if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    with contextlib.suppress(Exception):  # storage that is not there raises what it likes
-        folder.remove()
 
 
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -271,7 +270,11 @@ def _write_weights(
                 f"{path} exists, and a folder at a remote address cannot be replaced as a whole; "
                 "delete it, choose another place, or let OUT end with .safetensors."
             )
-        _write_files(path, files, tied, progress)
+        try:
+            _write_files(path, files, tied, progress)
+        except BaseException:
+            atomic.discard(path)
+            raise
         return
     folder = atomic.begin(path)
     try:
@@ -280,7 +283,7 @@ def _write_weights(
             atomic.write_checksums(folder, [file.name for file in folder.iterdir()])
             atomic.put_in_place(folder, path)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        atomic.discard(folder)
         raise
 
 

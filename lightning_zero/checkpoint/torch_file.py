@@ -4,7 +4,8 @@
 and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not
 look at the checksums, `find_damage` does. `write_torch_file` reads a `LazyTensor` in pieces
 when its record is written, so a tree may be larger than memory; storages in memory are written from
-where they are, without a copy. Of a remote file nothing is mapped: its tensors are `LazyTensor`s.
+where they are, without a copy. Of a remote file nothing is mapped: its tensors are `LazyTensor`s,
+unless some are in objects, where they cannot be replaced: such a file is read as a whole.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.serialization import location_tag
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.atomic import Place, replacing
 from lightning_zero.checkpoint.remote import Part, Pread, RemotePath
@@ -88,7 +89,11 @@ def open_torch_file(
         with path.open("rb") as file:
             if not is_zip:
                 return load(file, map_location="cpu")
-            return _with_values(path, load(file, map_location="meta"))
+            tree = load(file, map_location="meta")
+            if not _is_bare(tree):
+                file.seek(0)
+                return load(file, map_location="cpu")
+            return _with_values(path, tree)
     except pickle.UnpicklingError as error:
         if is_zip or "Unsupported" in str(error):
             raise  # a class that is refused
@@ -100,6 +105,26 @@ def open_torch_file(
         ):
             raise  # of a class that is unpickled
         raise ValueError(_damaged(path, str(error))) from error
+
+
+class _TensorFinder(pickle.Pickler):
+    has_found = False
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        self.has_found = True
+        return list, ()  # instead of it
+
+
+def _is_bare(tree: Any) -> bool:
+    """Whether all tensors are in dicts, lists and the like, and none in objects beside them."""
+    finder = _TensorFinder(io.BytesIO())
+    try:
+        finder.dump([leaf for leaf in tree_leaves(tree) if not isinstance(leaf, Tensor)])
+    except Exception:  # an object may refuse as it likes
+        return False
+    return not finder.has_found
 
 
 def _with_values(path: RemotePath, tree: Any) -> Any:

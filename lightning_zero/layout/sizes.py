@@ -90,6 +90,6 @@ def unit_of(nbytes: float) -> tuple[str, int]:
 
 
 def in_words(nbytes: int) -> str:
-    """Bytes in the largest binary unit of which there is one: "1.50 GiB"."""
+    """Bytes in GiB, MiB or KiB, the largest of which there is one: "1.50 GiB"."""
     unit, size = unit_of(nbytes)
     return f"{nbytes} bytes" if size == 1 else f"{nbytes / size:.2f} {unit}"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.data import _extract_batch_size
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -163,7 +164,9 @@ def peak_flops(strategy: ZeroStrategy) -> float:
 
     NaN where that does not know the device; of a GPU it warns then.
     """
-    dtype = strategy.config.param_dtype or _plugin_to_compute_dtype(strategy.precision_plugin)
+    dtype, precision = strategy.config.param_dtype, strategy.precision_plugin
+    if dtype is None or isinstance(precision, MixedPrecision):  # autocast computes in its own
+        dtype = _plugin_to_compute_dtype(precision)
     return get_available_flops(strategy.root_device, dtype) or math.nan
 
 

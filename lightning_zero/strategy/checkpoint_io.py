@@ -116,7 +116,7 @@ def accept_every_format() -> None:
 
 def is_download(path: _PATH) -> bool:
     """Whether it is an address of the web, which Lightning downloads as a whole."""
-    return str(path).startswith("http")
+    return str(path).startswith(("http://", "https://"))
 
 
 def _is_ours(path: _PATH) -> bool:

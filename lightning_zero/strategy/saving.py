@@ -333,7 +333,7 @@ def _run_in_session(save: ShardedSave) -> None:
 def _remove_or_warn(path: Place) -> None:
     try:
         atomic.remove(path)
-    except OSError as error:
+    except Exception as error:  # remote storage raises what it likes
         rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
 
 

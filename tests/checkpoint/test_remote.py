@@ -1,5 +1,7 @@
 """Checkpoints at addresses, read and written by one process."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -7,10 +9,13 @@ from safetensors.torch import save_file
 
 from lightning_zero import open_checkpoint
 from lightning_zero.checkpoint import remote
+from lightning_zero.checkpoint.export import plan
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
-from lightning_zero.checkpoint.torch_file import write_torch_file
+from lightning_zero.checkpoint.torch_file import silent, write_torch_file
 from lightning_zero.cli import main
+from lightning_zero.strategy.checkpoint_io import is_download
+from lightning_zero.strategy.saving import Saving
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 
@@ -52,6 +57,20 @@ def test_any_range_of_a_tensor_is_read_from_a_file(write, tmp_path, memory):
         assert torch.equal(read_flat(state[name], half, stop), value.reshape(-1)[half:stop])
 
 
+class Held:
+    def __init__(self, values):
+        self.values = values
+
+
+def test_tensors_in_objects_have_values_too(tmp_path, memory):
+    values = torch.arange(4.0)
+    torch.save({"state_dict": {"a": values}, "held": Held(values)}, tmp_path / "a.ckpt")
+    memory.put_file(tmp_path / "a.ckpt", "/a.ckpt")
+    opened = open_checkpoint("memory://a.ckpt", weights_only=False)
+    assert torch.equal(opened["held"].values, values)
+    assert torch.equal(opened["state_dict"]["a"], values)
+
+
 def test_weights_of_hugging_face_are_read_in_ranges(tmp_path, memory):
     tensors = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -78,7 +97,7 @@ def test_commands_read_and_write_at_addresses(tmp_path, memory, capsys):
         assert "exists" in capsys.readouterr().err
         assert main(["inspect", address, "--verify"]) == 0
         printed = " ".join(capsys.readouterr().out.split())
-        assert f"weights {len(tensors)} tensors, 1 of them tied" in printed
+        assert f" weights {len(tensors)} tensors, 1 of them tied" in printed
         state = open_checkpoint(address)["state_dict"]
         assert all(torch.equal(state[name].clone(), value) for name, value in tensors.items())
         source = address
@@ -126,6 +145,28 @@ def test_large_ranges_are_read_in_pieces(memory, monkeypatch):
             assert path.pread(size, start) == data[start : start + size]
     with pytest.raises(OSError, match="gave 68 bytes for"):
         path.read(700, 800)
+
+
+def test_what_storage_does_not_delete_stays_with_a_warning(memory, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "rm", Mock(side_effect=RuntimeError("no answer")))
+    with pytest.warns(UserWarning, match="could not be deleted and stays: no answer"):
+        Saving("sharded", is_async=False).remove("memory://run/a.ckpt")
+
+
+def test_an_export_that_fails_leaves_nothing_at_an_address(memory):
+    def lost(start, stop):
+        raise OSError("no answer")
+
+    tensors = {"a": torch.ones(8), "b": LazyTensor.of((8,), torch.float32, lost)}
+    planned = plan({"state_dict": tensors}, "safetensors", max_shard_bytes=64)
+    with pytest.raises(OSError, match="no answer"):
+        planned.write(RemotePath("memory://run/out"), silent)
+    assert not RemotePath("memory://run/out").exists()
+
+
+def test_a_path_may_begin_as_a_web_address_does():
+    assert is_download("https://host/a.ckpt")
+    assert not is_download("http_runs/a.ckpt")
 
 
 def test_a_missing_package_is_named():
