@@ -7,6 +7,7 @@ must never be in memory all at once; and it writes tied tensors once for each na
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
@@ -329,9 +330,10 @@ class ShardedSave:
         self._may_be_named = True  # also where storage fails to say that it has it
         _write_file(target / METADATA, pickle.dumps(metadata))
         _write_file(target / REST, self.rest.getbuffer())
-        for other in target.iterdir():
-            if _OF_A_SAVE.fullmatch(other.name) and other.name != folder.name:
-                other.remove()
+        with contextlib.suppress(Exception):  # the checkpoint is there; the next save tries again
+            for other in target.iterdir():
+                if _OF_A_SAVE.fullmatch(other.name) and other.name != folder.name:
+                    other.remove()
 
 
 # What a save has at a remote address, or a directory that was copied there.

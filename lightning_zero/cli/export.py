@@ -72,6 +72,12 @@ def _check_places(checkpoint: Place, out: Place, args: argparse.Namespace) -> No
         raise FileExistsError(
             f"{args.out} exists; choose another place, or replace it with --force."
         )
+    is_file = args.format == "ckpt" or out.suffix == ".safetensors"
+    if is_file and not isinstance(out, Path) and not out.is_file():
+        raise FileExistsError(
+            f"{args.out}: a directory is there, which a file cannot replace at a remote address; "
+            "delete it, or choose another name."
+        )
 
 
 def _resolved(place: Place) -> PurePath:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.observe.chrome import chrome_trace
 from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, plot_timeline
 from lightning_zero.observe.report import JobReport, zero_strategy
@@ -58,7 +59,7 @@ class ZeroMonitor(pl.Callback):
         spread: Log of each number over the ranks `/min` too, and `/max_rank`, the rank of the
             greatest.
         dirpath: The run's directory. None: the first logger's, or else the Trainer's
-            `default_root_dir`.
+            `default_root_dir`; the working directory where that is remote.
 
     Raises:
         TypeError: An argument of the wrong type; or, before anything is trained, a strategy that is
@@ -112,6 +113,8 @@ class ZeroMonitor(pl.Callback):
         """Begins to watch."""
         every = self.every_n_steps
         run = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        if is_remote(run):
+            run = "."  # recordings and pictures are local files
         strategy = zero_strategy(trainer, self)
         self._watch = Watch(
             strategy,

@@ -105,6 +105,8 @@ def test_commands_read_and_write_at_addresses(tmp_path, memory, capsys):
     assert find_damage("memory://run/c") == []
     assert main(["export", source, "memory://run/b.ckpt", "--format", "dcp", "--force"]) == 2
     assert "a full checkpoint is there" in capsys.readouterr().err
+    assert main(["export", source, "memory://run/c", "--format", "ckpt", "--force"]) == 2
+    assert "a directory is there" in capsys.readouterr().err
 
 
 def test_a_save_that_was_not_completed_says_so(memory):
