@@ -102,9 +102,6 @@ class CheckpointStrategy(EngineStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         self._saving.check(self._checkpoint_io)
-        resumed = model.trainer.ckpt_path if model._trainer is not None else None
-        if resumed is not None and not self._is_left_to_io(resumed):
-            check_shared(resumed, self.num_nodes * self.num_processes)
         super().connect(model)
 
     @override
@@ -284,7 +281,8 @@ class CheckpointStrategy(EngineStrategy):
         path = self.broadcast(checkpoint_path)
         if self._is_left_to_io(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        check_shared(path, self.world_size)
+        with failing_together(f"reach {path}"):
+            check_shared(path, self.world_size)
         on_rank_zero(self, f"recover {path}", lambda: recover(locate(path)))
         raise_damage_of_any(path, self.global_rank, self.world_size, gather_objects)
         with failing_together(f"open {path}"):
