@@ -144,5 +144,15 @@ def test_a_missing_package_is_named():
 
 
 def test_a_protocol_that_is_not_known_is_named_with_its_address():
-    with pytest.raises(ValueError, match="S4://b/a.ckpt is no address .* Protocol not known: S4"):
+    with pytest.raises(ValueError, match=r"S4://b/a.ckpt is no address .* Protocol not known: S4"):
         RemotePath("S4://b/a.ckpt")
+
+
+def test_what_storage_raises_is_told_in_one_line(memory, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise LookupError("no\n credentials")  # as botocore's, no OSError
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", refuse)
+    assert main(["inspect", "memory://run/a.ckpt"]) == 2
+    told = "lightning-zero inspect: error: memory://run/a.ckpt: no credentials\n"
+    assert capsys.readouterr().err == told
