@@ -301,6 +301,10 @@ def test_a_lap_has_all_since_the_one_before_with_the_first_step(monkeypatch):
     module.flops_per_batch = 1000  # as Lightning's ThroughputMonitor is told
     clock.after_batch(torch.zeros(4, 8), has_stepped=True)
     assert clock.lap().flops == 1000
+    for wrong in ("1e12", -1, lambda: 1000):
+        module.flops_per_batch = wrong
+        with pytest.raises(ValueError, match="flops_per_batch of Linear must be a number of at"):
+            clock.after_batch(torch.zeros(4, 8), has_stepped=True)
 
 
 def test_tokens_are_integers_by_sample_and_place():

@@ -34,6 +34,7 @@ __all__ = ["Part", "Pread", "RemotePath", "check_shared", "is_remote"]
 
 _LOCAL = {"file", "local"}
 _OF_ONE_PROCESS = {"memory"}
+_PATTERN = set("*?[")
 _BLOCK_BYTES = 128 * 1024
 _NUM_BLOCKS = 4  # kept for each file
 _PIECE_BYTES = 8 * 1024**2
@@ -88,6 +89,8 @@ class RemotePath:
             self._system, self._key = url_to_fs(self._address)
         except ImportError as error:
             raise ImportError(f"{address} needs {_package(address)}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{address} is no address that fsspec can use: {error}.") from error
         # Blocks belong to this object, which a reader of one file keeps while it reads.
         self._block = lru_cache(_NUM_BLOCKS)(self._read_block)
 
@@ -228,8 +231,16 @@ class RemotePath:
     def remove(self) -> None:
         """Deletes a file or a folder; nothing where nothing is."""
         self.refresh()
-        with contextlib.suppress(FileNotFoundError):
-            self._system.rm(self._key, recursive=True)
+        if not _PATTERN.intersection(self._key):
+            with contextlib.suppress(FileNotFoundError):
+                self._system.rm(self._key, recursive=True)
+            return
+        # `rm` would take the name for a pattern, and delete all that matches it.
+        found = self._system.find(self._key, withdirs=True, detail=True)
+        for name, entry in sorted(found.items(), reverse=True):  # a folder after what is in it
+            is_folder = entry["type"] == "directory"
+            with contextlib.suppress(FileNotFoundError):  # folders that end with their last file
+                (self._system.rmdir if is_folder else self._system.rm_file)(name)
 
 
 class _InPieces(io.RawIOBase):

@@ -63,6 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (ImportError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         return _fail(args.command, _one_line(error))
+    except Exception as error:
+        addresses = [
+            text for text in vars(args).values() if isinstance(text, str) and "://" in text
+        ]
+        if not addresses:
+            raise
+        # Packages for remote storage raise what they like: botocore's are Exceptions.
+        return _fail(args.command, f"{', '.join(addresses)}: {_one_line(error)}")
     return status
 
 

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -94,12 +95,21 @@ class Throughput:
             self._since = time.perf_counter()
 
     def after_batch(self, batch: Any, *, has_stepped: bool) -> None:
-        """Counts a batch."""
+        """Counts a batch.
+
+        Raises:
+            ValueError: The module's `flops_per_batch` is no number, or below 0.
+        """
         self._tick()
         tokens = num_tokens(batch)
         flops = getattr(self._module, "flops_per_batch", None)
         if flops is None:
             flops = self._flops_per_token * tokens
+        elif not isinstance(flops, Real) or flops < 0:
+            raise ValueError(
+                f"flops_per_batch of {type(self._module).__name__} must be a number of at least 0, "
+                f"an attribute or a property, got {flops!r}."
+            )
         counts = (has_stepped, 1, _num_samples(batch), tokens, flops)
         self._total = self._total.plus(Counts(*map(float, counts)))
         if has_stepped and self._first is None:

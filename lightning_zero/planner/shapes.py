@@ -92,6 +92,7 @@ _NUMBERS = {
     "head_dim": "head_width",
 }
 _MLP = ("gate", "up", "down")
+_MOST = {"num_hidden_layers": 10_000}  # of which each is built
 _MAY_BE_MISSING = ("num_key_value_heads", "head_dim")
 
 
@@ -117,6 +118,8 @@ def shape_of_hugging_face(config: Mapping[str, Any]) -> DecoderShape:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}.")
+        if number > (most := _MOST.get(key, 10**7)):
+            raise ValueError(f"{key} must be at most {most}, got {number}.")
         numbers[name] = number
     heads, kv_heads = numbers["num_heads"], numbers.get("num_kv_heads", numbers["num_heads"])
     if heads % kv_heads:

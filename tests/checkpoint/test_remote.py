@@ -135,6 +135,17 @@ def test_a_file_is_there_only_when_all_of_it_was_written(memory):
     assert path.read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("name", ["run[1]/a.ckpt", "run?/*.ckpt"])
+def test_deleting_takes_a_name_as_it_is_and_not_for_a_pattern(name, memory):
+    for path in (f"/{name}/.metadata", f"/{name}/save-1/b", "/run1/a.ckpt", "/run?/b.ckpt"):
+        memory.pipe_file(path, b"some")
+    RemotePath(f"memory://{name}").remove()
+    assert sorted(memory.find("/")) == ["/run1/a.ckpt", "/run?/b.ckpt"]
+    RemotePath(f"memory://{name}").remove()
+    RemotePath("memory://run1/a.ckpt").remove()
+    assert memory.find("/") == ["/run?/b.ckpt"]
+
+
 def test_large_ranges_are_read_in_pieces(memory, monkeypatch):
     monkeypatch.setattr(remote, "_PIECE_BYTES", 100)
     monkeypatch.setattr(remote, "_NUM_PIECES", 2)
@@ -174,3 +185,18 @@ def test_a_path_may_begin_as_a_web_address_does():
 def test_a_missing_package_is_named():
     with pytest.raises(ImportError, match="`pip install gcsfs`"):
         RemotePath("gs://bucket/a.ckpt")
+
+
+def test_a_protocol_that_is_not_known_is_named_with_its_address():
+    with pytest.raises(ValueError, match=r"S4://b/a.ckpt is no address .* Protocol not known: S4"):
+        RemotePath("S4://b/a.ckpt")
+
+
+def test_what_storage_raises_is_told_in_one_line(memory, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise LookupError("no\n credentials")  # as botocore's, no OSError
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", refuse)
+    assert main(["inspect", "memory://run/a.ckpt"]) == 2
+    told = "lightning-zero inspect: error: memory://run/a.ckpt: no credentials\n"
+    assert capsys.readouterr().err == told

@@ -208,6 +208,8 @@ def test_a_model_is_a_config_of_hugging_face_or_a_folder_that_holds_it(capsys, t
         ({"model_type": "bert"}, "one of llama, mistral, phi3, granite, qwen2, qwen3, whose"),
         ({"model_type": None}, "got None; use --module with a class or function that builds"),
         ({"vocab_size": None}, "vocab_size must be a whole number of at least 1, got None"),
+        ({"vocab_size": 10**30}, "vocab_size must be at most 10000000, got 1000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide 4 heads, got 3"),
     ],
 )
