@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
@@ -208,6 +209,7 @@ def bucket(monkeypatch):
         monkeypatch.setenv(name, value)
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
     yield variables
+    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"))  # the process keeps it
     server.stop()
 
 
