@@ -210,6 +210,7 @@ def bucket(monkeypatch):
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
     yield variables
     urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"))  # the process keeps it
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of this address
     server.stop()
 
 
