@@ -107,11 +107,13 @@ def _add_comm_bench(subparsers: _Subparsers) -> None:
 # -------------------------------------------------------------------- export
 
 _EXPORT_FORMATS = """\
-CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors, or a directory of
-DeepSpeed ZeRO. It and OUT are paths, or addresses such as s3://bucket/run. Formats:
+CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors,
+or a directory of DeepSpeed ZeRO. It and OUT are paths, or addresses such as
+s3://bucket/run. Formats:
 
-  safetensors  the weights, as Hugging Face reads them: OUT is a directory with files of at most
-               --max-shard-size and an index, or one file if it ends with .safetensors
+  safetensors  the weights, as Hugging Face reads them: OUT is a directory with
+               files of at most --max-shard-size and an index, or one file if it
+               ends with .safetensors
   ckpt         everything, in one file that any Lightning strategy resumes from
   dcp          everything, as a directory of torch.distributed.checkpoint
 """
@@ -201,9 +203,10 @@ def _add_io_bench(subparsers: _Subparsers) -> None:
 # -------------------------------------------------------------------- plan
 
 _PLAN = """\
-Says for every stage and offload what one rank takes on its device, its machine in CPU memory and
-on disk, and what a step moves; which fit, and the cheapest of those. It sums the plan of the engine
-itself, without a device. The status is 1 where nothing fits.
+Says for every stage and offload what one rank takes on its device, its machine
+in CPU memory and on disk, and what a step moves; which fit, and the cheapest of
+those. It sums the plan of the engine itself, without a device. The status is 1
+where nothing fits.
 """
 _PLAN_EXAMPLES = """\
 examples:
@@ -242,22 +245,28 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, of --config-name"
     )
-    parser.add_argument("--config-dir", help="of --config-name (default: the package's conf)")
     parser.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", help="of --module"
+        "--config-dir", help="folder of --config-name (default: the package's conf)"
+    )
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of --module"
     )
     parser.add_argument(
         "--input",
         action="append",
         default=[],
         metavar="SHAPE",
-        help="of an argument of forward: 8x3x224x224, 8x64:int64",
+        help="shape of an argument of forward: 8x3x224x224, 8x64:int64",
     )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=_positive, metavar="N", help="of a rank (default: 1)")
-    parser.add_argument("--context", type=_positive, metavar="N", help="in tokens (default: 1024)")
+    parser.add_argument(
+        "--batch", type=_positive, metavar="N", help="samples of a rank (default: 1)"
+    )
+    parser.add_argument(
+        "--context", type=_positive, metavar="N", help="tokens of a sample (default: 1024)"
+    )
     parser.add_argument(
         "--micro-batches", type=_positive, metavar="N", help="in a step (default: 1)"
     )
@@ -277,9 +286,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_positive, metavar="N", help="in all")
     parser.add_argument(
-        "--ranks-per-node", type=_positive, metavar="N", help="(default: --ranks, at most 8)"
+        "--ranks", type=_positive, metavar="N", help="in all; needed with --model and --module"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=_positive,
+        metavar="N",
+        help="of a machine (default: --ranks, at most 8)",
     )
     parser.add_argument(
         "--device-memory",
@@ -302,7 +316,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("memory", "of a machine's CPU memory, for steps on the CPU"),
     ):
         parser.add_argument(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=what_for)
-    parser.add_argument("--rates", type=Path, metavar="FILE", help="of comm-bench and io-bench")
+    parser.add_argument(
+        "--rates", type=Path, metavar="FILE", help="rates that comm-bench and io-bench wrote"
+    )
 
 
 # -------------------------------------------------------------------- trace
@@ -318,5 +334,9 @@ def _add_trace(subparsers: _Subparsers) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("run_directory", metavar="RUN", type=Path, help="directory of the run")
-    parser.add_argument("--step", type=int, metavar="N", help="(default: all that are recorded)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="(default: beside the recordings)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="which (default: all that are recorded)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to write (default: beside the recordings)"
+    )

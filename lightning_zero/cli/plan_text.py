@@ -134,7 +134,7 @@ def _table(rows: Sequence[Row], best: Any) -> str:
     is_quick = all(row.plain.transfer_seconds[1] < 1 for row in rows)
 
     def short(number: float, digits: int = 3) -> str:
-        return f"{number:.{digits}g}" if number < 100 else f"{number:.0f}"
+        return f"{number:.{digits}g}" if number < 99.5 else f"{number:.0f}"
 
     def in_unit(nbytes: float) -> str:
         return f"{nbytes / size:.1f}" if nbytes < 100 * size else f"{nbytes / size:.0f}"

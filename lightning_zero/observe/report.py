@@ -220,7 +220,10 @@ class JobReport:
                 f"(over {speed.num_steps} steps, without the first one and evaluation)"
             )
         if not self.num_recorded:
-            yield "no step after the first one was recorded: every_n_steps is more than there were"
+            yield paragraph(
+                "no step after the first one was recorded: every_n_steps, by default the Trainer's "
+                "log_every_n_steps, is more than there were"
+            )
         elif self.flows:
             yield paragraph(
                 f"communication, mean of {self.num_recorded} recorded steps of "
