@@ -49,6 +49,8 @@ class Job:
         """Trains, from `ckpt_path` on where there is one."""
         trainer = self.trainer
         _log.info("rank %d of %d trains", trainer.global_rank, trainer.world_size)
+        if self.config.ckpt_path and trainer.is_global_zero:
+            print(f"resuming from {self.config.ckpt_path}")
         trainer.fit(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
         self.metrics |= trainer.callback_metrics
         _log.info("step %d, %s", trainer.global_step, self._told())
