@@ -248,13 +248,15 @@ class CheckpointStrategy(EngineStrategy):
             masters = self._life.last_masters if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        io = self.checkpoint_io
+        io, is_left_to_io = self.checkpoint_io, self._is_left_to_io(filepath)
+
+        def write() -> None:
+            if not is_left_to_io:
+                check_shared(filepath, self.world_size)
+            io.save_checkpoint(checkpoint, filepath, storage_options)
+
         # Else the others would wait in the next collective for a rank 0 that has raised.
-        on_rank_zero(
-            self,
-            f"save {filepath}",
-            lambda: io.save_checkpoint(checkpoint, filepath, storage_options),
-        )
+        on_rank_zero(self, f"save {filepath}", write)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

@@ -181,6 +181,10 @@ def _resume_from_memory(rank, world_size, form):
     trainer = make_trainer(settings(1, checkpoint=form))
     with pytest.raises(ValueError, match="in the memory of one process, and each of 2 ranks"):
         trainer.fit(MLPModule(ranks=2), ckpt_path="memory://a.ckpt")
+    trainer = make_trainer(settings(1, checkpoint=form))
+    trainer.fit(MLPModule(ranks=2))
+    with pytest.raises((ValueError, RuntimeError), match="in the memory of one process"):
+        trainer.save_checkpoint("memory://a.ckpt")
     callbacks = [ModelCheckpoint("memory://run")]
     trainer = make_trainer(
         settings(1, checkpoint=form), callbacks=callbacks, enable_checkpointing=True
