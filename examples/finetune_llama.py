@@ -65,6 +65,9 @@ def main() -> None:
     args = parser.parse_args()
     if Path(args.out).exists():
         parser.error(f"{args.out} exists")
+    for folder, file in ((args.model, "config.json"), (args.text, "*.txt")):
+        if not any(Path(folder).rglob(file)):
+            parser.error(f"expected a folder with {file}, got {folder}")
 
     pl.seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -77,6 +77,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.qlora and find_spec("bitsandbytes") is None:
         parser.error("--qlora needs 4-bit weights: pip install bitsandbytes")
+    for folder, file in ((args.model, "config.json"), (args.text, "*.txt")):
+        if not any(Path(folder).rglob(file)):
+            parser.error(f"expected a folder with {file}, got {folder}")
 
     pl.seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
