@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import re
 
 import pytest
@@ -83,6 +84,28 @@ def test_every_page_is_in_the_navigation():
 def test_every_public_name_is_in_the_reference(page, names):
     told = re.findall(r"^::: ([\w.]+)$", PAGES[f"docs/reference/{page}.md"], flags=re.MULTILINE)
     assert sorted(told) == sorted(names)
+
+
+def test_every_public_name_has_a_docstring():
+    names = {
+        f"{name}.{member}".rstrip("."): value
+        for face in (lightning_zero, lightning_zero.callbacks)
+        for name in face.__all__
+        for member, value in [("", getattr(face, name)), *members_of(getattr(face, name))]
+    }
+    assert [name for name, value in names.items() if not inspect.getdoc(value)] == []
+
+
+def members_of(value):
+    """Of a class of ours; what it overrides of Lightning's is not ours to explain."""
+    classes = getattr(value, "__mro__", [])
+    theirs = {n for c in classes if not c.__module__.startswith("lightning_zero") for n in vars(c)}
+    return [
+        (name, member)
+        for name, member in inspect.getmembers(value if classes else None)
+        if not name.startswith("_") and name not in theirs
+        if callable(member) or isinstance(member, property)
+    ]
 
 
 def test_every_command_and_option_is_in_the_reference():
