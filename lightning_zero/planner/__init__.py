@@ -1,6 +1,6 @@
 """Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
 
-Imports layout alone: no device and no process group is touched.
+Imports layout, and copies optimizers as optim does: no device and no process group is touched.
 
     estimates   all of it for a choice; which fit; the cheapest
     choices     every stage with every offload
