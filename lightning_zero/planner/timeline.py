@@ -4,7 +4,7 @@
 like it, by the order that decides there too: units are gathered before their use and ahead of it,
 buckets of gradients fill up, travel and go. Beside what rests there are at each moment whole units,
 whole gradient buckets, what a reduction receives, and activations. On the CPU, memory of gradient
-buckets is kept for the next one until backward ends (`Scratch`).
+buckets is kept for the next one until backward ends (`CountedScratch`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.talk import Heard, Judge
 from lightning_zero.layout.units import ROOT
-from lightning_zero.planner.trace import Event, Moment, StepTrace
+from lightning_zero.planner.trace import Event, StepTrace, TraceMoment
 
-__all__ = ["Peak", "Replay", "Scratch", "replay"]
+__all__ = ["Peak", "Replay", "CountedScratch", "replay"]
 
 
-class Scratch:
+class CountedScratch:
     """Memory in pieces; on the CPU kept for the next use, the smallest piece that is enough."""
 
     def __init__(self, *, keeps: bool) -> None:
@@ -142,11 +142,12 @@ class _Alone:
 class _Unit:
     """Of the buckets that rest as shards."""
 
-    def __init__(self, plan: UnitPlan) -> None:
+    def __init__(self, plan: UnitPlan, index: int) -> None:
+        self.index = index
         self.buckets = [b for b in plan.buckets if b.stage.gathers_before_use]
         self.numel = sum(b.layout.numel for b in self.buckets)
         self.nbytes = sum(b.layout.numel * b.dtype.itemsize for b in self.buckets)
-        self.is_held = plan.name == ROOT
+        self.is_held = index == 0
 
     def has_all(self, arrived: Collection[str]) -> bool:
         """Every parameter has its gradient."""
@@ -156,7 +157,7 @@ class _Unit:
         )
 
 
-_NO_UNIT = _Unit(UnitPlan(ROOT, ()))  # a module that is none in this plan
+_NO_UNIT = _Unit(UnitPlan(ROOT, ()), 0)  # a module that is none in this plan
 
 
 class Replay:
@@ -178,11 +179,14 @@ class Replay:
         self._on_gloo = on_gloo
         self._is_apart = is_apart
         self._accumulates = accumulates
-        self._units = {unit.name: _Unit(unit) for unit in plan.units}
-        self._bucket_of = {
-            s.name: (u.name, b) for u in plan.units for b in u.buckets for s in b.layout.slots
+        self._list = [_Unit(unit, index) for index, unit in enumerate(plan.units)]
+        self._units = {unit.name: own for unit, own in zip(plan.units, self._list, strict=True)}
+        self._place_of = {
+            slot.name: (self._units[unit.name], bucket, slot.numel)
+            for unit in plan.units
+            for bucket in unit.buckets
+            for slot in bucket.layout.slots
         }
-        self._list = list(self._units.values())
         self._order = Order(
             _Alone(),
             self,
@@ -209,14 +213,14 @@ class Replay:
         self._out = 0
         self._freed: dict[str, int] = {}  # by bucket: bytes of its zeroed shard of gradients
         self._landing: list[int] = []
-        self._scratch = Scratch(keeps=not self._is_apart)
-        self._receive = Scratch(keeps=self._on_gloo)
+        self._scratch = CountedScratch(keeps=not self._is_apart)
+        self._receive = CountedScratch(keeps=self._on_gloo)
         self._gathers: Counter[str] = Counter()
         self._coming: set[str] = set()  # parameters that get a gradient
         self._activation_bytes = 0
         self._most = Peak()
 
-    def follow(self, moments: Sequence[Moment]) -> Peak:
+    def follow(self, moments: Sequence[TraceMoment]) -> Peak:
         """Runs through a step."""
         self._begin()
         self._coming = {m.name for m in moments if m.event is Event.GRAD}
@@ -236,7 +240,7 @@ class Replay:
         if now.total_bytes > self._most.total_bytes:
             self._most = now
 
-    def _act(self, moment: Moment) -> None:
+    def _act(self, moment: TraceMoment) -> None:
         unit = self._units.get(moment.name, _NO_UNIT)
         match moment.event:
             case Event.FORWARD:
@@ -280,7 +284,7 @@ class Replay:
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
             while unit not in self._whole:
-                self._order.want(self._list.index(unit), is_backward=self._is_backward)
+                self._order.want(unit.index, is_backward=self._is_backward)
             self._ahead.discard(unit)
             self._prefetch()
 
@@ -309,13 +313,12 @@ class Replay:
     def _stays_after_forward(self, unit: _Unit) -> bool:
         if unit.is_held or self._is_backward or self._config.reshard_after_forward is False:
             return True
-        return unit is not _NO_UNIT and self._order.is_last_of_forward(self._list.index(unit))
+        return unit is not _NO_UNIT and self._order.is_last_of_forward(unit.index)
 
     # ---------------------------------------------------------------- gradients
 
     def _receive_gradient(self, name: str) -> None:
-        unit_name, bucket = self._bucket_of[name]
-        unit = self._units[unit_name]
+        unit, bucket, numel = self._place_of[name]
         if self._reducing == bucket.name:
             self._finish_reduction()
         self._arrived.add(name)
@@ -323,8 +326,7 @@ class Replay:
             nbytes = bucket.layout.numel * bucket.dtype.itemsize
             self._open[bucket.name] = self._scratch.take(nbytes)
         self._look(self._activation_bytes)
-        own = next(slot.numel for slot in bucket.layout.slots if slot.name == name)
-        self._activation_bytes -= own * bucket.dtype.itemsize  # it has been copied, and is gone
+        self._activation_bytes -= numel * bucket.dtype.itemsize  # it has been copied, and is gone
         missing = self._missing.setdefault(
             bucket.name, {slot.name for slot in bucket.layout.slots} & self._coming
         )
