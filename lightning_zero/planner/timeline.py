@@ -174,6 +174,7 @@ class Replay:
         accumulates: bool,
     ) -> None:
         self._plan = plan
+        self._buckets = plan.buckets
         self._config = config
         self._rank = rank
         self._on_gloo = on_gloo
@@ -191,10 +192,10 @@ class Replay:
             _Alone(),
             self,
             numels=[unit.numel for unit in self._list],
-            num_buckets=len(plan.buckets),
+            num_buckets=len(self._buckets),
             ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
-        self._number_of = {bucket.name: number for number, bucket in enumerate(plan.buckets)}
+        self._number_of = {bucket.name: number for number, bucket in enumerate(self._buckets)}
         self._sequence = list(reversed(self._number_of.values()))  # of reductions
         self._begin()
 
@@ -204,6 +205,7 @@ class Replay:
         self._reduced: list[int] = []
         self._arrived_buckets: list[int] = []
         self._whole: set[_Unit] = set()
+        self._gathered_bytes = 0  # of those
         self._awaited: Counter[_Unit] = Counter()
         self._missing: dict[str, set[str]] = {}  # by bucket: gradients still to come
         self._arrived: set[str] = set()  # parameters
@@ -212,6 +214,7 @@ class Replay:
         self._received: list[int] = []
         self._out = 0
         self._freed: dict[str, int] = {}  # by bucket: bytes of its zeroed shard of gradients
+        self._freed_bytes = 0  # of all
         self._landing: list[int] = []
         self._scratch = CountedScratch(keeps=not self._is_apart)
         self._receive = CountedScratch(keeps=self._on_gloo)
@@ -234,9 +237,8 @@ class Replay:
         return dataclasses.replace(self._most, num_gathers=self._gathers)
 
     def _look(self, activation_bytes: int) -> None:
-        gathered = sum(unit.nbytes for unit in self._whole)
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
-        now = Peak(gathered, buckets, activation_bytes, sum(self._freed.values()))
+        now = Peak(self._gathered_bytes, buckets, activation_bytes, self._freed_bytes)
         if now.total_bytes > self._most.total_bytes:
             self._most = now
 
@@ -248,7 +250,7 @@ class Replay:
                 self._awaited[unit] += moment.is_awaited
             case Event.FORWARD_END:
                 if not self._stays_after_forward(unit):
-                    self._whole.discard(unit)
+                    self._release(unit)
             case Event.TURN:
                 self._is_backward = True
                 self._zero_gradients()
@@ -259,7 +261,7 @@ class Replay:
             case Event.BACKWARD_END:
                 self._awaited[unit] -= 1
                 if not unit.is_held and self._awaited[unit] <= 0:
-                    self._whole.discard(unit)
+                    self._release(unit)
                     self._prefetch()
             case Event.GRAD:
                 self._receive_gradient(moment.name)
@@ -273,13 +275,17 @@ class Replay:
                 self._open.clear()
                 self._landing.clear()
                 self._whole.clear()
+                self._gathered_bytes = 0
 
     # ---------------------------------------------------------------- gathers
 
     def _eager(self) -> list[int]:
         """Buckets that get a gradient, in the order in which they got it before."""
-        slots = {n: self._plan.buckets[n].layout.slots for n in self._sequence}
-        return [n for n in self._sequence if any(slot.name in self._coming for slot in slots[n])]
+        return [
+            number
+            for number in self._sequence
+            if any(slot.name in self._coming for slot in self._buckets[number].layout.slots)
+        ]
 
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
@@ -292,15 +298,22 @@ class Replay:
         """See `Issuer`."""
         one = self._list[unit]
         self._gathers.update(bucket.name for bucket in one.buckets)
-        if is_kept:
+        if is_kept and one not in self._whole:
             self._whole.add(one)
+            self._gathered_bytes += one.nbytes
+        if is_kept:
             self._ahead.add(one)
+
+    def _release(self, unit: _Unit) -> None:
+        if unit in self._whole:
+            self._whole.remove(unit)
+            self._gathered_bytes -= unit.nbytes
 
     def issue_reduction(self, bucket: int) -> None:
         """See `Issuer`."""
         self._finish_reduction()
         self._reduced.append(bucket)
-        self._reduce(self._plan.buckets[bucket])
+        self._reduce(self._buckets[bucket])
 
     def begin_pass(self) -> None:
         """See `Issuer`."""
@@ -334,13 +347,13 @@ class Replay:
         if missing:
             return
         if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
-            self._whole.discard(unit)
+            self._release(unit)
         self._arrived_buckets.append(self._number_of[bucket.name])
         self._order.ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
         """As the Trainer does between forward and backward: shards of gradients are freed."""
-        for bucket in self._plan.buckets:
+        for bucket in self._buckets:
             dtype, stage = self._plan.grad_dtype(bucket), bucket.stage
             is_alone = stage.has_shard(State.GRAD) or dtype != bucket.dtype  # not in the whole
             is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_alone
@@ -348,12 +361,13 @@ class Replay:
             if is_shard and rests_here and not self._accumulates:
                 numel = len(bucket.layout.shard(self._rank))
                 self._freed[bucket.name] = numel * dtype.itemsize
+        self._freed_bytes = sum(self._freed.values())
 
     def _reduce(self, bucket: BucketPlan) -> None:
         size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
         shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name
-        self._freed.pop(bucket.name, None)
+        self._freed_bytes -= self._freed.pop(bucket.name, 0)
         if not bucket.stage.has_shard(State.OPTIM):
             sent = mean
         else:
