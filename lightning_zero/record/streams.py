@@ -20,9 +20,7 @@ Event = torch.cuda.Event
 def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stream | None:
     """A stream beside the one that computes; None: `device` has no streams.
 
-    Args:
-        device: Whose.
-        is_high_priority: What is queued here starts before what is queued on others.
+    With a high priority, what is queued here starts before what is queued on others.
     """
     if device.type != "cuda":
         return None
