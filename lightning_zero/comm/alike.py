@@ -27,10 +27,7 @@ Facts = Mapping[str, Mapping[str, str]]  # by subject, such as "parameter 0.weig
 def compare(control: Control, facts: Facts, failure: Exception | None = None) -> None:
     """Raises on every rank where facts differ, or where any rank has failed. Collective.
 
-    Args:
-        control: Between the ranks.
-        facts: This rank's.
-        failure: Why this rank cannot go on by itself; raised here, after the others know it.
+    `failure` is why this rank cannot go on by itself; it is raised after the others know it.
 
     Raises:
         ValueError: Facts differ; names the first difference, by rank.
@@ -49,11 +46,7 @@ def compare(control: Control, facts: Facts, failure: Exception | None = None) ->
 
 
 def check_alike(everyone: Sequence[Facts]) -> None:
-    """Raises a ValueError that names the first difference between facts, if there is one.
-
-    Args:
-        everyone: The facts of every rank, by rank.
-    """
+    """Raises a ValueError that names the first difference between facts, given by rank."""
     difference = _first_difference(everyone)
     if difference is not None:
         raise ValueError(

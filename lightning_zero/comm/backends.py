@@ -65,12 +65,13 @@ def backend_for(device: torch.device) -> str:
 
 
 @dataclass
-class _Works:
-    """Gloo's work handles, and what remains to be done once all have arrived."""
+class _UnderWay:
+    """A collective, its tensors alive until it has arrived, and what remains to be done then."""
 
-    works: list[Any]
+    works: list[Any]  # gloo's handles
     tensors: tuple[Tensor, ...] = ()
     finish: Callable[[], object] | None = None
+    event: streams.Event | None = None  # of a side stream, for which the current one waits
     marks: tuple[Mark, Mark] | None = None
 
     def wait(self) -> None:
@@ -79,7 +80,9 @@ class _Works:
         finish, self.finish = self.finish, None  # once only: it may send, too
         if finish is not None:
             finish()
-        self.tensors = ()
+        if self.event is not None:
+            streams.current(self.tensors[0].device).wait_event(self.event)
+        self.event, self.tensors = None, ()
 
 
 class GlooBackend(Backend):
@@ -115,17 +118,17 @@ class GlooBackend(Backend):
 
     def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
         if self._size == 1:
-            return _Works([])
+            return _UnderWay([])
         if whole.device.type != "cpu":
             return self._staged(whole, lambda cpu: self.all_gather(cpu, cuts), whole.copy_)
         parts = _parts(whole, self._size, cuts)
         self._gather_tag += 2
         works = self._trade([parts[self._rank]] * self._size, parts, self._gather_tag)
-        return _Works(works, (whole,))
+        return _UnderWay(works, (whole,))
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
         if self._size == 1:
-            return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
+            return _UnderWay([], (whole, out), lambda: _mean_in_rank_order([whole], out))
         if whole.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._staged(
@@ -146,13 +149,13 @@ class GlooBackend(Backend):
                 if peer != self._rank:
                     self.scratch.give(part)
 
-        return _Works(works, (whole, out), finish)
+        return _UnderWay(works, (whole, out), finish)
 
     def all_reduce(self, whole: Tensor) -> Pending:
         if self._size == 1:
-            return _Works([])
+            return _UnderWay([])
         work = dist.all_reduce(whole, group=self._group, async_op=True)
-        return _Works([work], (whole,), lambda: whole.mul_(1 / self._size))
+        return _UnderWay([work], (whole,), lambda: whole.mul_(1 / self._size))
 
     def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
         """Posts `sends[peer]` to and `receives[peer]` from each peer, the next neighbour first."""
@@ -176,7 +179,7 @@ class GlooBackend(Backend):
             pending.wait()
             finish(staged)
 
-        return _Works([], (whole, staged), copy_back)
+        return _UnderWay([], (whole, staged), copy_back)
 
 
 def _parts(whole: Tensor, size: int, cuts: Cuts) -> list[Tensor]:
@@ -211,20 +214,6 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
         for term in terms[1:]:
             out.add_(term)
     out.mul_(1 / len(terms))
-
-
-@dataclass
-class _Event:
-    """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
-
-    event: streams.Event | None
-    tensors: tuple[Tensor, ...] = ()
-    marks: tuple[Mark, Mark] | None = None
-
-    def wait(self) -> None:
-        if self.event is not None:
-            streams.current(self.tensors[0].device).wait_event(self.event)
-        self.event, self.tensors = None, ()
 
 
 class DeviceBackend(Backend):
@@ -290,14 +279,14 @@ class DeviceBackend(Backend):
                 else:
                     parts = _parts(whole, self._size, cuts)
                     dist.all_gather(parts, own, group=self._gather_group)
-            return self._event(self._gather_stream, began, whole)
+            return self._under_way(self._gather_stream, began, whole)
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is None:
                 out.copy_(whole)
-                return self._event(self._reduce_stream, began, whole, out)
+                return self._under_way(self._reduce_stream, began, whole, out)
             source = whole.to(out.dtype)
             if cuts is None:
                 _reduce_scatter_single(out, source, op=self._op, group=self._group)
@@ -306,7 +295,7 @@ class DeviceBackend(Backend):
                 dist.reduce_scatter(out, parts, op=self._op, group=self._group)
             if not self._has_mean:
                 out.mul_(1 / self._size)
-            return self._event(self._reduce_stream, began, whole, out)
+            return self._under_way(self._reduce_stream, began, whole, out)
 
     def all_reduce(self, whole: Tensor) -> Pending:
         with self._on(self._reduce_stream):
@@ -315,7 +304,7 @@ class DeviceBackend(Backend):
                 dist.all_reduce(whole, op=self._op, group=self._group)
                 if not self._has_mean:
                     whole.mul_(1 / self._size)
-            return self._event(self._reduce_stream, began, whole)
+            return self._under_way(self._reduce_stream, began, whole)
 
     def wait_for_sent(self) -> None:
         if self._copy_stream is not None:
@@ -326,7 +315,10 @@ class DeviceBackend(Backend):
             stream.wait_stream(streams.current(stream.device))
         return streams.on(stream)
 
-    def _event(self, stream: streams.Stream | None, began: Mark | None, *tensors: Tensor) -> _Event:
+    def _under_way(
+        self, stream: streams.Stream | None, began: Mark | None, *tensors: Tensor
+    ) -> Pending:
         ended = self._recorder.mark()
         event = stream.record_event() if stream is not None else None
-        return _Event(event, tensors, (began, ended) if began and ended else None)
+        marks = (began, ended) if began and ended else None
+        return _UnderWay([], tensors, event=event, marks=marks)

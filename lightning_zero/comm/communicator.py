@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from lightning_zero.comm.watchdog import Watchdog, next_name
 from lightning_zero.comm.world import cut_connections, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
-from lightning_zero.record.recorder import Pending, Recorder
+from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
 
@@ -183,7 +184,7 @@ class Communicator:
         Args:
             whole: 1-D, all shards. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
-            name: See `all_gather`, as for `cuts`.
+            name: See `all_gather`.
             cuts: See there.
         """
         # Elsewhere than peer to peer they travel in the dtype of the sum.
@@ -218,11 +219,8 @@ class Communicator:
     def sum_over_shards_(self, tensor: Tensor, name: str = "a sum over shards") -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
 
-        Replicas hold equal shards, of which the first counts.
-
-        Args:
-            tensor: Of any shape and dtype.
-            name: What it is of: the same on every rank.
+        Replicas hold equal shards, of which the first counts. `name`, what it is of, is the same on
+        every rank.
         """
         if self.mesh.replica_rank:
             tensor.zero_()
@@ -355,19 +353,17 @@ class Communicator:
         return tensor
 
 
+@dataclass
 class _Awaited:
     """A collective for which the host waits."""
 
-    def __init__(
-        self, pending: Pending, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self.marks = pending.marks
-        self._pending = pending
-        self._waiting = waiting
+    pending: Pending
+    waiting: Callable[[], AbstractContextManager[None]]
+    marks: tuple[Mark, Mark] | None = None  # the recorder has had them
 
     def wait(self) -> None:
-        with self._waiting():
-            self._pending.wait()
+        with self.waiting():
+            self.pending.wait()
 
 
 def _sent(nbytes: int, size: int) -> int:

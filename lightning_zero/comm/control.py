@@ -50,14 +50,7 @@ class PeerFailedError(RanksApartError):
 
 
 class Control:
-    """Every method is collective where it does not say that it is local: every rank, same order.
-
-    Args:
-        recorder: Of what goes on in this process.
-        rank: In the world.
-        size: Of the world.
-        timeout: Of collectives; None: the backend's.
-    """
+    """Every method is collective where it does not say that it is local: every rank, same order."""
 
     watchdog: Watchdog  # tells of the failures of others; set before anything is told
 
@@ -103,23 +96,18 @@ class Control:
 
     # ---------------------------------------------------------------- values
 
-    def min_ints(self, values: Sequence[int]) -> list[int]:
+    def min_ints(self, values: Sequence[int], name: str = "minimum") -> list[int]:
         """Elementwise minimum over ranks."""
         if self.size == 1:
             return list(values)
         lowest = torch.tensor(values, dtype=torch.int64)
-        with self.waiting("minimum"):
+        with self.waiting(name):
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group)
         return [int(value) for value in lowest.tolist()]
 
     def union(self, mask: Sequence[bool]) -> list[bool]:
         """Elementwise `or` over ranks."""
-        if self.size == 1:
-            return list(mask)
-        bits = torch.tensor(mask, dtype=torch.uint8)
-        with self.waiting("mask"):
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group)
-        return [bool(bit) for bit in bits.tolist()]
+        return [bit < 0 for bit in self.min_ints([-int(bit) for bit in mask], "mask")]
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's picklable object, on every rank."""
@@ -217,16 +205,10 @@ class Control:
 
 
 class Rounds:
-    """The rounds of one group of ranks: see [Note: Rounds].
-
-    Args:
-        group: Of all ranks, on gloo; None: this rank is alone.
-        rank: In it.
-        size: Of it.
-    """
+    """The rounds of one group of ranks: see [Note: Rounds]."""
 
     def __init__(self, group: Any, *, rank: int, size: int) -> None:
-        self._group = group
+        self._group = group  # on gloo; None: this rank is alone
         self._rank = rank
         self._size = size
         self._distances = [1 << hop for hop in range((size - 1).bit_length())] if group else []
@@ -290,7 +272,6 @@ class Rounds:
         self._thread = None
 
     def _carry(self, numbers: Sequence[int], mask: bytes, judge: Judge | None) -> Heard:
-        """Carries one saying through the network."""
         if self._distances:
             assert len(mask) <= self._width, "see `widen`"
             with torch.inference_mode(mode=False), torch.device("cpu"):
@@ -406,10 +387,7 @@ class Channel:
         return box[0]
 
     def attempt(self, action: Callable[[], _T]) -> list[_T] | None:
-        """Calls `action` on every rank; if it fails on one, all fail.
-
-        Returns:
-            Every rank's result, on rank 0; None elsewhere.
+        """Calls `action` on every rank: their results, on rank 0. If it fails on one, all fail.
 
         Raises:
             BaseException: That of the first rank that has one, the same on every rank, caused by a

@@ -29,6 +29,7 @@ _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
 _MEET_S = 3.0  # for rank 0, which begins about now
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
 _LATE_S = 0.05  # of an answer of the store
+_Request = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
 def how_ended(code: int) -> str:
@@ -52,10 +53,7 @@ class Peer:
 
 
 class Peers:
-    """Finds the processes, and waits for one of them to end.
-
-    Of one thread, but for `wake`, and for `announce`, which comes first.
-    """
+    """Finds the processes, and waits for one of them to end. Of one thread, but for `wake`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -177,13 +175,10 @@ class Roll:
     """Lines in a store, to which every rank appends, in an order that is the same for all.
 
     They are numbered: the first number that nobody has set is the next.
-
-    Args:
-        key: Of the lines, without their number.
     """
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self._key = key  # of the lines, without their number
         self.num_read = 0
 
     def append(self, store: Any, line: str) -> Iterator[str]:
@@ -207,17 +202,12 @@ class HostedStore:
     One of the ranks has it in its process. A request to it has no time limit: where that process
     dies while forks of it, such as workers of a data loader, hold its connections open, no answer
     comes and no end either. So another thread, which may stay behind, waits for the answer.
-
-    Args:
-        store: A client that nobody else uses.
-        is_gone: Whether the process that has the store is; asked while an answer is late.
     """
 
     def __init__(self, store: Any, is_gone: Callable[[], bool]) -> None:
-        self._store = store
-        self._is_gone = is_gone
-        self._requests: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]
-        self._requests = queue.SimpleQueue()
+        self._store = store  # a client that nobody else uses
+        self._is_gone = is_gone  # whether that process is; asked while an answer is late
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="lightning-zero-store").start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

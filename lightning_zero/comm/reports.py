@@ -147,15 +147,11 @@ class Waits:
 class Reports:
     """This rank's side of reports; of the watchdog's thread, with a store of its own.
 
-    What a method yields is to be appended to the log of news before it goes on.
-
-    Args:
-        name: Of the run, in the store.
-        rank: Of this process.
-        size: Number of ranks.
-        after_s: Seconds of waiting after which all tell what they are doing; None: never.
-        waits: Of this process.
+    What a method yields is to be appended to the log of news before it goes on. After `after_s`
+    seconds of waiting for other ranks all tell what they are doing; None: never.
     """
+
+    describe: weakref.WeakMethod[Callable[[], str]] | None = None  # of the engine
 
     def __init__(
         self, name: str, rank: int, size: int, after_s: float | None, waits: Waits
@@ -165,14 +161,9 @@ class Reports:
         self._size = size
         self._after_s = after_s
         self._waits = waits
-        self._describe: weakref.WeakMethod[Callable[[], str]] | None = None
         self._reported: Wait | None = None
         self._texts: list[str] = []  # keys of reports that others will write
         self._second_look: tuple[float, list[float]] | None = None
-
-    def describe_by(self, describe: Callable[[], str]) -> None:
-        """From now on `describe`, a method, tells what the engine does, from another thread."""
-        self._describe = weakref.WeakMethod(describe)
 
     def look(self, store: Any, wait: Wait | None) -> Iterator[News]:
         """Asks the ranks where `wait` is a long one, and tells what others have found out."""
@@ -195,7 +186,7 @@ class Reports:
         The one that asked reads all answers, and writes the report.
         """
         self._reported = self._waits.of_main()
-        describe = self._describe() if self._describe is not None else None
+        describe = self.describe() if self.describe is not None else None
         doing = self._waits.doing(describe() if describe is not None else "")
         key = f"{self._name}/doing/{number}"
         store.set(f"{key}/{self._rank}", json.dumps(asdict(doing)))

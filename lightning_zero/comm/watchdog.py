@@ -79,7 +79,6 @@ class Verdict:
 
     rank: int | None  # who is the cause; None: nobody alone
     text: str  # a clause with its subject, such as "rank 1 was killed by SIGKILL"
-    is_dead: bool = False  # that rank's process has ended
 
 
 class Watchdog:
@@ -89,11 +88,10 @@ class Watchdog:
     other ranks there is nothing to watch.
 
     Args:
-        name: Of the log in the store.
+        name: Of its keys in the store.
         rank: Of this process.
         size: Number of ranks.
-        report_after_s: Seconds of waiting for other ranks after which all tell what they are doing;
-            None: never.
+        report_after_s: See `Reports`.
         rallies: Until `leave`, the ranks come together after a failure in `rally` or not at all, so
             that nobody may wait elsewhere. Otherwise collectives on other groups that begin after
             a failure are left alone, as long as all ranks live.
@@ -187,7 +185,7 @@ class Watchdog:
 
     def describe_by(self, describe: Callable[[], str]) -> None:
         """From now on `describe`, a method, tells what the engine does, from another thread."""
-        self._reports.describe_by(describe)
+        self._reports.describe = weakref.WeakMethod(describe)
 
     @contextmanager
     def waiting(
@@ -198,13 +196,7 @@ class Watchdog:
         is_for_data: bool = False,
         is_one_way: bool = False,
     ) -> Iterator[None]:
-        """Around waiting for other ranks.
-
-        Args:
-            name: What for: see `Wait`, as for the rest.
-            is_engines: On a group that is cut by what was given to `on_failure`.
-            is_for_data: See there.
-            is_one_way: See there.
+        """Around waiting for other ranks: see `Wait`.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
@@ -236,7 +228,7 @@ class Watchdog:
         )
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
-        """Raises PeerAbortedError where there is a verdict."""
+        """Raises the PeerAbortedError of a verdict, if there is one."""
         verdict = self.verdict
         if verdict is not None:
             raise self._apart or PeerAbortedError(self._explain(verdict)) from cause
@@ -424,7 +416,7 @@ class Watchdog:
             before = self._aborts.get(self._epoch)
             if before is not None and before.rank == rank:
                 text = before.text
-            self._death = Verdict(rank, text, is_dead=True)
+            self._death = Verdict(rank, text)
             self._judge()
 
     def _judge(self) -> None:
@@ -524,7 +516,8 @@ class Watchdog:
     def _wake_main(self, wait: Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""
         is_together_or_not = self._rallies and self._is_needed
-        if not (is_together_or_not or verdict.is_dead or wait.since < judged_at):
+        is_dead = verdict is self._death
+        if not (is_together_or_not or is_dead or wait.since < judged_at):
             return
         waited_s = time.monotonic() - max(judged_at, wait.since)
         if waited_s > _SETTLE_S and not self._is_cut:

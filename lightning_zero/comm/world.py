@@ -164,15 +164,10 @@ def tell(failure: Exception | None) -> tuple[str, int | None] | None:
 def raise_together(
     failure: Exception | None, told: Sequence[tuple[str, int | None] | None], what: str
 ) -> None:
-    """Raises on every rank where any has failed.
-
-    Args:
-        failure: This rank's.
-        told: By rank, what each could `tell`.
-        what: See `failing_together`.
+    """Raises on every rank where any has failed, as `told` by each; see `failing_together`.
 
     Raises:
-        Exception: `failure`, where there is one.
+        Exception: `failure`, this rank's, where there is one.
         OSError: Another rank's was one; of the same number.
         RuntimeError: Another rank's was none. Both say which rank failed and how.
     """

@@ -125,10 +125,7 @@ class Recorder:
         self.is_on = True
 
     def begin(self, step: int) -> None:
-        """A window begins, up to which nothing need have been kept, after so many steps.
-
-        Waits for the device.
-        """
+        """A window begins after so many steps; none need have been kept. Waits for the device."""
         if not self.is_on:
             self.start()
             self._stops_at_end = True
@@ -142,13 +139,9 @@ class Recorder:
         self._keep_those_after(0.0)
 
     def end(self) -> Recording:
-        """The window ends, and what nobody has started stops.
+        """The window ends, and what nobody has started stops. Waits for the device.
 
-        What is still under way is in it so far, and after `start` in the next one too. Waits for
-        the device.
-
-        Raises:
-            RuntimeError: No window has begun.
+        What is still under way is in it so far, and after `start` in the next one too.
         """
         if self._zero_s is None:
             raise RuntimeError("no window has begun; call begin(step) before end().")
