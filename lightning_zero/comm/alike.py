@@ -33,8 +33,7 @@ def compare(control: Control, facts: Facts, failure: Exception | None = None) ->
         ValueError: Facts differ; names the first difference, by rank.
         OSError, RuntimeError: Another rank has failed; says which and how.
     """
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    own = _hash(facts, text)
+    own = _hash(facts, tell(failure))
     least, minus_most = control.min_ints([own, -own])
     if least == -minus_most:
         if failure is not None:
@@ -56,7 +55,7 @@ def check_alike(everyone: Sequence[Facts]) -> None:
         )
 
 
-def _hash(facts: Facts, failure: str | None) -> int:
+def _hash(facts: Facts, failure: tuple[str, int | None] | None) -> int:
     ordered = [(subject, sorted(fields.items())) for subject, fields in facts.items()]
     digest = hashlib.sha256(repr((ordered, failure)).encode()).digest()
     return int.from_bytes(digest[:7], "big")  # it and its negative are int64

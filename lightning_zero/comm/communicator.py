@@ -106,12 +106,11 @@ class Communicator:
         self._is_cut = False  # nothing collective is possible
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
+        name = "" if self.rallies else next_name(self.rank)  # before one rank alone can fail
         self._open_group()
         self.control = Control(self.recorder, rank=self.rank, size=self.size, timeout=timeout)
         if watchdog is None:
-            watchdog = Watchdog(
-                next_name(self.rank), rank=self.rank, size=self.size, report_after_s=report_after_s
-            )
+            watchdog = Watchdog(name, rank=self.rank, size=self.size, report_after_s=report_after_s)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the process ends the watch
         self.control.watchdog = watchdog

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm.peers import HostedStore, Peers, Roll, how_ended, store_of_ranks
 from lightning_zero.comm.reports import News, Reports, Wait, Waits
-from lightning_zero.comm.world import cut_connections, has_world
+from lightning_zero.comm.world import cut_connections, world_size
 
 __all__ = [
     "PeerAbortedError",
@@ -539,7 +539,7 @@ class _Thread(threading.Thread):
 
 def next_name(rank: int) -> str:
     """Of a watchdog that every rank makes at the same point, before they could agree on one."""
-    if not has_world() or dist.get_backend() == "fake":
+    if world_size() == 1 or dist.get_backend() == "fake":
         return ""  # there is nothing to watch
     store = dist.distributed_c10d._get_default_store()
     return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
