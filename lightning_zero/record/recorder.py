@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind, Recording, Span
 
-__all__ = ["OFF", "OpenSpan", "Mark", "Pending", "Recorder", "now_on_device", "seconds_between"]
+__all__ = ["Mark", "OpenSpan", "Pending", "Recorder"]
 
 Mark = float | streams.Event  # see [Note: Marks]
 
@@ -57,17 +57,17 @@ class OpenSpan:
 
 
 # What begins while nobody records.
-OFF = OpenSpan(Kind.AGREE, "", 0, False, 0.0, time.perf_counter, None)
+_OFF = OpenSpan(Kind.AGREE, "", 0, False, 0.0, time.perf_counter, None)
 
 
-def now_on_device(device: torch.device) -> Mark:
+def _now_on_device(device: torch.device) -> Mark:
     """On the current stream of `device`, which may not be the current device."""
-    event = streams.make_event(is_timed=True)
+    event = streams.make_event()
     event.record(streams.current(device))
     return event
 
 
-def seconds_between(one: streams.Event, other: streams.Event) -> float:
+def _seconds_between(one: streams.Event, other: streams.Event) -> float:
     """Negative if `other` came first, for which CUDA promises no negative answer."""
     after = float(one.elapsed_time(other))
     return (after if after > 0 else -float(other.elapsed_time(one))) / 1e3
@@ -103,12 +103,12 @@ class Recorder:
         self.is_on = False  # spans are kept
         self._now: Callable[[], Mark] = time.perf_counter
         if device is not None and device.type == "cuda":
-            self._now = partial(now_on_device, device)
+            self._now = partial(_now_on_device, device)
         self._rank = rank
         self._world_size = world_size
         self._under_way: set[OpenSpan] = set()
         self._over: deque[OpenSpan] = deque()
-        self._phase = OFF
+        self._phase = _OFF
         self._layers: dict[tuple[Kind, str], OpenSpan] = {}
         # When the window began, by both clocks; None between windows.
         self._zero: streams.Event | None = None
@@ -180,7 +180,7 @@ class Recorder:
         """Drops what is under way: after an exception some of it will never end."""
         self._under_way.clear()
         self._layers.clear()
-        self._phase = OFF
+        self._phase = _OFF
 
     def _seconds(self, mark: Mark | None) -> float:
         """Since the window began; infinite for what has not happened yet."""
@@ -190,7 +190,7 @@ class Recorder:
             assert self._zero_s is not None
             return mark - self._zero_s
         assert self._zero is not None
-        return seconds_between(self._zero, mark) if mark.query() else float("inf")
+        return _seconds_between(self._zero, mark) if mark.query() else float("inf")
 
     # ---------------------------------------------------------------- spans
 
@@ -208,9 +208,9 @@ class Recorder:
         Where it is `on_host` the device has no part in it.
         """
         if not self.is_on:
-            return OFF
+            return _OFF
         if is_wait and threading.current_thread().name.startswith(_OWN_THREADS):
-            return OFF  # see [Note: Waits of other threads]
+            return _OFF  # see [Note: Waits of other threads]
         now = time.perf_counter if on_host else self._now
         span = OpenSpan(kind, name, nbytes, is_wait, now(), now, self._keep)
         self._under_way.add(span)
@@ -221,7 +221,7 @@ class Recorder:
     ) -> OpenSpan:
         """Begins the span of a copy on the current stream; none where both are one memory."""
         if not self.is_on or source.type == target.type:
-            return OFF
+            return _OFF
         return self.span(Kind.TO_CPU if target.type == "cpu" else Kind.TO_DEVICE, name, nbytes)
 
     def watch(
@@ -234,7 +234,7 @@ class Recorder:
         with record_function(f"zero::{kind.value} {name}"):
             span = self.span(kind, name, nbytes)
             pending = issue(*args)
-        return pending if span is OFF else _Watched(pending, span, self)
+        return pending if span is _OFF else _Watched(pending, span, self)
 
     def mark(self) -> Mark | None:
         """This moment, on the current stream where there is one; None while off."""
@@ -254,7 +254,7 @@ class Recorder:
         for span in (*self._layers.values(), self._phase):
             span.end()
         self._layers.clear()
-        self._phase = OFF if kind is None else self.span(kind)
+        self._phase = _OFF if kind is None else self.span(kind)
 
     def enter(self, kind: Kind, name: str) -> None:
         """The layer `name` computes. In backward the layer before it has ended with that."""
@@ -268,7 +268,7 @@ class Recorder:
     def leave(self, kind: Kind, name: str) -> None:
         """The layer `name` has computed."""
         if self.is_on:
-            self._layers.pop((kind, name), OFF).end()
+            self._layers.pop((kind, name), _OFF).end()
 
     # ---------------------------------------------------------------- prefetch
 

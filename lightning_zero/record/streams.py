@@ -27,9 +27,9 @@ def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stre
     return torch.cuda.Stream(device, priority=-1 if is_high_priority else 0)
 
 
-def make_event(*, is_timed: bool = False) -> Event:
-    """A point on a stream, once it is recorded there."""
-    return torch.cuda.Event(enable_timing=is_timed)
+def make_event() -> Event:
+    """A point on a stream, and its time, once it is recorded there."""
+    return torch.cuda.Event(enable_timing=True)
 
 
 def current(device: torch.device) -> Stream:
