@@ -40,7 +40,7 @@ from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import shards_in
 from lightning_zero.checkpoint.summary import identity
 from lightning_zero.checkpoint.torch_file import Progress
-from lightning_zero.comm.channel import Channel
+from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import read_flat

@@ -5,7 +5,7 @@
 boundaries: a forward and its backward in training, a forward elsewhere. It has a *key*: what kind
 of pass it is, which parameters are trained, what the pass before it was.
 
-* A pass whose key is new is *asked for*: a rank that needs a unit asks in a round (comm/rounds.py);
+* A pass whose key is new is *asked for*: a rank that needs a unit asks in a round (comm.control);
   of all requests the lowest goes first, and every rank takes part in that gather. The round also
   tells how many reductions, in the order of `eager`, every rank is ready for; all issue them then.
   A rank that has ended its pass goes on answering until all have. So all events of all ranks are

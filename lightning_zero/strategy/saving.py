@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.sharded import (
     shards_in,
     whole_as_shards,
 )
-from lightning_zero.comm.channel import Channel
+from lightning_zero.comm.control import Channel
 from lightning_zero.engine.engine import Engine
 from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size

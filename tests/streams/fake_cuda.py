@@ -171,7 +171,7 @@ class FakeCuda:
         """See record/streams.py."""
         return self._stream(self.current)
 
-    def make_event(self, *, is_timed: bool = False) -> _Event:
+    def make_event(self) -> _Event:
         """See record/streams.py."""
         return _Event(self)
 
