@@ -6,7 +6,7 @@
     flat        the flat space of one bucket: slots, padding, who owns which elements
     mesh        ranks that share shards, and their replicas
     kept        which layers keep float32 parameters in 16-bit training
-    names       names of parameters and modules
+    names       names of parameters and modules, in state dicts and in settings
     sizes       numbers with units, as people write and read them
     units       which modules are gathered together
     recompute   which modules run again in backward

@@ -142,11 +142,6 @@ class FlatLayout:
         """Every parameter has an owner."""
         return all(slot.owner is not None for slot in self.slots)
 
-    @cached_property
-    def parameter_numel(self) -> int:
-        """Elements of the parameters, without padding."""
-        return sum(slot.numel for slot in self.slots)
-
     def shard(self, rank: int) -> range:
         """The part of the flat space that `rank` owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])

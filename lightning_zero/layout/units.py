@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from lightning_zero.layout.kept import is_meant, text_of_no_match
-from lightning_zero.layout.names import saved_name
+from lightning_zero.layout.names import is_meant, saved_name, text_of_no_match
 
 __all__ = ["LISTS", "ROOT", "find_blocks", "find_units"]
 

@@ -28,12 +28,9 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype, read: _Read) -> LazyTensor:
-        """A tensor of `shape` whose row-major elements [start, stop) are `read(start, stop)`.
+        """A tensor whose row-major elements [start, stop) are `read(start, stop)`.
 
-        Args:
-            shape: Of the tensor.
-            dtype: Of the tensor, and of what `read` returns.
-            read: Returns a new 1-D CPU tensor of `stop - start` elements.
+        That is a new 1-D CPU tensor of this dtype.
         """
         stored = Tensor._make_wrapper_subclass(LazyTensor, torch.Size(shape), dtype=dtype)
         assert isinstance(stored, LazyTensor)
@@ -44,12 +41,10 @@ class LazyTensor(Tensor):
         """All values, a new plain tensor of this shape."""
         return self._read(0, self.numel()).view(self.shape)
 
-    def tolist(self) -> Any:
-        """As of a plain tensor; torch itself refuses it to subclasses."""
+    def tolist(self) -> Any:  # torch itself refuses this and the next to subclasses
         return self.read().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor; torch itself refuses it to subclasses."""
         return self.read().numpy(force=force)
 
     @classmethod

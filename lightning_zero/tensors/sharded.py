@@ -45,6 +45,13 @@ class ShardedTensorError(RuntimeError):
     why: str = ""
 
 
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(name)
+
+    return refuse
+
+
 class ShardedTensor(Tensor):
     """This rank's part of a tensor. See [Note: Sharded tensors].
 
@@ -63,14 +70,9 @@ class ShardedTensor(Tensor):
     def of(
         part: Part, cut: Cut, noun: str, like: Tensor, shape: Sequence[int] | None = None
     ) -> ShardedTensor:
-        """`part` as a tensor of the whole shape; memory is shared.
+        """`part`, the elements `cut.owned`, as a tensor of the whole shape; memory is shared.
 
-        Args:
-            part: The elements `cut.owned`.
-            cut: Which they are.
-            noun: See the attribute.
-            like: Has their dtype and device.
-            shape: None: the parameter's.
+        `like` has their dtype and device; without a `shape` it is the parameter's.
         """
         size = torch.Size(cut.slot.shape if shape is None else shape)
         sharded = Tensor._make_wrapper_subclass(
@@ -177,24 +179,11 @@ class ShardedTensor(Tensor):
 
     # ---------------------------------------------------------------- what torch does without them
 
-    def tolist(self) -> NoReturn:
-        """Refused."""
-        self._refuse("tolist")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused."""
-        self._refuse("numpy")
-
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        self._refuse("numpy")
-
-    def data_ptr(self) -> NoReturn:
-        """Refused."""
-        self._refuse("data_ptr")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refused."""
-        self._refuse("untyped_storage")
+    tolist = _refused("tolist")
+    numpy = __array__ = _refused("numpy")
+    data_ptr = _refused("data_ptr")
+    untyped_storage = _refused("untyped_storage")
+    __reduce_ex__ = _refused("pickle")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copy = self.detach().clone()
@@ -207,9 +196,6 @@ class ShardedTensor(Tensor):
         return (
             format(self.item(), spec) if spec and self.dim() == 0 else object.__format__(self, spec)
         )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickle")
 
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
