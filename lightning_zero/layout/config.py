@@ -190,7 +190,8 @@ class ZeroConfig:
     @property
     def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:
         """Where parameter and optimizer shards rest."""
-        return cast("Any", (self.offload_param, self.offload_optimizer))
+        both = self.offload_param, self.offload_optimizer
+        return cast("tuple[OffloadConfig | None, OffloadConfig | None]", both)
 
     @property
     def kept(self) -> _Kinds:

@@ -57,7 +57,7 @@ def kept_parameters(
 
     Args:
         modules: By qualified name, the root and all below, those that are shared by every name.
-        wanted: `ZeroConfig.keep_float32`.
+        wanted: `ZeroConfig.kept`.
 
     Raises:
         ValueError: One of `wanted` matches nothing.

@@ -158,7 +158,6 @@ class Order:
 
     @property
     def is_training(self) -> bool:
-        """A pass of training is open."""
         return self._pass is not None and self._pass.is_training
 
     @property
@@ -166,12 +165,7 @@ class Order:
         return self._pass is None and self._ended is None and not self.is_loose
 
     def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
-        """A pass begins. Collective.
-
-        Args:
-            kind: Of pass: the same on every rank.
-            flags: In training: what is trained.
-        """
+        """A pass of a `kind`, the same on every rank; `flags`: what is trained. Collective."""
         is_settled, is_foretold = self._is_settled, False
         self._leave()
         self._look(flags)
@@ -221,13 +215,10 @@ class Order:
         return one
 
     def turn(self, flags: Sequence[bool], kind: str, eager: Sequence[int]) -> None:
-        """Backward begins. Collective.
+        """Backward begins: that of another pass, if none with these flags is open. Collective.
 
-        Args:
-            flags: What is trained now.
-            kind: Of the pass that begins where none is open, or its flags were others.
-            eager: Buckets that will be reduced, in this order, if there is no plan: the same on
-                every rank.
+        `eager` are the buckets that will be reduced, in this order, if there is no plan: the same
+        on every rank.
         """
         if not self.is_training or bytes(flags) != self._voice.flags:
             self.begin(kind, flags)
@@ -294,10 +285,8 @@ class Order:
     def use(self, unit: int, *, may_repeat: bool) -> None:
         """This rank uses `unit` now.
 
-        Args:
-            unit: Which.
-            may_repeat: If the pass has used it already and will not again, another one begins, as
-                with each token that is generated.
+        `may_repeat`: if the pass has used it already and will not again, another one begins, as
+        with each token that is generated.
         """
         if self._pass is None:
             self._issuer.begin_pass()
@@ -408,12 +397,7 @@ class Order:
     # ---------------------------------------------------------------- boundaries
 
     def meet(self, request: int, name: str) -> None:
-        """Takes part in what other ranks still ask for, until none is behind `request`.
-
-        Args:
-            request: One of `requests`.
-            name: What this rank waits for, to be read by people.
-        """
+        """Takes part in what other ranks still ask for, until none is behind `request`."""
         topic = hash_of(name) if request == self.requests.together else None
         one, kept = self._pass, None
         if one is not None and one.is_training and topic is not None:
@@ -501,8 +485,7 @@ class Order:
         )
 
     def _say(self, request: int, key: int | None, name: str) -> Round:
-        heard, _ = self._voice.say(self._said(request, key), name)
-        return heard
+        return self._voice.say(self._said(request, key), name)[0]
 
 
 class Unit(Protocol):
@@ -515,11 +498,11 @@ class Unit(Protocol):
 def gather_ahead(
     order: Order, units: Sequence[Unit], whole: Collection[Unit], config: ZeroConfig, ahead: int
 ) -> None:
-    """Gathers what comes next in the plan, as far as the settings allow.
+    """Gathers what comes next in the plan, as far as the settings allow; for engine and planner.
 
     Args:
         order: Decides what comes next.
-        units: The root first.
+        units: By number.
         whole: Those that are whole or on their way.
         config: Of the engine.
         ahead: Elements that have been gathered ahead of their use.

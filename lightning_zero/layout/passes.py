@@ -66,7 +66,6 @@ class Pass:
 
     @property
     def num_planned(self) -> int:
-        """Events of the plan."""
         return len(self.plan or ())
 
     @property
@@ -104,14 +103,12 @@ class Learned:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known."""
         self._known: dict[int, _Known] = {}
         self._following: dict[tuple[int, ...], int] = {}
         self._context: tuple[int, ...] = ()
         self.last_log = 0
 
     def plan_of(self, key: int | None) -> tuple[int, ...] | None:
-        """The plan of passes with this key."""
         known = self._known.get(key) if key is not None else None
         return known.plan if known is not None else None
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,16 +92,16 @@ def checkpointed(
     for child in children:
         if not isinstance(child.__dict__.get("forward"), _Checkpointed):
             child.__dict__["forward"] = _Checkpointed(child, keeps_rng)
-    return partial(_end, children)
 
+    def end() -> None:
+        for child in children:
+            ours = child.__dict__.get("forward")
+            if isinstance(ours, _Checkpointed):
+                del child.__dict__["forward"]
+                if ours.is_users:
+                    child.__dict__["forward"] = ours.forward
 
-def _end(children: Iterable[nn.Module]) -> None:
-    for child in children:
-        ours = child.__dict__.get("forward")
-        if isinstance(ours, _Checkpointed):
-            del child.__dict__["forward"]
-            if ours.is_users:
-                child.__dict__["forward"] = ours.forward
+    return end
 
 
 class _Checkpointed:

@@ -97,12 +97,10 @@ class Round(NamedTuple):
 
     @property
     def request(self) -> int:
-        """The one that goes first."""
         return self.lowest.request
 
     @property
     def wish(self) -> int | None:
-        """The lowest of any rank."""
         return None if self.lowest.wish == _NOTHING else self.lowest.wish
 
     def is_same(self, field: str) -> bool:
@@ -136,7 +134,6 @@ class Voice:
         talk.widen(max(num_bytes, talk.size, _MOST_TEXT))
 
     def forget(self) -> None:
-        """Nothing is under way."""
         self._unheard.clear()
 
     def begin(self, said: Said, mask: bytes = b"", *, is_heard: bool) -> Future[Heard]:
@@ -148,12 +145,7 @@ class Voice:
         return saying
 
     def hear(self, saying: Future[Heard], name: str) -> tuple[Round, bytes]:
-        """Waits for a round that has begun, with its mask.
-
-        Args:
-            saying: What `begin` has returned.
-            name: What this rank waits for, to be read by people.
-        """
+        """Waits for a round that has begun; `name` tells people for what. Its mask, too."""
         with self._talk.waiting(name):
             heard = saying.result()
         return self._take(heard)
@@ -196,13 +188,7 @@ class Voice:
     # ---------------------------------------------------------------- what is wrong
 
     def _judge(self, name: str, alarms: bool, heard: Heard) -> Exception | None:
-        """From any thread.
-
-        Args:
-            name: What this rank has come to.
-            alarms: Nobody may hear it: what is wrong ends all waits.
-            heard: Of all.
-        """
+        """From any thread. `alarms`: nobody may hear it, so what is wrong ends all waits."""
         told = Round.of(heard.numbers)
         error: Exception | None = None
         if told.lowest.failed < self._talk.size:

@@ -98,10 +98,7 @@ class Scratch:
     about as much as the reduction's own work on it. On a device the caching allocator does all of
     this.
 
-    Args:
-        device: Of the tensors.
-        allocate: Makes new memory of so many elements, 1-D; None: torch does.
-        max_kept: Tensors that are kept at most.
+    `allocate` makes new memory of so many elements, 1-D; None: torch does.
     """
 
     def __init__(

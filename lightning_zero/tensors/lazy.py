@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["LazyTensor", "read_flat", "values_reader", "written_by"]
+__all__ = ["LazyTensor", "arguments_of", "read_flat", "values_reader", "written_by"]
 
 _Read = Callable[[int, int], Tensor]
 
@@ -83,16 +83,17 @@ def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor.reshape(-1)[start:stop]
 
 
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given to an operator of torch, by name."""
+    names = (argument.name for argument in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors to which an operator of torch writes."""
-    arguments = func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False))
-    given.update(kwargs)
-    written = [
-        given.get(argument.name)
-        for argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    given = arguments_of(func, args, kwargs)
+    aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    written = [given.get(name) for name, alias in aliases.items() if alias and alias.is_write]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 

@@ -26,19 +26,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_zero.tensors.cut import Cut, OwnPart, Part
-from lightning_zero.tensors.lazy import read_flat, written_by
+from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 
 __all__ = ["ShardedTensor", "ShardedTensorError"]
 
 
 class ShardedTensorError(RuntimeError):
-    """An operation needs more of a tensor than this rank has.
+    """An operation needs more of a tensor, `sharded`, than this rank has.
 
     Python's operators would take a TypeError for "not implemented" and compare identities instead.
-
-    Attributes:
-        sharded: That tensor.
-        why: The reason.
     """
 
     sharded: ShardedTensor | None = None
@@ -470,8 +466,7 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     sharded = args[0]
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given.update(zip((a.name for a in arguments), args, strict=False))
-    given.update(kwargs)
+    given |= arguments_of(func, args, kwargs)
     if not isinstance(sharded, ShardedTensor) or written_by(func, args, kwargs):
         _first_of(args, kwargs)._refuse(name)
     dim = given.get("dim")
