@@ -198,20 +198,15 @@ def step_buffers(param: OffloadConfig | None, optimizer: OffloadConfig | None) -
 
 @dataclass(frozen=True)
 class ShardBytes:
-    """Bytes of one bucket's shards on one rank.
+    """Bytes of one bucket's shards on one rank."""
 
-    Attributes:
-        param: The parameters; 0 where they rest whole.
-        optim: Master, where it is a tensor of its own, and two moments as Adam keeps them: how much
-            an optimizer keeps is known after its first step only.
-        grad: The mean gradient.
-        is_trainable: The optimizer steps it from the beginning. What is frozen takes its parameters
-            until it is unfrozen, and a master where they have lost bits.
-    """
-
-    param: int
+    param: int  # 0 where they rest whole
+    # Master, where it is a tensor of its own, and two moments as Adam keeps them: how much an
+    # optimizer keeps is known after its first step only.
     optim: int
-    grad: int
+    grad: int  # the mean
+    # The optimizer steps it from the beginning. What is frozen takes its parameters until it is
+    # unfrozen, and a master where they have lost bits.
     is_trainable: bool = True
 
 
@@ -248,7 +243,7 @@ def assign_tiers(
     # What "auto" puts on the device or into CPU memory brings its gradient along.
     trained = [(s.optim, s.optim + s.grad) for s in shards if s.is_trainable]
     chosen = _choose(trained, offload_optimizer, left)
-    frozen = Tier.DEVICE  # once they are unfrozen
+    frozen = Tier.DEVICE  # where what is frozen would rest once it is unfrozen
     if offload_optimizer is not None:
         device = offload_optimizer.device
         frozen = Tier.CPU if device == "auto" else Tier(device)
@@ -283,7 +278,7 @@ def _room(
 
 
 def _pay(left: dict[Tier, int], nbytes: int) -> Tier:
-    """The fastest tier that still has room, of which `nbytes` are taken."""
+    """The fastest tier that still has room, of which so many are taken."""
     for tier, room in left.items():
         if nbytes <= room:
             left[tier] -= nbytes

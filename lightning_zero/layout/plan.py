@@ -37,27 +37,16 @@ _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters that travel together.
+    """Parameters that travel together."""
 
-    Attributes:
-        name: For messages and profiler ranges, such as `blocks.3` or `blocks.3/frozen`.
-        layout: Flat space of the parameters.
-        dtype: Dtype of the whole parameters while the module computes.
-        master_dtype: Dtype in which they are stepped.
-        stage: Which states rest as shards.
-        is_trainable: The optimizer steps it.
-        loses_bits: `dtype` does not hold all of a parameter as it was given.
-        tiers: Where the shards rest.
-    """
-
-    name: str
+    name: str  # for messages and profiler ranges, such as blocks.3 or blocks.3/frozen
     layout: FlatLayout
-    dtype: torch.dtype
-    master_dtype: torch.dtype
-    stage: Stage
-    is_trainable: bool = True
-    loses_bits: bool = False
-    tiers: BucketTiers = field(default_factory=BucketTiers)
+    dtype: torch.dtype  # of the whole parameters while the module computes
+    master_dtype: torch.dtype  # in which they are stepped
+    stage: Stage  # which states rest as shards
+    is_trainable: bool = True  # the optimizer steps it
+    loses_bits: bool = False  # `dtype` does not hold all of a parameter as it was given
+    tiers: BucketTiers = field(default_factory=BucketTiers)  # where the shards rest
 
     @property
     def has_own_master(self) -> bool:
@@ -72,15 +61,10 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Buckets that are gathered and released together.
+    """Buckets that are gathered and released together."""
 
-    Attributes:
-        name: Qualified name of the module whose forward uses them; empty for the root.
-        buckets: At least one, except for a root without parameters of its own.
-    """
-
-    name: str
-    buckets: tuple[BucketPlan, ...]
+    name: str  # qualified, of the module whose forward uses them; empty for the root
+    buckets: tuple[BucketPlan, ...]  # not empty, but for a root without parameters of its own
 
     @property
     def numel(self) -> int:
@@ -92,16 +76,12 @@ class UnitPlan:
 class Plan:
     """Every unit of a module, the root first, then in the order of registration.
 
-    Attributes:
-        units: The units. Every parameter is in exactly one bucket of one unit.
-        world_size: Number of shards.
-        reduce_dtype: Dtype in which gradients are summed and kept; None: each bucket's master
-            dtype.
+    Every parameter is in exactly one bucket of one unit.
     """
 
     units: tuple[UnitPlan, ...]
-    world_size: int
-    reduce_dtype: torch.dtype | None
+    world_size: int  # number of shards
+    reduce_dtype: torch.dtype | None  # of summed gradients; None: each bucket's master dtype
 
     @property
     def buckets(self) -> list[BucketPlan]:
@@ -251,8 +231,8 @@ class _Cutter:
         self._optimizer_of = optimizer_of
         self._whole_tensors = whole_tensors
         default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
-        limits = (config.reduce_bucket_size or default, config.allgather_bucket_size or default)
-        self._limit = min(limits) if config.allgather_bucket_size else limits[0]  # elements
+        limit = config.reduce_bucket_size or default
+        self._limit = min(limit, config.allgather_bucket_size or limit)  # elements
         self._owners: dict[str, int] = {}  # of parameters that are placed whole
         if not config.states.has_shard(State.OPTIM):
             return  # every rank steps everything

@@ -105,15 +105,11 @@ def checkpointed(
 
 
 class _Checkpointed:
-    """A forward that runs again in backward, in the place of the module's own.
-
-    Attributes:
-        forward: The module's own, bound. A copy of the module, and a pickled one, have this alone.
-        is_users: It was put on the module itself, and is not that of its class.
-    """
+    """A forward that runs again in backward, in the place of the module's own."""
 
     def __init__(self, module: nn.Module, keeps_rng: bool) -> None:
-        self.is_users = "forward" in module.__dict__
+        self.is_users = "forward" in module.__dict__  # on the module itself, not of its class
+        # The module's own, bound. A copy of the module, and a pickled one, have this alone.
         self.forward: Callable[..., Any] = module.forward
         self._keeps_rng = keeps_rng
         self._statistics = [

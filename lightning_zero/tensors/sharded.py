@@ -49,17 +49,11 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 class ShardedTensor(Tensor):
-    """This rank's part of a tensor. See [Note: Sharded tensors].
+    """This rank's part of a tensor. See [Note: Sharded tensors]."""
 
-    Attributes:
-        cut: Which part.
-        noun: What it is of the parameter, `p.grad` or `p.data`, or was computed from.
-        is_tracked: It was computed from what requires a gradient. See [Note: No gradient].
-    """
-
-    cut: Cut
-    noun: str
-    is_tracked: bool
+    cut: Cut  # which part
+    noun: str  # what it is of the parameter, p.grad or p.data, or was computed from
+    is_tracked: bool  # computed from what requires a gradient: see [Note: No gradient]
     _part: Part
 
     @staticmethod
