@@ -31,10 +31,10 @@ from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.names import with_compiled_names
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import await_values, expecting_values, is_left_out
-from lightning_zero.tensors.names import with_compiled_names
 
 __all__ = ["load_masters", "load_module", "load_weights"]
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_zero.core.unit import Unit
-from lightning_zero.layout.ahead import gather_ahead
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.record.recorder import Recorder
 
 __all__ = ["Gathering"]

@@ -16,10 +16,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from lightning_zero.layout.ahead import gather_ahead
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.talk import Heard, Judge

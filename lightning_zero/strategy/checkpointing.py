@@ -36,6 +36,7 @@ from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_of_any
 from lightning_zero.comm.world import failing_together, gather_objects
+from lightning_zero.layout.names import with_saved_names
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import check_restorable
 from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO, is_download, on_rank_zero
@@ -47,7 +48,6 @@ from lightning_zero.strategy.saving import MASTERS_KEY, NOTE_KEY, Saving, is_own
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.strategy.signals import BatchBoundary
 from lightning_zero.tensors.meta import await_values, expecting_values
-from lightning_zero.tensors.names import with_saved_names
 
 __all__ = ["CheckpointStrategy"]
 
