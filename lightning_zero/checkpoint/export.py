@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import Place, explained
-from lightning_zero.checkpoint.dcp_writer import write_dcp
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import (
     INDEX,
     split,
@@ -28,8 +28,11 @@ from lightning_zero.checkpoint.hugging_face import (
     write_safetensors,
 )
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.summary import identity, total_nbytes
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.source import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
+from lightning_zero.comm.channel import Channel
+from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = ["Format", "Plan", "plan", "release"]
@@ -141,7 +144,7 @@ def plan(
         content = _numbered_optimizers(content)
         write = partial(write_torch_file, content)
     else:
-        write = partial(write_dcp, content)
+        write = partial(_write_dcp, content)
     return Plan(write, total_nbytes(content), tuple(notes))
 
 
@@ -298,3 +301,45 @@ def _write_files(
         write_safetensors(folder / name, held, here, progress)
     if len(files) > 1:
         write_index(folder / INDEX, files, tied)  # last: without it nothing is there
+
+
+# ------------------------------------------------------------------------------------------- DCP
+
+# Other entries go into `meta.pt` as they are.
+_HELD_BY_NAME = {
+    "averaging_state",
+    "current_model_state",
+    "lightning_zero_masters",
+    "optimizer_states",
+    "state_dict",
+}
+
+
+def _write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
+    sources: dict[object, str] = {}
+    content = {
+        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
+        for key, value in checkpoint.items()
+    }
+    ShardedSave.prepare(content, path, {}, Channel(0, 1, None)).run()
+
+
+def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any:
+    """Tensors in dicts and lists as shards that are all of it, by what they share."""
+    if isinstance(tree, Mapping):
+        return {key: _as_shards(value, sources, progress) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_as_shards(value, sources, progress) for value in tree]
+    if not isinstance(tree, Tensor) or tree.layout != torch.strided:
+        return tree
+    if not tree.dim() or not tree.numel():
+        return tree.clone()
+    source = sources.setdefault(identity(tree), f"tensor {len(sources)}")
+    read = partial(_read, tree, progress)
+    return ShardTensor.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
+
+
+def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:
+    values = read_flat(tensor, start, stop)
+    progress(values.nbytes)
+    return values

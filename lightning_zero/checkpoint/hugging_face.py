@@ -82,9 +82,8 @@ def write_safetensors(
     with replacing(path, total) as file:
         file.write(header)
         for _, tensor in ordered:
-            for piece in pieces(tensor):
+            for piece in pieces(tensor, progress):
                 file.write(piece)
-                progress(len(piece))
 
 
 def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
