@@ -45,6 +45,7 @@ __all__ = [
     "is_torch_file",
     "open_torch_file",
     "pieces",
+    "read_elements",
     "reading",
     "silent",
     "span",
@@ -130,7 +131,7 @@ def _with_values(path: RemotePath, tree: Any) -> Any:
         start = tensor.untyped_storage()._checkpoint_offset
         assert start is not None
         where = (start, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-        read = partial(_read_elements, path, start, tensor.detach())
+        read = partial(read_elements, path, start, tensor.detach())
         return stored.setdefault(where, LazyTensor.of(tensor.shape, tensor.dtype, read))
 
     def value(tensor: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def _with_values(path: RemotePath, tree: Any) -> Any:
     return tree_map_only(Tensor, value, tree)
 
 
-def _read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
+def read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
     """Row-major elements [start, stop) of a tensor laid out as `like`, on the meta device.
 
     Its storage begins at byte `origin` of the file.
