@@ -97,7 +97,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def beside(target: Path, kind: str) -> Path:
-    """A new name beside `target`."""
     return target.parent / f".{target.name[:_MAX_NAME]}.{kind}-{secrets.token_hex(4)}"
 
 
@@ -245,18 +244,14 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
 def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
     sums = folder / CHECKSUMS
-    if not sums.is_file():
-        return []
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
     damage = []
-    for number, line in enumerate(sums.read_text(encoding="utf-8").splitlines()):
-        if number % world_size != rank:
-            continue
+    for number, line in list(enumerate(lines, start=1))[rank::world_size]:
         match = _LINE.fullmatch(line)
-        if match is None:
-            damage.append(f"line {number + 1} of {CHECKSUMS} is no checksum")
-            continue
-        digest, name = match.groups()
-        if not (folder / name).is_file():
+        digest, name = match.groups() if match else ("", "")
+        if not match:
+            damage.append(f"line {number} of {CHECKSUMS} is no checksum")
+        elif not (folder / name).is_file():
             damage.append(f"{name} is missing")
         elif _hash(folder / name) != digest:
             size = (folder / name).stat().st_size

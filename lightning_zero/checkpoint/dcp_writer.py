@@ -163,14 +163,8 @@ class ShardedSave:
         """Agrees on what is to be written. Collective.
 
         Rank 0's dict says which entries there are and what they are called: hooks that change it on
-        one rank only are as good as with a full file. The other ranks bring their shards.
-
-        Args:
-            checkpoint: As Lightning made it and hooks have changed it.
-            target: Where to.
-            shards: All shards that this rank has made for it, by source.
-            channel: Its session is held.
-            planned: Of the saves before over this channel; None: there were none.
+        one rank only are as good as with a full file. The other ranks bring their `shards`: all
+        that they have made for it, by source. The session of `channel` is held.
         """
         is_first = channel.rank == 0
         planned = planned or Planned()
@@ -205,8 +199,7 @@ class ShardedSave:
     @property
     def snapshot_bytes(self) -> int:
         """What `snapshot` takes for this rank's shards."""
-        shards = _shards(self.planner)
-        return sum({_key(shard): shard.owned_bytes for shard in shards}.values())
+        return sum({_key(shard): shard.owned_bytes for shard in _shards(self.planner)}.values())
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
         """Copies this rank's values, so that training may go on before they are written. Local.
@@ -219,10 +212,13 @@ class ShardedSave:
         kept: dict[str, Tensor] = {}
         for name, value in entries.items():
             if isinstance(value, ShardTensor):
-                key = _key(value)
+                key, numel = _key(value), len(value.owned)
                 if key not in kept:
-                    kept[key] = _copy_of(value, memory.get(key), pin)
-                entries[name] = _reading(value, kept[key])
+                    room = memory.get(key)
+                    if room is None or room.numel() != numel:
+                        room = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
+                    kept[key] = room.copy_(value.read_owned(), non_blocking=pin)
+                entries[name] = value.kept_in(kept[key])
             elif isinstance(value, Tensor):
                 entries[name] = value.detach().to("cpu", copy=True)
             else:
@@ -257,7 +253,6 @@ class ShardedSave:
             raise
 
     def _write(self, folder: Place) -> _Written:
-        """This rank's file."""
         plan = self.planner.create_local_plan()
         return plan, _write_items(folder, self.channel.rank, self.planner)
 
@@ -377,7 +372,6 @@ def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
 
 
 def rank_file(rank: int) -> str:
-    """The name of what `rank` writes."""
     return f"__{rank}_0.distcp"
 
 
@@ -409,19 +403,3 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
 
 def _key(shard: ShardTensor) -> str:
     return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once
-
-
-def _copy_of(shard: ShardTensor, memory: Tensor | None, pin: bool) -> Tensor:
-    numel = len(shard.owned)
-    if memory is None or memory.numel() != numel:
-        memory = torch.empty(numel, dtype=shard.dtype, pin_memory=pin)
-    return memory.copy_(shard.read_owned(), non_blocking=pin)
-
-
-def _reading(shard: ShardTensor, kept: Tensor) -> ShardTensor:
-    origin = shard.owned.start
-
-    def read(start: int, stop: int) -> Tensor:
-        return kept[start - origin : stop - origin]
-
-    return ShardTensor.of(shard.source, shard.shape, shard.dtype, shard.owned, read)

@@ -105,7 +105,9 @@ def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
     optims = [
         _open_file(folder / name, weights_only)["optimizer_state_dict"] for name in optim_names
     ]
-    expected = _partition_count(optims[0]) if optims else 0
+    expected = optims[0].get("partition_count", 1) if optims else 0
+    if isinstance(expected, (list, tuple)):  # by group
+        expected = max(expected)
     if len(optims) != expected or len(models) not in (1, expected):
         raise ValueError(
             f"{folder} holds {len(optims)} *_optim_states.pt and {len(models)} *_model_states.pt, "
@@ -130,24 +132,16 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> li
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _partition_count(optim: Mapping[str, Any]) -> int:
-    count = optim.get("partition_count", 1)
-    return int(max(count) if isinstance(count, (list, tuple)) else count)
-
-
-class _Placeholder:
-    """An object of a class that is not there; takes whatever that class takes."""
-
-    def __new__(cls, *arguments: Any) -> _Placeholder:
-        return super().__new__(cls)
-
-
 def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """What DeepSpeed saved in a file, its tensors mapped into memory."""
     if weights_only is False:
         content = open_torch_file(path, weights_only=False, pickle_module=_pickle_module())
     else:
-        foreign = [name for name in _foreign_names(path) if name.startswith("deepspeed.")]
+        try:
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        except (ValueError, RuntimeError, OSError):
+            unsafe = []  # not a zip file, or a truncated one: opening it will say so
+        foreign = [name for name in unsafe if name.startswith("deepspeed.")]
         with torch.serialization.safe_globals([(_placeholder(name), name) for name in foreign]):
             content = open_torch_file(path, weights_only=True)
     if not isinstance(content, dict):
@@ -155,11 +149,11 @@ def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return content
 
 
-def _foreign_names(path: Path) -> list[str]:
-    try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except (ValueError, RuntimeError, OSError):
-        return []  # not a zip file, or a truncated one: opening it will say so
+class _Placeholder:
+    """An object of a class that is not there; takes whatever that class takes."""
+
+    def __new__(cls, *arguments: Any) -> _Placeholder:
+        return super().__new__(cls)
 
 
 def _placeholder(name: str) -> type[_Placeholder]:

@@ -112,12 +112,8 @@ def load_module(
     Collective where an engine holds the module: the same on every rank. Beside the shards it takes
     the memory of one tensor's part, and of the buckets of modules with loading code of their own.
 
-    Args:
-        module: Its parameters may be held by an engine.
-        state_dict: Whole tensors by name, `LazyTensor`s or plain ones.
-        strict: As for `load_state_dict`.
-        awaited: Gets, by name, what is meant for parameters and buffers on the meta device, for
-            `await_values`. None: those are an error.
+    `awaited` gets, by name, what is meant for parameters and buffers on the meta device, for
+    `await_values`; without it those are an error.
 
     Returns:
         The missing and the unexpected names.
@@ -128,7 +124,10 @@ def load_module(
     """
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     buffers: dict[Tensor, str] = {b: name for name, b in module.named_buffers()}
-    on_meta = {t: name for t, name in {**names, **buffers}.items() if t.is_meta or _is_in_parts(t)}
+    # What is being built has no memory for all of its values either.
+    in_parts = {t for t in names if isinstance(t, nn.Parameter) and partial_of(t) is not None}
+    everything = {**names, **buffers}
+    on_meta = {t: name for t, name in everything.items() if t.is_meta or t in in_parts}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     looked_at = _looked_at(module)
@@ -206,11 +205,6 @@ def _saved_beside(module: nn.Module) -> dict[str, Tensor]:
                 if isinstance(value, Tensor) and not is_own and not value.is_meta:
                     saved[name] = value
     return saved
-
-
-def _is_in_parts(tensor: Tensor) -> bool:
-    """It is being built, and has no memory for all of its values either."""
-    return isinstance(tensor, nn.Parameter) and partial_of(tensor) is not None
 
 
 def _no_memory(name: str) -> ValueError:

@@ -111,15 +111,10 @@ class ShardTensor(Tensor):
     def of(
         source: str, shape: Sequence[int], dtype: torch.dtype, owned: range, read: _Read
     ) -> ShardTensor:
-        """This rank's part of the tensor named `source`.
+        """This rank's part of a tensor of `shape`, to be stored in `dtype`.
 
-        Args:
-            source: See the class.
-            shape: Of the whole tensor.
-            dtype: In which it is to be stored.
-            owned: Over all ranks they cover the tensor once.
-            read: `read(start, stop)` is the elements [start, stop) of the whole flat tensor, within
-                `owned`: 1-D, on any device, in any dtype.
+        The `owned` of all ranks cover the tensor once. `read(start, stop)` is the elements [start,
+        stop) of the whole flat tensor, within `owned`: 1-D, on any device, in any dtype.
         """
         shard = Tensor._make_wrapper_subclass(ShardTensor, torch.Size(shape), dtype=dtype)
         assert isinstance(shard, ShardTensor)
@@ -144,6 +139,15 @@ class ShardTensor(Tensor):
     def read_owned(self) -> Tensor:
         """What this rank writes: 1-D, as `of`'s `read` returns it."""
         return self._read(self.owned.start, self.owned.stop).detach()
+
+    def kept_in(self, values: Tensor) -> ShardTensor:
+        """The same, read from `values`, which `read_owned` was copied to."""
+        first = self.owned.start
+
+        def read(start: int, stop: int) -> Tensor:
+            return values[start - first : stop - first]
+
+        return ShardTensor.of(self.source, self.shape, self.dtype, self.owned, read)
 
     def cast(self, dtype: torch.dtype) -> ShardTensor:
         """The same values, to be stored in `dtype`."""

@@ -92,11 +92,7 @@ def raise_damage_of_any(
 ) -> None:
     """Compares a checkpoint with its checksums, every rank its share. Collective: every rank.
 
-    Args:
-        path: See `find_damage`.
-        rank: This rank.
-        world_size: How many share the work.
-        gather: Gives every rank's lines on every rank.
+    `gather` gives every rank's lines on every rank.
 
     Raises:
         ValueError: Some file is damaged, or some rank cannot read it; on every rank.
@@ -190,17 +186,14 @@ def _as_checkpoint(content: Any, path: Place) -> dict[str, Any]:
         if not isinstance(value, Tensor) and not str(key).endswith("_extra_state")
     ]
     if others or not content:
+        keys = [repr(key) for key in content]
+        some = ", ".join(keys[:6] + ["..."] * (len(keys) > 6)) or "no keys"
         raise ValueError(
-            f"{path} holds a dict with {_some(content)}, which is neither a Lightning checkpoint "
+            f"{path} holds a dict with {some}, which is neither a Lightning checkpoint "
             "(it has no dict under 'state_dict') nor a state dict (tensors by name). Save the "
             f"state dict alone. Accepted: {_ACCEPTED}."
         )
     return {"state_dict": content}
-
-
-def _some(content: dict[Any, Any]) -> str:
-    keys = [repr(key) for key in content]
-    return ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "") if keys else "no keys"
 
 
 # ---------------------------------------------------------------------- counting, without reading

@@ -52,11 +52,8 @@ __all__ = [
 def full_state_dict(engine: Engine, module: nn.Module | None = None) -> dict[str, Any]:
     """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
 
-    Parameters that share memory (tied weights) share it in the result.
-
-    Args:
-        engine: Holds the module.
-        module: A shadow of it; None: the module itself.
+    Parameters that share memory (tied weights) share it in the result. `module` is a shadow of the
+    engine's; None: that itself.
 
     Returns:
         The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device: hooks
@@ -116,16 +113,12 @@ def _with_entries(
 # ------------------------------------------------------------------------------------------ shards
 
 
-def sharded_state_dict(engine: Engine, module: nn.Module, kind: str) -> dict[str, Any]:
+def sharded_state_dict(module: nn.Module, kind: str) -> dict[str, Any]:
     """The module's state dict with this rank's shards for parameters. Local.
 
     Keys, order, dtypes and shapes are those before sharding. The values are read when they are
-    written: before the next step.
-
-    Args:
-        engine: Holds the module.
-        module: Its module, or a shadow of that.
-        kind: What the parameters are called among all that is saved at once.
+    written: before the next step. `module` is an engine's or a shadow of it, `kind` what its
+    parameters are called among all that is saved at once.
     """
     read = _part_reader()
 
@@ -220,13 +213,9 @@ def shards_in(tree: Any) -> dict[str, ShardTensor]:
 
 
 def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any:
-    """The state of a parameter that one rank of a group owns: it is written there.
+    """The state of a parameter that one rank of a group owns, `own`, None on the others.
 
-    Args:
-        outline: Of the state.
-        own: The state; None on other ranks.
-        source: Names the values, with a number before it.
-        mesh: Owners of other groups write another part of it.
+    It is written there; owners of other groups write another part of it.
     """
     values = iter([leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)])
     number = 0

@@ -303,12 +303,11 @@ def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]
     Returns:
         One line for each damaged record.
     """
-    with path.open("rb") as file, reading(path) as pread:
-        if file.read(4) != _ZIP_MAGIC:
+    with reading(path) as pread:
+        if pread(4, 0) != _ZIP_MAGIC:
             return []
         try:
-            with zipfile.ZipFile(file) as archive:
-                records = archive.infolist()
+            records = zipfile.ZipFile(Part(pread, 0, path.stat().st_size)).infolist()
         except _UNREADABLE as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
@@ -317,15 +316,10 @@ def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]
 
 
 def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
-    """As `find_damage`, of a small torch file that is a part of the file `path`.
-
-    Returns:
-        What is wrong with one of its records.
-    """
+    """What is wrong with a record of a small torch file that is a part of the file `path`."""
     with reading(path) as pread:
         try:
-            with zipfile.ZipFile(Part(pread, start, length)) as archive:
-                records = archive.infolist()
+            records = zipfile.ZipFile(Part(pread, start, length)).infolist()
         except _UNREADABLE as error:
             if pread(1, start) == _PICKLE_MAGIC:
                 return None
@@ -349,8 +343,8 @@ def has_checksums(path: Place) -> bool:
         if not zipfile.is_zipfile(file):
             return False
         try:
-            archive = zipfile.ZipFile(file)
-            return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
+            records = zipfile.ZipFile(file).infolist()
+            return any(entry.CRC for entry in records if "/data/" in entry.filename)
         except _UNREADABLE:
             return True  # `find_damage` says what is wrong with them
 

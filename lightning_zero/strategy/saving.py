@@ -183,7 +183,7 @@ class Saving:
         if is_closed:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
-            state = sharded_state_dict(engine, module, kind)
+            state = sharded_state_dict(module, kind)
         self._shards |= shards_in(state)
         return state
 
