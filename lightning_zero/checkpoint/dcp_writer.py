@@ -109,9 +109,8 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
 class Planned:
     """What the saves over one channel have agreed on, which the next need not, while it holds."""
 
-    entries: dict[str, tuple[str, torch.dtype]] = field(
-        default_factory=dict
-    )  # source and dtype, by name
+    # Source and dtype of every shard, by name.
+    entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
     metadata: bytes = b""  # torch's, pickled; on rank 0
     own: _Written | None = None  # of the last save; None: the next one sends all
 
