@@ -9,8 +9,12 @@ from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import Place, files_below, locate
-from lightning_zero.checkpoint.source import find_damage, has_checksums
-from lightning_zero.checkpoint.summary import format_of, summarize
+from lightning_zero.checkpoint.source import (
+    find_damage,
+    format_of,
+    has_checksums,
+    summarize,
+)
 from lightning_zero.layout.sizes import in_words
 from lightning_zero.observe.tables import table
 

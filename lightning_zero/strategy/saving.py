@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
-from lightning_zero.checkpoint.sharded import (
+from lightning_zero.checkpoint.states import (
     sharded_masters,
     sharded_optimizer_state,
     sharded_state_dict,
@@ -183,7 +183,7 @@ class Saving:
         if is_closed:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
-            state = sharded_state_dict(engine, module, kind)
+            state = sharded_state_dict(module, kind)
         self._shards |= shards_in(state)
         return state
 
