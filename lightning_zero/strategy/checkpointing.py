@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning import __version__ as lightning_version
@@ -27,6 +28,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     full_state_dict,
+    load_masters,
     load_module,
     load_optimizer,
     narrow_masters,
@@ -37,15 +39,19 @@ from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_of_any
 from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.optim.state import optimizer_state_dict
-from lightning_zero.strategy.averages import check_restorable
-from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO, is_download, on_rank_zero
-from lightning_zero.strategy.engine_strategy import EngineStrategy
-from lightning_zero.strategy.evaluation import LockstepEvaluation
-from lightning_zero.strategy.lifecycle import RALLY_DEADLINE, run_state, save_unsaved
+from lightning_zero.strategy.averages import Averages, check_restorable
+from lightning_zero.strategy.engine_strategy import RALLY_DEADLINE, EngineStrategy, run_state
+from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
-from lightning_zero.strategy.saving import MASTERS_KEY, NOTE_KEY, Saving, is_own_io
+from lightning_zero.strategy.saving import (
+    MASTERS_KEY,
+    NOTE_KEY,
+    Saving,
+    ZeroCheckpointIO,
+    is_download,
+    is_own_io,
+)
 from lightning_zero.strategy.settings import Settings
-from lightning_zero.strategy.signals import BatchBoundary
 from lightning_zero.tensors.meta import await_values, expecting_values
 from lightning_zero.tensors.names import with_saved_names
 
@@ -59,14 +65,7 @@ _FOR_CHECKPOINTS = "_get_lightning_module_state_dict"  # of the Trainer's checkp
 class CheckpointStrategy(EngineStrategy):
     """Saves and loads states of the engine, whole or in shards.
 
-    Args:
-        settings: The engine's.
-        saving: Decides on the form, and writes the sharded one.
-        checkpoint_io: Writes and reads whole files. None: `ZeroCheckpointIO`.
-        **of_processes: As in `ProcessStrategy`.
-
-    Raises:
-        ValueError: A `checkpoint_io` that the form does not use.
+    Arguments are those of `ZeroStrategy`, the engine's settings, and what writes the sharded form.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class CheckpointStrategy(EngineStrategy):
         super().setup(trainer)
         self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._life.adopt_averages(callbacks, self._average_state)
+        self._averages = Averages(self.engine, callbacks, self._average_state)
 
     @override
     def on_train_end(self) -> None:
@@ -134,9 +133,9 @@ class CheckpointStrategy(EngineStrategy):
     def teardown(self) -> None:
         has_failed = run_state(self.lightning_module).status == TrainerStatus.INTERRUPTED
         try:
-            if not has_failed and self._life.loses_weights():
+            if not has_failed and self._loses_weights():
                 assert self.lightning_module is not None
-                save_unsaved(self.lightning_module.trainer)
+                _save_unsaved(self.lightning_module.trainer)
             self.finish_saving(warns=has_failed)
         finally:
             self._saving.free()
@@ -156,7 +155,7 @@ class CheckpointStrategy(EngineStrategy):
 
     def _meet(self, name: str) -> None:
         """During a run: a rank that does so alone would wait for data of the others. Collective."""
-        if (engine := self._life.current) is not None:
+        if (engine := self._engine) is not None:
             engine.lockstep.meet_for(name)
 
     @override
@@ -168,32 +167,32 @@ class CheckpointStrategy(EngineStrategy):
         """See [Note: Whole or for a file]. Collective."""
         if self.before_saving is not None:
             self.before_saving()
-        life, module = self._life, self.lightning_module
+        module = self.lightning_module
         assert module is not None
-        if not life.is_together():
+        if not self._is_together():
             return {}
         self._meet("the state of the module, for a checkpoint")
-        if is_for_file and life.owner is not None and self._saves_shards:
-            is_closed = life.current is None
-            state = self._saving.state_dict(life.owner, module, is_closed=is_closed)
+        if is_for_file and self._owner is not None and self._saves_shards:
+            is_closed = self._engine is None
+            state = self._saving.state_dict(self._owner, module, is_closed=is_closed)
         else:
-            state = full_state_dict(life.current) if life.current else module.state_dict()
+            state = full_state_dict(self._engine) if self._engine else module.state_dict()
         return with_saved_names(state)
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
         """As `_module_state`, of a callback's averaged module. Collective."""
-        if not self._life.is_together():
+        if not self._is_together():
             return {}
         if self._saves_shards:
-            return self._saving.state_dict(self._life.engine, average, kind)
-        return full_state_dict(self._life.engine, average)
+            return self._saving.state_dict(self.engine, average, kind)
+        return full_state_dict(self.engine, average)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        owner = self._life.owner
+        owner = self._owner
         if self._has_lost_states:
             raise RuntimeError(
                 "the optimizer states are not there: the Trainer was pickled after a run, and the "
@@ -202,7 +201,7 @@ class CheckpointStrategy(EngineStrategy):
             )
         if owner is None or optimizer not in owner.optimizers:
             return super().optimizer_state(optimizer)
-        if not self._life.is_together():
+        if not self._is_together():
             return {}
         owner.optimizers.check_has_states()
         self._meet("the state of an optimizer, for a checkpoint")
@@ -223,29 +222,28 @@ class CheckpointStrategy(EngineStrategy):
         if (choice := self._settings.choice) is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
             checkpoint[NOTE_KEY] = {"auto": chosen}
-        life = self._life
-        if not life.is_together():
+        if not self._is_together():
             rank_zero_warn(
                 f"{filepath} was not saved: other ranks did not come together within "
                 f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
             )
-        elif life.owner is not None and self._saves_shards:
+        elif self._owner is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
                     "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
                     'leave them out, or use ZeroStrategy(checkpoint="full").'
                 )
-            last_masters = life.last_masters if life.current is None else None
-            self._saving.save(checkpoint, filepath, life.owner, last_masters=last_masters)
+            last_masters = self._last_masters if self._engine is None else None
+            self._saving.save(checkpoint, filepath, self._owner, last_masters=last_masters)
         else:
             self._save_full(checkpoint, filepath, storage_options)
 
     def _save_full(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
     ) -> None:
-        engine = self._life.current
+        engine = self._engine
         if "optimizer_states" in checkpoint:
-            masters = self._life.last_masters if engine is None else narrow_masters(engine)
+            masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
         io, is_left_to_io = self.checkpoint_io, self._is_left_to_io(filepath)
@@ -256,7 +254,7 @@ class CheckpointStrategy(EngineStrategy):
             io.save_checkpoint(checkpoint, filepath, storage_options)
 
         # Else the others would wait in the next collective for a rank 0 that has raised.
-        on_rank_zero(self, f"save {filepath}", write)
+        self._on_rank_zero(f"save {filepath}", write)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -285,7 +283,7 @@ class CheckpointStrategy(EngineStrategy):
             return super().load_checkpoint(path, weights_only=weights_only)
         with failing_together(f"reach {path}"):
             check_shared(path, self.world_size)
-        on_rank_zero(self, f"recover {path}", lambda: recover(locate(path)))
+        self._on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
         raise_damage_of_any(path, self.global_rank, self.world_size, gather_objects)
         with failing_together(f"open {path}"):
             checkpoint = open_checkpoint(path, weights_only=weights_only)
@@ -306,7 +304,11 @@ class CheckpointStrategy(EngineStrategy):
             if awaited and run_state(module).fn == TrainerFn.FITTING:
                 check_restorable(checkpoint)
             await_values(module, awaited)
-        self._life.load_masters(checkpoint.get(MASTERS_KEY, {}))
+        masters = checkpoint.get(MASTERS_KEY, {})
+        if self._engine is None:
+            self._masters_to_load = masters
+        else:
+            load_masters(self._engine, masters)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -324,7 +326,7 @@ class CheckpointStrategy(EngineStrategy):
             )
         for optimizer, state in zip(optimizers, states, strict=True):
             if not isinstance(optimizer, _MockOptimizer):
-                load_optimizer(self._life.engine, optimizer, state)
+                load_optimizer(self.engine, optimizer, state)
 
     # ---------------------------------------------------------------- pickling
 
@@ -335,21 +337,32 @@ class CheckpointStrategy(EngineStrategy):
         Raises:
             RuntimeError: In the middle of a run, whose shards other ranks hold.
         """
-        if self._life.current is not None:
+        if self._engine is not None:
             raise RuntimeError(
                 "a ZeroStrategy and its Trainer cannot be pickled or copied while the Trainer "
                 "runs: other ranks hold parts of the module; do it after fit, or use "
                 "trainer.save_checkpoint()."
             )
         state = super().__getstate__()
-        state["_has_lost_states"] |= self._life.owner is not None
+        state["_has_lost_states"] |= self._owner is not None
         launcher: Any = copy.copy(self._launcher)
         if hasattr(launcher, "procs"):
             launcher.procs = []  # what it has started is this process's
         state["_launcher"] = launcher
-        renewed = {
-            "_life": self._life.renewed(),
-            "_boundary": BatchBoundary(),
-            "_evaluation": LockstepEvaluation(),
-        }
-        return state | renewed
+        of_runs = ("_building", "_closed", "_watched_by", "_has_rallied", "_keeps_whole")
+        renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
+        return state | dict.fromkeys(of_runs) | renewed
+
+
+def _save_unsaved(trainer: Trainer) -> None:
+    """Saves what would be lost with the parameters, unless a callback has just done so. Collective.
+
+    To `last-step-N.ckpt` in the Trainer's `default_root_dir`.
+    """
+    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
+    saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks]
+    if trainer.global_step in (0, *saved) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    path = Path(trainer.default_root_dir) / f"last-step-{trainer.global_step}.ckpt"
+    rank_zero_warn(f"no checkpoint has the last step, so it is saved to {path}.")
+    trainer.save_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Which form a checkpoint has, and who writes it when; the strategy's saving half.
+"""Checkpoints on their way to the disk and back: which form they have, who writes them when.
 
 [Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
 thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
@@ -6,28 +6,45 @@ checkpoint and the end of fit wait for it, and raise what went wrong in it; the 
 writes its own, while training waits: it may be the last that can be made. A checkpoint that
 Lightning removes because a newer one takes its place is kept until the newer one is complete, and
 stays if that fails.
+
+[Note: Every format] Lightning's `load_from_checkpoint` opens its argument as one file of
+`torch.save`, through one function of its module `lightning.pytorch.core.saving`.
+`accept_every_format` puts another in that function's place: it opens directories, `.safetensors`
+files and remote storage, and hands everything else to Lightning's as before. The rest of the loader
+(hyperparameters, arguments, strictness) is its own, for all formats.
+
+Alternatives considered: an override of `LightningModule.load_from_checkpoint` would have to repeat
+its check of being called on a class, and the loader.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.core import saving as lightnings
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zero._version import __version__
-from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import Place, locate
+from lightning_zero.checkpoint import atomic, open_checkpoint
+from lightning_zero.checkpoint.atomic import Place, local_path, locate
+from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
-from lightning_zero.checkpoint.remote import check_shared
+from lightning_zero.checkpoint.remote import RemotePath, check_shared
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.sharded import (
     sharded_masters,
@@ -36,12 +53,22 @@ from lightning_zero.checkpoint.sharded import (
     shards_in,
     whole_as_shards,
 )
+from lightning_zero.checkpoint.source import find_damage, raise_damage
+from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.channel import Channel
 from lightning_zero.engine.engine import Engine
-from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["MASTERS_KEY", "NOTE_KEY", "CheckpointForm", "InFlight", "Saving", "is_own_io"]
+__all__ = [
+    "MASTERS_KEY",
+    "NOTE_KEY",
+    "CheckpointForm",
+    "Saving",
+    "ZeroCheckpointIO",
+    "accept_every_format",
+    "is_download",
+    "is_own_io",
+]
 
 
 class InFlight:
@@ -345,3 +372,81 @@ def _reuses_names(callback: Checkpoint) -> bool:
         and bool(callback.filename)
         and "{" not in str(callback.filename)
     )
+
+
+# -------------------------------------------------------------------- whole files, and loading
+
+
+class ZeroCheckpointIO(TorchCheckpointIO):
+    """Writes a file whole or not at all, without a copy in memory, and checks it when it is read.
+
+    The file is what `torch.save` writes. Remote storage is written in the same way, and read by
+    Lightning where other code than `ZeroStrategy` asks.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place = locate(path)
+        if isinstance(place, Path):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        elif is_sharded(place):
+            raise FileExistsError(
+                errno.EEXIST,
+                "a sharded checkpoint is there, which a full one cannot replace at a remote "
+                "address; delete it, or choose another name",
+                str(place),
+            )
+        write_torch_file(checkpoint, place)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if _is_local_file_protocol(path) and local_path(path).is_file():
+            raise_damage(path, find_damage(local_path(path)))
+        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        return loaded
+
+
+def accept_every_format() -> None:
+    """See [Note: Every format]. Doing it again is harmless."""
+    load_file: Callable[..., Any] = vars(lightnings)["pl_load"]
+    if load_file.__module__ == __name__:
+        return
+
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        is_place = isinstance(path_or_url, (str, Path)) and not is_download(path_or_url)
+        if is_place:
+            raise_damage(path_or_url, find_damage(path_or_url))
+        if not is_place or not _is_ours(path_or_url):
+            return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
+        checkpoint = open_checkpoint(path_or_url, weights_only=weights_only)
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        if isinstance(map_location, (str, torch.device)):
+            # The module follows its first tensor.
+            state_dict = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {
+                name: value.to(map_location) if isinstance(value, Tensor) else value
+                for name, value in state_dict.items()
+            }
+        return checkpoint
+
+    lightnings.pl_load = load  # type: ignore[attr-defined]
+
+
+def is_download(path: _PATH) -> bool:
+    """Whether it is an address of the web, which Lightning downloads as a whole."""
+    return str(path).startswith(("http://", "https://"))
+
+
+def _is_ours(path: _PATH) -> bool:
+    place = locate(path)
+    return isinstance(place, RemotePath) or place.is_dir() or place.suffix == ".safetensors"

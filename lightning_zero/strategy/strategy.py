@@ -25,15 +25,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_zero.comm.alike import check_alike
-from lightning_zero.comm.world import DEFAULT_TIMEOUT, as_timeout, gather_objects
+from lightning_zero.comm.world import DEFAULT_TIMEOUT, gather_objects
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES
 from lightning_zero.strategy.checkpointing import CheckpointStrategy
-from lightning_zero.strategy.launch import StartMethod
-from lightning_zero.strategy.lifecycle import WholeAfterFit
+from lightning_zero.strategy.engine_strategy import WholeAfterFit
 from lightning_zero.strategy.precision import ZeroDoublePrecision
+from lightning_zero.strategy.processes import StartMethod
 from lightning_zero.strategy.saving import CheckpointForm, Saving
 from lightning_zero.strategy.settings import Settings
 
@@ -133,9 +133,8 @@ class ZeroStrategy(CheckpointStrategy):
         wait_report_s: float | None = 30.0,
         start_method: StartMethod = "popen",
     ) -> None:
-        given = locals()  # every setting of the engine, by its name
         super().__init__(
-            Settings(given, checks_memory=check_memory),
+            Settings(locals()),  # by their names
             Saving(checkpoint, is_async=async_save),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -143,16 +142,11 @@ class ZeroStrategy(CheckpointStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=as_timeout(timeout),  # the engine's too
+            timeout=timeout,
             wait_report_s=wait_report_s,
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )
-        self._facts = {
-            "checkpoint": checkpoint,
-            "async_save": str(async_save),
-            "whole_after_fit": str(whole_after_fit),
-        }
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
         self.translation: Translation | None = None  # all that the DeepSpeed file says
 
@@ -208,8 +202,7 @@ class ZeroStrategy(CheckpointStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # Before any rank does what the others would have to do with it.
-        fields = {**self._settings.facts(), **self._facts}
-        fields["precision"] = self.precision_plugin.precision
+        fields = self._settings.facts() | {"precision": str(self.precision_plugin.precision)}
         with self._waiting("the settings of all ranks"):
             everyone = gather_objects({"ZeroStrategy": fields})
         check_alike(everyone)
