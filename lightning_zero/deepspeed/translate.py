@@ -318,12 +318,10 @@ def _offloads(zero: Section, stage: Stage, param_itemsize: int) -> dict[str, Off
         section = _offload_section(zero, name, old_names)
         if section is None:
             continue
-        if not NEEDS[name].is_met_by(stage):
-            zero.ignore(next(key for key in (*old_names, name) if zero.has(key)), why_not)
-        elif name == "offload_optimizer":
-            settings[name] = _optimizer(section, stage)
+        if NEEDS[name].is_met_by(stage):
+            settings[name] = _offload(section, stage, param_itemsize)
         else:
-            settings[name] = _param(section, param_itemsize)
+            zero.ignore(next(key for key in (*old_names, name) if zero.has(key)), why_not)
     if zero.flag("cpu_offload_use_pin_memory") is not None and not settings:
         zero.ignore("cpu_offload_use_pin_memory", "nothing is offloaded")
     return settings
@@ -350,41 +348,24 @@ def _offload_section(zero: Section, name: str, old_names: Sequence[str]) -> Sect
     return section
 
 
-def _optimizer(section: Section, stage: Stage) -> OffloadConfig:
-    device, ratio = section.values["device"], section.number("ratio")
-    if ratio is not None and ratio > 1:
-        raise section.error("ratio", "a number from 0 to 1")
-    is_stage_3 = stage.gathers_before_use
-    if ratio is not None and not is_stage_3:
-        section.ignore("ratio", "it needs stage 3, as in DeepSpeed; all is offloaded")
-        ratio = None
-    if device == "nvme" and not is_stage_3:
+def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConfig:
+    section.leave_out()
+    device = section.values["device"]
+    settings: dict[str, Any] = {}
+    if (ratio := section.number("ratio")) is not None:
+        if ratio > 1:
+            raise section.error("ratio", "a number from 0 to 1")
+        if stage.gathers_before_use:
+            settings["ratio"] = ratio
+        else:
+            section.ignore("ratio", "it needs stage 3, as in DeepSpeed; all is offloaded")
+    if device == "nvme" and not stage.gathers_before_use:
         why = (
             "below stage 3 DeepSpeed keeps the optimizer in CPU memory; ZeroStrategy's "
             "offload_optimizer='nvme' would not"
         )
         section.ignore("nvme_path", why)
         device = "cpu"
-    settings = _common(section, device)
-    if ratio is not None:
-        settings["ratio"] = ratio
-    return OffloadConfig(device, **settings)
-
-
-def _param(section: Section, itemsize: int) -> OffloadConfig:
-    device, numel = section.values["device"], section.whole("max_in_cpu")
-    settings = _common(section, device)
-    if device == "cpu" or not numel:
-        return OffloadConfig(device, **settings)
-    # CPU memory first, NVMe for the rest: what "auto" does with no room on the device.
-    in_cpu = numel * itemsize
-    return OffloadConfig("auto", **settings, max_in_device_bytes=0, max_in_cpu_bytes=in_cpu)
-
-
-def _common(section: Section, device: str) -> dict[str, Any]:
-    """Settings that both sections have."""
-    section.leave_out()
-    settings: dict[str, Any] = {}
     if (is_pinned := section.flag("pin_memory")) is not None:
         settings["pin_memory"] = is_pinned
     for key in filter(section.has, _NVME_ONLY):
@@ -395,4 +376,8 @@ def _common(section: Section, device: str) -> dict[str, Any]:
             section.ignore(key, "it needs device nvme")
         elif key != "max_in_cpu":
             settings[key] = max(value, _LEAST[key]) if key in _LEAST else value
-    return settings
+        elif value:
+            # CPU memory first, NVMe for the rest: what "auto" does with no room on the device.
+            device, in_cpu = "auto", value * param_itemsize
+            settings |= {"max_in_device_bytes": 0, "max_in_cpu_bytes": in_cpu}
+    return OffloadConfig(device, **settings)

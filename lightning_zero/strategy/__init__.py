@@ -2,12 +2,11 @@
 
 Imports the engine, checkpoint, planner and deepspeed; from here on lightning and Hydra are known.
 
-    strategy          `ZeroStrategy`: what a user gives the Trainer
+    strategy          `ZeroStrategy`: what a user gives the Trainer; states saved and loaded
     settings, schema  its arguments, checked, or chosen by the planner; the same for Hydra
     engine_strategy   engines over a run: set-up, closures, gradients, failure, teardown, and what
                       is left after a fit
-    checkpointing     what Lightning saves of a run and loads into it
-    saving            the same on its way to the disk and back, whole and sharded
+    saving            checkpoints on their way to the disk and back, whole and sharded
     processes, children, hydra, hydra_jobs  who the ranks are, and how they start
     slurm             a job's layout, and its requeueing
     loops             what all ranks agree on between two batches, and evaluation with another

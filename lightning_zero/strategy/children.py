@@ -35,20 +35,14 @@ class Untouched:
     The process group and the variables would make the next job of this process believe that its
     ranks are already there, and the threads are those of its share of the processors.
 
-    Attributes:
-        environment: All variables.
-        num_threads: Of torch.
-        excepthook: What prints an exception that nobody catches; a process group puts one around
-            it that says the rank.
     """
 
     environment: dict[str, str]
     num_threads: int
-    excepthook: Callable[..., Any]
+    excepthook: Callable[..., Any]  # around it a process group puts one that says the rank
 
     @classmethod
     def now(cls) -> Untouched:
-        """This process, before a launch."""
         return cls(dict(os.environ), torch.get_num_threads(), sys.excepthook)
 
     def restore(self) -> None:
@@ -161,19 +155,14 @@ class Children(threading.Thread):
                     "all ranks of this node are killed. Every rank must run the same script to "
                     "its end."
                 )
-                self.kill(signal.SIGKILL)
+                for process in self.processes:
+                    process.kill()
                 os.kill(os.getpid(), signal.SIGKILL)
-
-    def kill(self, signum: int) -> None:
-        """Sends a signal to those that still run."""
-        for process in self.processes:
-            process.send_signal(signum)
 
     def end(self, *, has_failed: bool = False) -> None:
         """Ends the job: waits for the children, then leaves no trace of the launch.
 
-        Args:
-            has_failed: The job has, on this rank; the others may wait for it in vain.
+        `has_failed`: the job has, on this rank; the others may wait for it in vain.
         """
         self._has_failed |= has_failed
         self._kill_rest(_GRACE_S if self._has_failed else _END_S)

@@ -15,7 +15,7 @@ failed or has fewer batches.
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -266,32 +266,28 @@ class EngineStrategy(ProcessStrategy):
     # ---------------------------------------------------------------- steps
 
     def _step(
-        self, context: AbstractContextManager[Any], name: str, args: Any, kwargs: Any
+        self, name: str, context: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any
     ) -> STEP_OUTPUT:
         """Runs a step method of the module: it does not pass through `Module.__call__`."""
-        with context, self.engine.forward_context():
+        with context(), self.engine.forward_context():
             output: STEP_OUTPUT = getattr(self.lightning_module, name)(*args, **kwargs)
             return output
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.train_step_context()
-        return self._step(context, "training_step", args, kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.val_step_context()
-        return self._step(context, "validation_step", args, kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.test_step_context()
-        return self._step(context, "test_step", args, kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.predict_step_context()
-        return self._step(context, "predict_step", args, kwargs)
+        return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     @override
     def backward(

@@ -115,7 +115,7 @@ class LockstepLoops:
         if hasattr(loop, _END_OF_LOADER):
             at_end = partial(_end_of_loader, loop, self._lockstep)
             self._of_evaluation.within(loop, _END_OF_LOADER, at_end)
-        self._of_evaluation.before(loop, _END_OF_LOOP, partial(_end_loop, self._lockstep))
+        self._of_evaluation.within(loop, _END_OF_LOOP, partial(_end_of_loop, self._lockstep))
         self._lockstep.begin_loop()
 
     def end_evaluation(self) -> None:
@@ -176,9 +176,11 @@ def _end_of_loader(loop: Any, lockstep: Lockstep) -> Iterator[None]:
     lockstep.begin_loop()
 
 
-def _end_loop(lockstep: Lockstep) -> None:
+@contextmanager
+def _end_of_loop(lockstep: Lockstep) -> Iterator[None]:
     while not _meet(lockstep, [], is_end=True):  # others have a data loader that is empty here
         lockstep.begin_loop()
+    yield
 
 
 def _meet(lockstep: Lockstep, metrics: list[str], *, is_end: bool) -> bool:

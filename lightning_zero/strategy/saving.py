@@ -71,45 +71,6 @@ __all__ = [
 ]
 
 
-class InFlight:
-    """Runs a save in a thread, and what is to follow it; used from one thread.
-
-    The thread is no daemon: a process that ends waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
-        self._save: Future[None] | None = None
-        self._following: list[Future[None]] = []
-
-    def start(self, action: Callable[[], None]) -> None:
-        """Runs `action` in a thread. Call `wait` first."""
-        assert self._save is None, "one at a time"
-        self._save = self._thread.submit(action)
-
-    def when_done(self, action: Callable[[], None]) -> None:
-        """Runs `action` once what is under way has succeeded; never if it fails."""
-        save = self._save
-        if save is None:
-            action()
-        else:
-            self._following.append(
-                self._thread.submit(lambda: None if save.exception() else action())
-            )
-
-    def wait(self) -> None:
-        """Waits until nothing is under way.
-
-        Raises:
-            BaseException: What the action, or one that followed it, raised; once.
-        """
-        under_way = [self._save, *self._following] if self._save is not None else []
-        wait(under_way)
-        self._save, self._following = None, []
-        for future in under_way:
-            future.result()
-
-
 CheckpointForm = Literal["auto", "full", "sharded"]
 MASTERS_KEY = "lightning_zero_masters"
 NOTE_KEY = "lightning_zero"  # in the sharded form: who wrote it
@@ -119,15 +80,7 @@ _SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
 
 
 class Saving:
-    """Decides on the form and writes the sharded one.
-
-    Args:
-        form: "full", "sharded", or "auto": full below 2^31 parameter elements.
-        is_async: Let training go on while a sharded checkpoint is written.
-
-    Raises:
-        ValueError: An unknown form, or an asynchronous full one.
-    """
+    """Decides on the form and writes the sharded one; `is_async`: while training goes on."""
 
     def __init__(self, form: CheckpointForm, *, is_async: bool) -> None:
         if form not in _FORMS:
@@ -139,7 +92,9 @@ class Saving:
             )
         self._form = form
         self._is_async = is_async
-        self._in_flight = InFlight()
+        # No daemon: a process that ends waits for the thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
+        self._in_flight: list[Future[None]] = []  # a save, and what is to follow it
         self._channel: Channel | None = None
         self._planned = Planned()  # over that channel
         self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
@@ -153,11 +108,7 @@ class Saving:
     # ---------------------------------------------------------------- which form
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:
-        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it.
-
-        Raises:
-            ValueError: There is one.
-        """
+        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it."""
         if self._form == "sharded" and is_own_io(checkpoint_io):
             raise ValueError(
                 f'checkpoint="sharded" writes by itself and would not use '
@@ -167,11 +118,8 @@ class Saving:
     def check_callbacks(self, trainer: Trainer, *, is_sharded: bool) -> None:
         """Refuses callbacks that would lose checkpoints; after their own set-up.
 
-        Warns of a link that would point to a checkpoint before it is complete.
-
-        Raises:
-            ValueError: Storage that each rank has for itself, or names that `ModelCheckpoint` tells
-                apart by what is there already, when saves are still in flight.
+        They would on storage that each rank has for itself, and by names that `ModelCheckpoint`
+        tells apart by what is there already, when saves are still in flight.
         """
         callbacks = trainer.checkpoint_callbacks
         for callback in callbacks:
@@ -189,7 +137,6 @@ class Saving:
             )
 
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
-        """Whether the next checkpoint is written in the sharded form."""
         if self._form != "auto":
             return self._form == "sharded"
         if is_own_io(checkpoint_io):
@@ -237,8 +184,8 @@ class Saving:
             last_masters: After fit: the masters that were kept on rank 0.
 
         Raises:
-            OSError: It cannot be written, or the save in flight before could not, and this one is;
-                on every rank.
+            OSError: On every rank: it cannot be written; or it is, and the save in flight before
+                could not.
         """
         failure: Exception | None = None
         try:
@@ -297,7 +244,8 @@ class Saving:
             except BaseException:
                 self._memory.clear()
                 raise
-        self._in_flight.start(partial(_run_in_session, save))
+        assert not self._in_flight, "one at a time"
+        self._in_flight.append(self._thread.submit(_run_in_session, save))
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""
@@ -318,27 +266,34 @@ class Saving:
     # ---------------------------------------------------------------- the save in flight
 
     def finish(self, *, warns: bool = False) -> None:
-        """Waits for the save in flight.
+        """Waits for the save in flight, and raises what it failed of, once.
 
         Args:
             warns: Only warn of its failure, because something else has failed already.
-
-        Raises:
-            BaseException: What it failed of; once.
         """
+        wait(self._in_flight)
+        under_way, self._in_flight = self._in_flight, []
         try:
-            self._in_flight.wait()
+            for future in under_way:
+                future.result()
         except Exception as error:
             if not warns:
                 raise
             rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
 
     def remove(self, filepath: _PATH) -> None:
-        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only.
+        """Deletes a checkpoint, once the one in flight has succeeded. On rank 0 only.
 
         Warns where that fails: the save before has succeeded, and other ranks know nothing.
         """
-        self._in_flight.when_done(partial(_remove_or_warn, locate(filepath)))
+        place = locate(filepath)
+        if not self._in_flight:
+            _remove_or_warn(place)
+            return
+        save = self._in_flight[0]
+        self._in_flight.append(
+            self._thread.submit(lambda: None if save.exception() else _remove_or_warn(place))
+        )
 
     def free(self) -> None:
         """Frees what is kept from one save to the next. On every rank."""
@@ -348,7 +303,7 @@ class Saving:
 
 
 def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
-    """Whether the user has given a `CheckpointIO`, other than the defaults."""
+    """Whether it is one that the user has given."""
     return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
 
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.engine.facts import config_facts
-from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
@@ -73,21 +73,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of the rank that has least.
+    """Bytes of memory, of the rank that has least."""
 
-    Attributes:
-        device_free: Bytes; on the CPU, this rank's share of what is available.
-        device_total: Bytes; on the CPU, of the machine with its swap space.
-        host_free: Bytes of a machine.
-        host_total: Bytes of a machine, with its swap space.
-        disk_free: Bytes of a machine's folder for files; 0 where none is named.
-    """
-
-    device_free: int
-    device_total: int
-    host_free: int
-    host_total: int
-    disk_free: int
+    device_free: int  # on the CPU, this rank's share of what is available
+    device_total: int  # on the CPU, as `host_total`
+    host_free: int  # of a machine
+    host_total: int  # of a machine, with its swap space
+    disk_free: int  # of a machine's folder for files; 0 where none is named
 
 
 @dataclass(frozen=True)
@@ -116,10 +108,6 @@ class Settings:
     Attributes:
         config: To train with; where the stage is "auto", a stand-in until `decide`.
         choice: What "auto" has come to; None else, and before.
-
-    Raises:
-        ValueError: A setting out of range, or one that has no meaning in this stage.
-        TypeError: A setting of the wrong type.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -146,11 +134,7 @@ class Settings:
         place: Place,
         precision: ZeroPrecision | None,
     ) -> ZeroConfig:
-        """The settings of one run: nothing in them is left to be found out. Collective.
-
-        Raises:
-            ValueError: The model states cannot fit.
-        """
+        """The settings of one run: nothing in them is left to be found out. Collective."""
         group_size = self._given.group_size(local_world_size=place.ranks_per_node)
         config = self._given.replace(
             sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
@@ -189,12 +173,7 @@ class Settings:
 
 
 def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
-    """Checks settings that are given beside `stage="auto"`: some stage must have each of them.
-
-    Raises:
-        ValueError: One that no stage takes together with the others.
-        TypeError: One of the wrong type.
-    """
+    """Checks settings that are given beside `stage="auto"`: some stage must have each of them."""
     failure: ValueError | None = None
     for stage in reversed(_STAGES):
         try:
@@ -279,22 +258,17 @@ def choose(
 
 
 def _candidates(base: ZeroConfig, is_apart: bool) -> list[Choice]:
-    if any(base.offloads):
-        found = []
-        for choice in all_choices(base, stages=_STAGES):
-            if choice.offload != "none":
-                continue
-            try:
-                config = choice.config.replace(
-                    offload_param=base.offload_param, offload_optimizer=base.offload_optimizer
-                )
-            except ValueError:
-                continue  # this stage has no such offload
-            found.append(Choice(choice.zero, "as set", config))
-        return found
     found = all_choices(base, stages=_STAGES)
-    # On the CPU both tiers are the same memory.
-    return [c for c in found if is_apart or not c.offload.startswith("cpu")]
+    if not any(base.offloads):
+        # On the CPU both tiers are the same memory.
+        return [c for c in found if is_apart or not c.offload.startswith("cpu")]
+    kept = {"offload_param": base.offload_param, "offload_optimizer": base.offload_optimizer}
+    kept = {name: offload for name, offload in kept.items() if offload is not None}
+    return [
+        Choice(c.zero, "as set", c.config.replace(**kept))
+        for c in found
+        if c.offload == "none" and all(NEEDS[name].is_met_by(c.config.states) for name in kept)
+    ]
 
 
 def _reason(best: Estimate, estimates: Sequence[Estimate], room: Room, num_ranks: int) -> str:
@@ -327,10 +301,9 @@ def refuse_what_cannot(
     room: Room,
     place: Place,
 ) -> None:
-    """Raises where model states alone are more than there is. See [Note: Certain].
+    """Raises a ValueError where model states alone are more than there is. See [Note: Certain].
 
-    Raises:
-        ValueError: They are; with the three cheapest changes that fit.
+    It has the three cheapest changes that fit.
     """
     if any(offload is not None and offload.device == _AUTO for offload in config.offloads):
         return  # it goes where there is room

@@ -221,20 +221,24 @@ class Requeueing(_SignalConnector):
         """Lightning's moment to take the signals over, which are taken already."""
         fit_loop = self.trainer.fit_loop
         # When a round of a loop is over, whole and before the next has begun.
-        self._patches.after(fit_loop.epoch_loop, "on_advance_end", self._after_batch)
-        self._patches.after(fit_loop, "on_advance_end", self._after_epoch)
+        self._patches.within(fit_loop.epoch_loop, "on_advance_end", self._batch)
+        self._patches.within(fit_loop, "on_advance_end", self._epoch)
 
     def teardown(self) -> None:
         """Leaves the loops as they were."""
         self._patches.undo()
 
-    def _after_batch(self) -> None:
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        yield
         loop = self.trainer.fit_loop.epoch_loop
         is_last = loop.batch_progress.is_last_batch or loop._is_training_done
         if not is_last and not loop._should_accumulate() and not self.trainer.should_stop:
             self._stop_if_asked()
 
-    def _after_epoch(self) -> None:
+    @contextmanager
+    def _epoch(self) -> Iterator[None]:
+        yield
         fit_loop = self.trainer.fit_loop
         max_epochs, max_steps = fit_loop.max_epochs or -1, fit_loop.max_steps
         num_epochs = fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
