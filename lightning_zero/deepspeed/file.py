@@ -82,12 +82,7 @@ class Section:
         return Section(value, self.path(key), self.ignored).checked()
 
     def checked(self) -> Section:
-        """This section.
-
-        Raises:
-            ValueError: A key that DeepSpeed does not have, or whose value would change the
-                training; says what to do.
-        """
+        """Itself, unless DeepSpeed lacks a key, or a value would change the training."""
         fates = self._fates()
         if fates:
             check_keys(self, fates)
@@ -133,12 +128,7 @@ def check_keys(section: Section, known: Iterable[str]) -> None:
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
-    """The top of the file, with its keys checked.
-
-    Raises:
-        ValueError: Not JSON, a key twice, or one that cannot be; see `Section.checked`.
-        TypeError: `source` is neither a path nor a mapping.
-    """
+    """The top of the file, with its keys checked."""
     if isinstance(source, (str, os.PathLike)):
         values = _parse(Path(source))
     elif isinstance(source, Mapping):

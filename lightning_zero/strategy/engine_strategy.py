@@ -107,11 +107,7 @@ class EngineStrategy(ProcessStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine, between setup and teardown.
-
-        Raises:
-            RuntimeError: At another time.
-        """
+        """The engine, between setup and teardown; a RuntimeError at another time."""
         if self._engine is None:
             raise RuntimeError(
                 "the engine exists only while the Trainer runs: use it in hooks and callbacks "
@@ -481,12 +477,7 @@ def _masters_bytes(bucket: Bucket) -> int:
 
 
 def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
-    """Raises a ValueError where another engine holds it, or it has and will have no parameters.
-
-    Args:
-        module: As it is given to the Trainer.
-        is_ours: The strategy's own engine may hold it.
-    """
+    """Raises where an engine holds it (unless `is_ours`), or it has and will have no parameters."""
     for name, parameter in module.named_parameters():
         is_held = has_placement(parameter) and not is_left_out(parameter)
         if is_held and not is_ours:
@@ -503,10 +494,7 @@ def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
 
 
 def _refuse_callbacks(callbacks: Iterable[Callback], config: ZeroConfig) -> None:
-    """Raises a ValueError where a callback would fail in the middle of training.
-
-    That is pruning, where no rank has the whole parameters whose least elements it seeks.
-    """
+    """Raises for pruning, where no rank has the parameters whose least elements it seeks."""
     if not config.states.has_shard(State.PARAM):
         return
     for callback in callbacks:

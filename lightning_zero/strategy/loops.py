@@ -83,12 +83,7 @@ class LockstepLoops:
         return min(asked, Wish.STOP if self._is_told else Wish.NOTHING)
 
     def agree(self) -> None:
-        """Whether all ranks go on. Collective: every rank, before the same batch.
-
-        Raises:
-            SIGTERMException: A rank was told to stop.
-            RuntimeError: Another rank has no batch, or another one.
-        """
+        """Raises unless each rank has a batch and none was told to stop. Collective."""
         assert self._trainer is not None
         assert self._lockstep is not None
         if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == Wish.STOP:
@@ -155,10 +150,7 @@ class _NoBatches:
 
 
 def keep_in_loop(loader: object, trainer: Trainer) -> object:
-    """A data loader of an evaluation loop that every rank enters. Collective where it has a length.
-
-    In training nothing changes.
-    """
+    """A data loader of an evaluation that every rank enters. Collective where it has a length."""
     if not (trainer.evaluating or trainer.predicting):
         return loader
     length = sized_len(loader)
@@ -184,11 +176,7 @@ def _end_of_loop(lockstep: Lockstep) -> Iterator[None]:
 
 
 def _meet(lockstep: Lockstep, metrics: list[str], *, is_end: bool) -> bool:
-    """Serves until all ranks are at the end of a data loader; whether all are at the loop's.
-
-    Raises:
-        RuntimeError: They would wait for each other in metrics that some of them have not.
-    """
+    """Serves until all ranks are at the end of a data loader; whether all are at the loop's."""
     lockstep.end_loop()
     ends = lockstep.gather_objects((metrics, is_end))
     if any(names != metrics for names, _ in ends):

@@ -77,7 +77,7 @@ class ProcessStrategy(ParallelStrategy):
         if start_method not in _START_METHODS:
             raise ValueError(f"start_method must be one of {_START_METHODS}, got {start_method!r}.")
         self.num_nodes = 1  # set by the Trainer
-        self._process_group_backend = process_group_backend
+        self.process_group_backend = process_group_backend  # None before it is chosen
         self._timeout = as_timeout(timeout)
         self._wait_report_s = as_wait_report_s(wait_report_s)
         self._start_method: StartMethod = start_method
@@ -100,17 +100,12 @@ class ProcessStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Ranks on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return len(self.parallel_devices or ())
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the default process group; None before it is chosen."""
-        return self._process_group_backend
 
     # ---------------------------------------------------------------- start
 
@@ -150,17 +145,12 @@ class ProcessStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        backend = self._process_group_backend
-        self._process_group_backend = backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device_id,
-        )
+        device, backend = self.root_device, self.process_group_backend
+        backend = backend or _get_default_process_group_backend_for_device(device)
+        self.process_group_backend = backend
+        device_id = None if device.type == "cpu" else device
+        environment, timeout = self.cluster_environment, self._timeout
+        _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
         self._check_world_size()
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -175,11 +165,7 @@ class ProcessStrategy(ParallelStrategy):
         )
 
     def _check_world_size(self) -> None:
-        """Compares what the Trainer was told with what the launcher has started.
-
-        Raises:
-            ValueError: They differ; training would go on with the wrong number of ranks.
-        """
+        """Compares what the Trainer was told with what has started, and would train wrongly."""
         assert self.cluster_environment is not None
         asked = self.num_processes * self.num_nodes
         given = world_size() if has_world() else self.cluster_environment.world_size()

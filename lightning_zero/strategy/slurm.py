@@ -51,9 +51,6 @@ def check_slurm_layout(
         num_devices: The Trainer's, of one node.
         num_nodes: The Trainer's.
         on_cuda: Whether the devices are GPUs.
-
-    Raises:
-        ValueError: They differ, or the script was not started by srun; with the lines to use.
     """
     get = environment.get
     given_nodes = int(get("SLURM_STEP_NUM_NODES", get("SLURM_NNODES", "1")))
@@ -193,8 +190,7 @@ class Requeueing(_SignalConnector):
     def _find(self, start: object) -> str | None:
         """The checkpoint to go on from, if this is a later run of the job. Collective then.
 
-        Args:
-            start: The user's own checkpoint, for the warning where there is no other.
+        `start`: the user's own checkpoint, for the warning where there is no other.
         """
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts == 0:
@@ -253,11 +249,7 @@ class Requeueing(_SignalConnector):
             self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        """Asks the other ranks whether to stop here. Collective: every rank.
-
-        Raises:
-            RequeuedExit: They stop; everything is saved.
-        """
+        """Asks the other ranks whether to save and stop here. Collective: every rank."""
         request = self.request
         strategy: Any = self.trainer.strategy
         agreed = strategy.engine.lockstep.pass_boundary(name_of_batch(self.trainer, is_over=True))
