@@ -34,7 +34,6 @@ class Untouched:
 
     The process group and the variables would make the next job of this process believe that its
     ranks are already there, and the threads are those of its share of the processors.
-
     """
 
     environment: dict[str, str]
@@ -72,15 +71,12 @@ class Children(threading.Thread):
     the same job knows of the ranks that the first one has started, and the next job of a sweep can
     end them.
 
-    Args:
-        job: See `current_job`.
-        first_rank: Of the first child, among all ranks.
-        before: This process before the launch.
+    `first_rank` is that of the first child, `before` this process before the launch.
     """
 
     def __init__(self, job: str | None, *, first_rank: int, before: Untouched) -> None:
         super().__init__(daemon=True, name="lightning-zero-children")
-        self.job = job
+        self.job = job  # see `current_job`
         self.processes: list[subprocess.Popen[bytes]] = []
         self._first_rank = first_rank
         self._before = before
@@ -110,10 +106,6 @@ class Children(threading.Thread):
         if failed:
             _say(f"{self._names(failed)}, after rank 0 had come to its end.")
 
-    def add(self, command: Sequence[str], environment: dict[str, str], cwd: str | None) -> None:
-        """Starts one more rank."""
-        self.processes.append(subprocess.Popen(command, env=environment, cwd=cwd))
-
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
         """While this process may wait for the children, it must not outlive one that is gone."""
@@ -130,11 +122,7 @@ class Children(threading.Thread):
             atexit.register(self._kill_rest)
             raise
         finally:
-            self.release()
-
-    def release(self) -> None:
-        """This process waits for the children no more, until it enters `needed` again."""
-        self._is_needed.clear()
+            self._is_needed.clear()
 
     def run(self) -> None:
         """Kills all ranks, this process too, some time after one has gone that is needed."""
@@ -199,10 +187,10 @@ class Children(threading.Thread):
 
 
 def release_children() -> None:
-    """From now on the ranks that this process has started may end: nothing waits for them."""
+    """The ranks that this process has started may end now: it waits for them no more."""
     children = Children.current()
     if children is not None:
-        children.release()
+        children._is_needed.clear()
 
 
 def how_child_ended(pid: int) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -322,5 +323,6 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         os.environ["LOCAL_RANK"] = str(environment.local_rank())
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         for local_rank, (command, cwd) in enumerate(commands, 1):
-            children.add(command, {**os.environ, "LOCAL_RANK": str(local_rank)}, cwd)
+            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            children.processes.append(subprocess.Popen(command, env=variables, cwd=cwd))
         children.start()
