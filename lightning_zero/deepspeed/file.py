@@ -42,19 +42,23 @@ class Section:
         """The key as the user finds it, such as "fp16.loss_scale"."""
         return f"{self.name}.{key}" if self.name else key
 
+    def get(self, key: str) -> Any:
+        value = self.values.get(key)
+        return None if is_unset(value) else value
+
     def has(self, key: str) -> bool:
-        return not is_unset(self.values.get(key))
+        return self.get(key) is not None
 
     def flag(self, key: str) -> bool | None:
-        value: Any = self.values.get(key)
-        if is_unset(value) or isinstance(value, bool):
-            return value if isinstance(value, bool) else None
+        value = self.get(key)
+        if value is None or isinstance(value, bool):
+            return value
         raise self.error(key, "true or false")
 
     def number(self, key: str) -> float | None:
         """A finite number that is not negative."""
-        value: Any = self.values.get(key)
-        if is_unset(value):
+        value = self.get(key)
+        if value is None:
             return None
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
@@ -63,8 +67,8 @@ class Section:
 
     def whole(self, key: str, *, least: int = 0) -> int | None:
         """A whole number; 5e8 is one."""
-        value: Any = self.values.get(key)
-        if is_unset(value):
+        value = self.get(key)
+        if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -74,9 +78,7 @@ class Section:
 
     def section(self, key: str) -> Section:
         """A section inside this one, empty where absent; checked where its keys are known."""
-        value: Any = self.values.get(key)
-        if is_unset(value):
-            value = {}
+        value = self.get(key) if self.has(key) else {}
         if not isinstance(value, dict):
             raise self.error(key, "a section in braces")
         return Section(value, self.path(key), self.ignored).checked()

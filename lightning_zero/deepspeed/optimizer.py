@@ -126,7 +126,7 @@ def build_scheduler(
         )
     build, known = _SCHEDULES[name]
     check_keys(given, (*known, "last_batch_iteration"))
-    if given.values.get("last_batch_iteration") not in (None, "auto", -1):
+    if given.get("last_batch_iteration") not in (None, -1):
         raise given.error("last_batch_iteration", "-1 (a resumed run loads the scheduler's state)")
     if "total_num_steps" in known and total_num_steps and not given.has("total_num_steps"):
         given = Section({**given.values, "total_num_steps": total_num_steps}, given.name)
@@ -137,18 +137,16 @@ def _steps(given: Section, key: str, default: int | None = None) -> int:
     """A count of steps; "auto" and a missing default are errors, since they decide the schedule."""
     if given.values.get(key) == "auto" or (default is None and not given.has(key)):
         raise ValueError(f"{given.path(key)} is open: write the number of steps.")
-    value = given.whole(key, least=1)
-    if value is None:
-        assert default is not None
-        return default
+    value = given.whole(key, least=1) if given.has(key) else default
+    assert value is not None
     return value
 
 
 def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None) -> list[float]:
     """A learning rate for each parameter group; None: the group's own."""
-    value = given.values.get(key)
+    value = given.get(key)
     groups = optimizer.param_groups
-    if is_unset(value):
+    if value is None:
         return [float(group["lr"]) if default is None else default for group in groups]
     if not isinstance(value, list):
         return [given.number(key) or 0.0] * len(groups)
@@ -160,7 +158,7 @@ def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None
 def _warmup(given: Section) -> tuple[int, Factor]:
     """Length of the warm-up and its share of the way from lowest to highest at iteration i."""
     num_steps = max(2, _steps(given, "warmup_num_steps", 1000))
-    kind = given.values.get("warmup_type") if given.has("warmup_type") else "log"
+    kind = given.get("warmup_type") if given.has("warmup_type") else "log"
     if kind not in ("log", "linear"):
         raise given.error("warmup_type", '"log" or "linear"')
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed.file import STAGE3_PREFIX, Section, is_unset, read
+from lightning_zero.deepspeed.file import STAGE3_PREFIX, Section, read
 from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer, build_scheduler
 from lightning_zero.layout.config import MAY_BE_ZERO, NEEDS, SIZES, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
@@ -340,8 +340,8 @@ def _offload_section(zero: Section, name: str, old_names: Sequence[str]) -> Sect
     if (is_pinned := zero.flag("cpu_offload_use_pin_memory")) is not None:
         values = {"pin_memory": is_pinned, **values}
     section = Section(values, zero.path(name), zero.ignored)
-    device = values.get("device")
-    if is_unset(device) or device == "none":
+    device = section.get("device")
+    if device is None or device == "none":
         return None
     if device not in ("cpu", "nvme"):
         raise section.error("device", '"none", "cpu" or "nvme"')

@@ -5,7 +5,6 @@ They start as the script once for each of this node, unless torchrun or srun hav
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import warnings
@@ -306,7 +305,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         children = Children.current()
         self.procs = children.processes if children is not None else []
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        with children.needed() if children is not None else contextlib.nullcontext():
+        with children.needed() if children is not None else nullcontext():
             if trainer is not None and Requeueing.is_wanted(trainer):
                 return Requeueing(trainer).run(function, *args, **kwargs)
             return function(*args, **kwargs)
