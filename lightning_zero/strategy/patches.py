@@ -1,4 +1,4 @@
-"""Methods of Lightning's objects, replaced for a time.
+"""Methods of Lightning's objects, replaced for a time: by loops, slurm, averages and strategy.
 
 Lightning has no hook that may end a training between two batches, none before the first collective
 after the last batch of an evaluation, and none around the averaging of weights.
