@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.strategy.launch import check_numbering
+from lightning_zero.strategy.processes import check_numbering
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule

@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
-from lightning_zero.comm.channel import Channel
+from lightning_zero.comm.control import Channel
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
-from lightning_zero.strategy.auto import auto_base
 from lightning_zero.strategy.schema import register
+from lightning_zero.strategy.settings import auto_base
 
 __all__ = [
     "PRECISIONS",

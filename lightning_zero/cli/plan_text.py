@@ -11,7 +11,7 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.sizes import in_words, unit_of
 from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.planner import Estimate, Machine
-from lightning_zero.strategy.auto import as_arguments
+from lightning_zero.strategy.settings import as_arguments
 
 __all__ = ["Row", "as_dict", "as_text", "best_of"]
 

@@ -14,8 +14,7 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import silent, write_torch_file
 from lightning_zero.cli import main
-from lightning_zero.strategy.checkpoint_io import is_download
-from lightning_zero.strategy.saving import Saving
+from lightning_zero.strategy.saving import Saving, is_download
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 
