@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_zero.observe.chrome import ON_CPU, chrome_trace
+from lightning_zero.observe.recordings import ON_CPU, chrome_trace
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import NBYTES, made_ranks, made_step
 
