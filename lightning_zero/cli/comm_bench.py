@@ -63,8 +63,6 @@ class Timing:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """What was found."""
-
     timings: tuple[Timing, ...]  # by size, then by collective
     latencies: dict[str, float]  # by collective, seconds with nearly nothing to send
 
@@ -136,8 +134,6 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class _Place:
-    """This rank among all."""
-
     rank: int
     num_ranks: int
     local_rank: int

@@ -46,8 +46,6 @@ _Disk = tuple[NvmeStore, NvmeFile]
 
 @dataclass(frozen=True)
 class TierSettings:
-    """How the tier moves bytes."""
-
     block_bytes: int = 4 * _MIB
     num_threads: int = 4  # to read, and as many to write
     buffer_count: int = 4
@@ -60,11 +58,9 @@ class TierSettings:
 
     @property
     def buffers(self) -> tuple[int, int]:
-        """Count and bytes."""
         return self.buffer_count, self.buffer_bytes
 
     def describe(self) -> str:
-        """In a few words."""
         return (
             f"{self.num_threads} threads each way, blocks of {self.block_bytes // _MIB} MiB, "
             f"{self.buffer_count} buffers of {self.buffer_bytes // _MIB} MiB"
@@ -82,8 +78,6 @@ class Rates:
 
 @dataclass(frozen=True)
 class DiskReport:
-    """What was found."""
-
     path: Path
     file_system: str
     is_direct: bool
@@ -255,7 +249,6 @@ def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints."""
     check_rates(args.rates)
     with _terminated_as_exit():
         report = _measure_disk(args.path, args.size, args.seconds)
@@ -266,7 +259,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(report: DiskReport) -> str:
-    """What was found, for people."""
     rates = {name: f"{rate / _GB:.2f}" for name, rate in vars(report.tier).items()}
     best = report.settings
     direct = "O_DIRECT" if report.is_direct else "through the page cache, which flatters a disk"

@@ -149,9 +149,6 @@ def _table(rows: Sequence[Row], best: Any) -> str:
     def short(number: float, digits: int = 3) -> str:
         return f"{number:.{digits}g}" if number < 99.5 else f"{number:.0f}"
 
-    def in_unit(nbytes: float) -> str:
-        return f"{nbytes / size:.1f}" if nbytes < 100 * size else f"{nbytes / size:.0f}"
-
     def cells(row: Row) -> list[str]:
         plain, less = row.plain, row.checkpointed
         least, most = (seconds * (1e3 if is_quick else 1) for seconds in plain.transfer_seconds)
@@ -161,12 +158,12 @@ def _table(rows: Sequence[Row], best: Any) -> str:
         return [
             f"{plain.choice.zero}{' *' if is_best else ''}",
             plain.choice.offload,
-            in_unit(plain.resting.tier_bytes(Tier.DEVICE)),
-            in_unit(plain.device_bytes),
-            "" if less is None else in_unit(less.device_bytes),
-            in_unit(plain.host_bytes),
-            in_unit(plain.disk_bytes),
-            in_unit(plain.traffic.wire),
+            _in_unit(plain.resting.tier_bytes(Tier.DEVICE), size),
+            _in_unit(plain.device_bytes, size),
+            "" if less is None else _in_unit(less.device_bytes, size),
+            _in_unit(plain.host_bytes, size),
+            _in_unit(plain.disk_bytes, size),
+            _in_unit(plain.traffic.wire, size),
             "..".join(span) if len(span) > 1 else short(most),
             fits or f"no: {', '.join(row.used.excess)}".replace(" memory,", ","),
         ]
@@ -176,6 +173,10 @@ def _table(rows: Sequence[Row], best: Any) -> str:
         unit, "offload", "states", "peak", "peak, ckpt.", "host", "disk", "sent", times, "fits"
     ]  # fmt: skip
     return table([header, *map(cells, rows)], left=(0, 1, len(header) - 1))
+
+
+def _in_unit(nbytes: float, size: int) -> str:
+    return f"{nbytes / size:.1f}" if nbytes < 100 * size else f"{nbytes / size:.0f}"
 
 
 def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
@@ -243,7 +244,12 @@ _COLOURS = {
 _WINNER = "#DCEFE3"
 _MOST_OF_LIMIT = 3.0  # longer bars are cut, or the line would be at the edge; and vice versa
 _WITHOUT = "without\nckpt."
-_COLUMNS = ("peak", _WITHOUT, "CPU", "disk")  # of which the last two are of a machine
+_COLUMNS = {  # what has the bytes, and what they are too much for; the last two of a machine
+    "peak": ("device_bytes", "device memory"),
+    _WITHOUT: ("device_bytes", "device memory"),
+    "CPU": ("host_bytes", "host memory"),
+    "disk": ("disk_bytes", "disk"),
+}
 # Inches.
 _WIDTH, _LEFT, _COLUMN = 12.0, 2.7, 0.7
 _TITLE, _ROW, _BELOW = 1.0, 0.32, 1.1
@@ -354,21 +360,17 @@ def _names(axes: Axes, rows: Sequence[Row], winner: str | None) -> None:
 def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[str, int]) -> None:
     """Numbers to the right of the bars; those that are too much in colour."""
     where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "fontsize": 9}
+    attribute, lacking = _COLUMNS[name]
     header = f"{name}\n{unit[0]}"
     axes.text(x, -0.6, header, color=INK, weight="bold", va="bottom", **where)
     for place, row in enumerate(rows):
-        used = row.used
-        if name == _WITHOUT and used is row.plain:
+        if name == _WITHOUT and row.used is row.plain:
             continue
-        shown = row.plain if name == _WITHOUT else used
-        nbytes, lacking = {
-            "CPU": (shown.host_bytes, "host memory"),
-            "disk": (shown.disk_bytes, "disk"),
-        }.get(name, (shown.device_bytes, "device memory"))
-        number = nbytes / unit[1]
-        text = f"{number:.1f}" if number < 100 else f"{number:.0f}"
+        shown = row.plain if name == _WITHOUT else row.used
+        nbytes = getattr(shown, attribute)
+        text = _in_unit(nbytes, unit[1]) if nbytes else "-"
         colour = ALARM if lacking in shown.excess else INK
-        axes.text(x, place, text if nbytes else "-", color=colour, va="center", **where)
+        axes.text(x, place, text, color=colour, va="center", **where)
 
 
 def _parts(row: Row) -> dict[str, int]:

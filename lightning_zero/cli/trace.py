@@ -18,7 +18,6 @@ _GIB = 1024**3
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes traces and pictures, and prints what was hidden."""
     folder = find_recordings(args.run_directory)
     out: Path = args.out or folder.parent
     for step in steps_in(folder) if args.step is None else [args.step]:

@@ -60,7 +60,6 @@ def make_trainer(config: DictConfig) -> pl.Trainer:
 
 
 def _members(config: DictConfig, name: str) -> list[Any]:
-    """Instances of a group's members, in order."""
     group = config.get(name)
     return [made for made in instantiate(group).values() if made is not None] if group else []
 

@@ -91,16 +91,11 @@ def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one rank has measured of one step.
-
-    Attributes:
-        memory: Model states, with gradients, before the optimizer stepped.
-        allocated_bytes: See `allocated_and_peak_bytes` for this and the next.
-    """
+    """What one rank has measured of one step."""
 
     recording: Recording
-    memory: MemoryReport
-    allocated_bytes: int
+    memory: MemoryReport  # with gradients, before the optimizer stepped
+    allocated_bytes: int  # as `allocated_and_peak_bytes` says
     peak_bytes: int
 
 
@@ -110,13 +105,7 @@ Metric = Callable[[Sample], float]
 def metrics_of(
     plan: Plan, kinds: Iterable[Kind], *, overlaps_step: bool = False
 ) -> dict[str, Metric]:
-    """What every rank measures, by key.
-
-    Args:
-        plan: Of the engine.
-        kinds: As `kinds_of` has them.
-        overlaps_step: The optimizer steps beside the next forward, which may wait for it.
-    """
+    """What every rank measures, by key; `overlaps_step`: a forward may wait for the last step."""
     metrics: dict[str, Metric] = {}
     tiers = _tiers(plan)
     for tier in tiers:
@@ -150,13 +139,7 @@ def metrics_of(
 
 
 def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
-    """Kinds of collectives and transfers that a step has.
-
-    Args:
-        plan: Of the engine.
-        mesh: Of any rank.
-        is_apart: The compute device has memory of its own.
-    """
+    """Kinds of collectives and transfers that a step has; `is_apart`: the device has own memory."""
     tiers = _tiers(plan)
     is_cut = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
     is_used = {
@@ -275,7 +258,6 @@ class Throughput:
 
     @property
     def is_warm(self) -> bool:
-        """The first step is over."""
         return self._first is not None
 
     @property
@@ -284,16 +266,10 @@ class Throughput:
         return Counts() if self._first is None else self._total.minus(self._first)
 
     def before_batch(self) -> None:
-        """Lets the clock run."""
         if self._since is None:
             self._since = time.perf_counter()
 
     def after_batch(self, batch: Any, *, has_stepped: bool) -> None:
-        """Counts a batch.
-
-        Raises:
-            ValueError: The module's `flops_per_batch` is no number, or below 0.
-        """
         self._tick()
         tokens = num_tokens(batch)
         flops = getattr(self._module, "flops_per_batch", None)
@@ -371,23 +347,15 @@ def peak_flops(strategy: ZeroStrategy) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of all ranks together, without evaluation; NaN: unknown.
+    """Of all ranks together, without evaluation; NaN: unknown."""
 
-    Attributes:
-        num_steps: That were timed.
-        steps_per_s: Batches with an optimizer step.
-        batches_per_s: Of one rank; the next two of all.
-        tflops_per_device: 10^12 operations per second: see [Note: Model FLOPs].
-        mfu: Model FLOPs utilization, the share of the device's peak; 1 is all of it.
-    """
-
-    num_steps: int
+    num_steps: int  # that were timed
     steps_per_s: float
-    batches_per_s: float
+    batches_per_s: float  # of one rank; the next two of all
     samples_per_s: float
     tokens_per_s: float
-    tflops_per_device: float
-    mfu: float
+    tflops_per_device: float  # 10^12 operations per second: see [Note: Model FLOPs]
+    mfu: float  # model FLOPs utilization, the share of the device's peak
 
     @classmethod
     def of(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:

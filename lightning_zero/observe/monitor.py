@@ -195,7 +195,7 @@ class ZeroMonitor(pl.Callback):
     ) -> None:
         watch = self._stop(trainer)
         if watch is not None:
-            watch.windows.abandon()
+            watch.windows.stop()
 
     def _stop(self, trainer: pl.Trainer) -> Watch | None:
         watch, self._watch = self._watch, None
@@ -343,8 +343,8 @@ class Windows:
     def before_batch(self, num_batches: int, num_steps: int) -> Window | None:
         """Ends a window and begins one, each where it is due. Collective if the latter is traced.
 
-        Given are the batches that have stepped until now, and the optimizer steps; returned is the
-        window that has ended, also if `close` has ended it.
+        Given are the batches that have stepped until now, and the optimizer steps. The window that
+        has ended is returned, also if `close` has ended it.
         """
         if self._first is not None:
             return None  # a further micro-batch
@@ -360,7 +360,7 @@ class Windows:
         elif self._is_due(num_batches + 1, num_steps + self._stride):
             self._start()
         else:
-            self._stop()
+            self.stop()
         return window
 
     def after_batch(self, num_batches: int, num_steps: int) -> None:
@@ -382,7 +382,7 @@ class Windows:
         if self._over is not None:
             self._ended = self.take()
         is_dropped, self.is_open = self.is_open, False
-        self._stop()
+        self.stop()
         return is_dropped
 
     def take(self) -> Window | None:
@@ -393,12 +393,8 @@ class Windows:
             self.is_open, self._over = False, None
         return window
 
-    def abandon(self) -> None:
-        """Drops the window under way, and one that nobody has taken."""
-        self.is_open, self._over, self._ended = False, None, None
-        self._stop()
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Keeps no spans any more."""
         if self._recorder.is_on:
             self._recorder.stop()
 
@@ -419,33 +415,18 @@ class Windows:
 
 @dataclass(frozen=True)
 class Watched:
-    """One recorded step of all ranks.
+    """One recorded step of all ranks."""
 
-    Attributes:
-        num_batches: See `Window`.
-        memory: Model states by rank, before the optimizer stepped; of the first such step only, and
-            on rank 0.
-        flows: Means over the ranks.
-    """
-
-    num_batches: int
+    num_batches: int  # as `Window` has it
     metrics: dict[str, float]
-    memory: list[MemoryReport]
+    memory: list[
+        MemoryReport
+    ]  # by rank, before the optimizer stepped; of the first step, on rank 0
     flows: list[Flow]
 
 
 class Watch:
-    """What a rank keeps of a fit. Every rank makes it, and calls its methods, at the same batches.
-
-    Args:
-        strategy: With an engine.
-        wanted: In it.
-        folder: For files, on rank 0.
-        progress: Batches that have stepped, and optimizer steps, before this fit.
-
-    Attributes:
-        traced: Recordings of all ranks, by step; on rank 0.
-    """
+    """What a rank keeps of a fit; every rank makes it and calls its methods at the same batches."""
 
     def __init__(
         self,
@@ -456,11 +437,11 @@ class Watch:
         progress: tuple[int, int],
     ) -> None:
         engine = self._engine = strategy.engine
-        self.folder = folder
+        self.folder = folder  # for files, on rank 0
         assert strategy.lightning_module is not None
         self.throughput = Throughput(strategy.lightning_module)
         self._peak_flops = peak_flops(strategy)
-        self.traced: list[list[Recording]] = []
+        self.traced: list[list[Recording]] = []  # by step, of all ranks; on rank 0
         self.windows = Windows(engine.recorder, wanted, progress=progress, align=self._align)
         self._strategy = strategy
         # Each gradient in a file would be read once more.

@@ -267,20 +267,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class Bar:
-    """One span to draw, cut to the picture; inches from above.
-
-    Attributes:
-        text: What there is room for to write on it; may be empty.
-        text_s: Where, in the middle of what nothing stands upon.
-        is_outer: Bars of its units stand upon it.
-    """
+    """One span to draw, cut to the picture; inches from above."""
 
     span: Span
     top: float
     height: float
-    text: str
-    text_s: float
-    is_outer: bool = False
+    text: str  # what there is room for; may be empty
+    text_s: float  # in the middle of what nothing stands upon
+    is_outer: bool = False  # bars of its units stand upon it
 
 
 @dataclass(frozen=True)
@@ -294,19 +288,14 @@ class Strip:
 
 @dataclass(frozen=True)
 class Block:
-    """All of one rank: a line of text, and lanes from above; inches.
-
-    Attributes:
-        bars: In the order of drawing.
-        waits: Times in which the computation stood still.
-    """
+    """All of one rank: a line of text, and lanes below it; inches from above."""
 
     recording: Recording
     top: float
     bottom: float
     lanes: tuple[Strip, ...]
-    bars: tuple[Bar, ...]
-    waits: tuple[Span, ...]
+    bars: tuple[Bar, ...]  # in the order of drawing
+    waits: tuple[Span, ...]  # in which the computation stood still
 
 
 def place(recording: Recording, top: float, scale: Scale) -> Block:
@@ -331,7 +320,6 @@ def place(recording: Recording, top: float, scale: Scale) -> Block:
 
 
 def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
-    """Spans, cut to the picture."""
     for span in recording.spans:
         start = max(span.start_s, scale.begin_s)
         stop = min(span.stop_s, scale.end_s)

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
+from lightning_zero.observe.metrics import Speed
 from lightning_zero.observe.tables import paragraph, table
-from lightning_zero.observe.throughput import Speed
 from lightning_zero.record.spans import Kind
 from lightning_zero.strategy.strategy import ZeroStrategy
 
@@ -117,20 +117,13 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of communication or transfer in a step, as the mean over ranks and steps.
-
-    Attributes:
-        in_flight_s: Seconds in which some of it was under way.
-        hidden_s: Of these, behind computation.
-        exposed_s: For which the computation stood still.
-        gib: Sent, or moved.
-    """
+    """One kind of communication or transfer in a step, as the mean over ranks and steps."""
 
     kind: str
-    in_flight_s: float
-    hidden_s: float
-    exposed_s: float
-    gib: float
+    in_flight_s: float  # in which some of it was under way
+    hidden_s: float  # of these, behind computation
+    exposed_s: float  # for which the computation stood still
+    gib: float  # sent, or moved
 
     @classmethod
     def of(cls, kind: Kind, means: Mapping[str, float]) -> Flow:
@@ -142,38 +135,25 @@ class Flow:
 
     @property
     def gib_per_s(self) -> float:
-        """While it was under way."""
         return self.gib / self.in_flight_s if self.in_flight_s else 0.0
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """A fit that has ended.
-
-    Attributes:
-        num_steps: Optimizer steps that have been taken, those before a resumption among them.
-        memory: By rank, when training ended.
-        speed: Of the whole job, without the first step.
-        num_recorded: Steps from which the following are.
-        step_s: Mean length of a step.
-        waited_s: For which a rank waited in it for anything.
-        skew_s: For which the others waited in it for the rank that was last.
-        is_on_cpu: Nobody is told there when data arrives: rates of collectives are lower bounds.
-    """
+    """A fit that has ended."""
 
     world_size: int
-    num_steps: int
-    memory: Sequence[MemoryReport]
-    speed: Speed
-    num_recorded: int
+    num_steps: int  # of the optimizer, those before a resumption among them
+    memory: Sequence[MemoryReport]  # by rank, when training ended
+    speed: Speed  # without the first step
+    num_recorded: int  # steps of which the next four are means
     step_s: float
-    waited_s: float
-    skew_s: float
+    waited_s: float  # for which a rank waited in a step for anything
+    skew_s: float  # for which the others waited in it for the rank that was last
     flows: Sequence[Flow]
-    is_on_cpu: bool
+    is_on_cpu: bool  # nobody is told there when data arrives: rates are lower bounds
 
     def text(self) -> str:
-        """For a terminal."""
         return "\n".join([memory_table(self.memory, self.num_steps), "", *self._lines()])
 
     def _lines(self) -> Iterator[str]:
