@@ -164,7 +164,10 @@ def _sweep(
     tried: dict[TierSettings, float] = {}
 
     def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
-        """Measured by turns: what a disk gives changes with what it gave before."""
+        """The first of `candidates`, which ascend in cost, that comes near the best.
+
+        Measured by turns: what a disk gives changes with what it gave before.
+        """
         pools = {each.buffers: _noisy_buffers(each) for each in candidates}
         rounds = [
             [
@@ -177,7 +180,8 @@ def _sweep(
         for settings, rate in rates.items():
             _say(f"{rate / _GB:6.2f} GB/s mixed with {settings.describe()}")
         tried.update(rates)
-        return _smallest_good(rates)
+        enough = _GOOD_ENOUGH * max(rates.values())
+        return next(settings for settings, rate in rates.items() if rate >= enough)
 
     numbers = [TierSettings(num_threads=number) for number in _THREADS]
     with contextlib.ExitStack() as stack:
@@ -189,12 +193,6 @@ def _sweep(
         for changes in ([{"block_bytes": size * _MIB} for size in _BLOCKS_MIB], buffers):
             best = best_of([replace(best, **change) for change in changes], [disk])
     return best, tuple(tried.items())
-
-
-def _smallest_good(rates: dict[TierSettings, float]) -> TierSettings:
-    """The first of `rates`, which ascend in cost, that comes near the best."""
-    enough = _GOOD_ENOUGH * max(rates.values())
-    return next(settings for settings, rate in rates.items() if rate >= enough)
 
 
 def _jobs(

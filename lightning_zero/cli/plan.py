@@ -96,7 +96,14 @@ def run(args: argparse.Namespace) -> int:
         whole_tensors=find_whole_tensors(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
-    rows = _rows(job, config, machine, traces)
+    plain, checkpointed = (replace(job, trace=trace) for trace in traces)
+    rows = [
+        Row(
+            estimate(choice, plain, machine),
+            None if traces[1] is None else estimate(choice, checkpointed, machine),
+        )
+        for choice in all_choices(config)
+    ]
     facts = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -157,12 +164,7 @@ def _traces(
 ) -> tuple[_Traces, str]:
     """The step as it is, and with activation checkpointing; and what cannot be told.
 
-    Args:
-        source: The module and its step.
-        plan: Of its units.
-        again: What runs again in any case.
-        blocks: What may run again.
-        autocast: Its dtype.
+    `again` runs again in any case, `blocks` may.
     """
     if source.step is None:
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
@@ -197,17 +199,6 @@ def _traces(
         return (plain, trace(blocks) if blocks else None), ""
     except ValueError as error:
         return (plain, None), f"activation checkpointing is not counted: {error}"
-
-
-def _rows(job: Job, config: ZeroConfig, machine: Machine, traces: _Traces) -> list[Row]:
-    plain, checkpointed = (replace(job, trace=trace) for trace in traces)
-    return [
-        Row(
-            estimate(choice, plain, machine),
-            None if traces[1] is None else estimate(choice, checkpointed, machine),
-        )
-        for choice in all_choices(config)
-    ]
 
 
 # -------------------------------------------------------------------- what is planned

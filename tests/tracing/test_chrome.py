@@ -83,6 +83,13 @@ def test_ranks_stand_on_one_clock():
     assert windows == {0: 250_000.0, 1: 250_000.0}
 
 
+def test_a_step_of_which_nothing_was_kept_is_a_window_alone():
+    events = complete(chrome_trace([Recording(0, 1, 3, 1.0)]))
+    assert [(event["cat"], event["ts"], event["dur"]) for event in events] == [
+        ("window", 0.0, 1_000_000.0)
+    ]
+
+
 def test_mistakes_are_errors():
     with pytest.raises(ValueError, match="of one rank at least, got none"):
         chrome_trace([])
