@@ -129,7 +129,7 @@ def _measure_disk(path: Path, nbytes: int, seconds: float) -> DiskReport:
     settings, sweep = _sweep(path, nbytes, seconds)
     with _opened(path, nbytes, settings) as (store, file):
         _say("reading, writing and both")
-        ways = ({"is_written": False}, {"is_read": False}, {})
+        ways: list[dict[str, bool]] = [{"is_written": False}, {"is_read": False}, {}]
         buffers = _noisy_buffers(settings)
         rates = [
             _rate(store, settings, _jobs(file, settings, **way), buffers, 2 * seconds)

@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
         raise ValueError(f"precision {name!r} is none of {', '.join(PRECISIONS)}.")
-    config, autocast = source.config, None
+    config = source.config
+    autocast: torch.dtype | None = None
     if name.endswith("-mixed"):
         autocast = getattr(torch, PRECISIONS[name])
         if config.param_dtype is None:

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def _bars(memory: Sequence[MemoryReport]) -> Any:
     import wandb
 
     if len(memory) > _MAX_NUM_RANKS:
-        memory = [end(memory, key=lambda report: report.total_bytes) for end in (min, max)]
+        by_size = attrgetter("total_bytes")
+        memory = [min(memory, key=by_size), max(memory, key=by_size)]
     rows = [
         [f"rank {report.rank} {state.value} ({tier})", nbytes / _GIB]
         for report in memory

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -179,7 +180,8 @@ def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
         raise ValueError("expected the report of one rank at least, got none.")
     shown = [(f"rank {report.rank}", report) for report in reports]
     if len(reports) > _MAX_NUM_RANKS:
-        least, most = (end(reports, key=lambda report: report.total_bytes) for end in (min, max))
+        by_size = attrgetter("total_bytes")
+        least, most = min(reports, key=by_size), max(reports, key=by_size)
         shown = [(f"rank {least.rank}, least", least), (f"rank {most.rank}, most", most)]
     bars: _Bars = [
         (label, {(t, s): n for t, states in report.tiers.items() for s, n in states.items()})
@@ -215,8 +217,9 @@ def _draw_memory(axes: Axes, bars: _Bars) -> None:
         text = f"{left:.4g} {unit}"
         if label != _DATA_PARALLEL:
             text += f", {totals[place] / (totals[-1] or 1.0):.3g} of data parallel"
-        at = {"textcoords": "offset points", "va": "center", "fontsize": 9}
-        axes.annotate(text, (left, place), (5, 0), **at)
+        axes.annotate(
+            text, (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9
+        )
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, max(totals) / size * 1.12)
@@ -422,9 +425,8 @@ def _chosen(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
     """Which to draw, and how to say so."""
     if len(recordings) <= _MAX_NUM_BLOCKS:
         return list(recordings), ""
-    slowest, fastest = (
-        end(recordings, key=lambda recording: recording.waited_for_others_s) for end in (min, max)
-    )
+    by_wait = attrgetter("waited_for_others_s")
+    slowest, fastest = min(recordings, key=by_wait), max(recordings, key=by_wait)
     ranks = {0, slowest.rank, fastest.rank}
     which = (
         f": rank {slowest.rank} waited least (the slowest), rank {fastest.rank} most (the fastest)"
@@ -486,7 +488,9 @@ def _draw_bar(axes: Axes, bar: Bar, scale: Scale) -> None:
     span, colour = bar.span, _KIND_COLOURS[bar.span.kind]
     seconds = max(span.seconds, _LEAST_WIDTH / scale.inches_per_s)
     is_wide = seconds * scale.inches_per_s > 0.04
-    look = {"facecolor": colour, "edgecolor": "white", "alpha": 0.35 if bar.is_outer else None}
+    look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
+    if bar.is_outer:
+        look["alpha"] = 0.35
     axes.broken_barh(
         [(span.start_s * 1e3, seconds * 1e3)],
         (bar.top, bar.height),
