@@ -13,11 +13,11 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.owned_state import missing_state_bytes, own_itemsize
+from lightning_zero.optim.state import missing_state_bytes, own_itemsize
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tiers import Storage
+from lightning_zero.tiers.storage import Storage
 
 __all__ = ["allocated_bytes", "count_memory", "held_bytes", "whole_bytes"]
 
