@@ -27,16 +27,11 @@ def count_memory(
     optimizers: Iterable[Optimizer],
     storage: Storage,
     comm: Communicator,
-    averages: Iterable[Bucket] = (),
+    averages: Iterable[Bucket],
 ) -> MemoryReport:
     """What an engine holds on this rank at this moment, while nothing steps. Local.
 
-    Args:
-        buckets: Of the engine.
-        optimizers: Of the engine.
-        storage: Of the engine.
-        comm: Of the engine.
-        averages: Buckets of averages of the weights, which count as optimizer state.
+    `averages`: buckets of averages of the weights, which count as optimizer state.
     """
     held = {tier: dict.fromkeys(State, 0) for tier in _tiers_of(buckets)}
     alone = dict.fromkeys(State, 0)

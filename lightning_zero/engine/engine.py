@@ -139,7 +139,7 @@ class Engine:
             self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
-                self.schedule,
+                self.schedule.reducing,
                 self.storage,
                 comm,
                 worker=self.worker if config.overlap_step else None,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.alike import Facts, compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.schedule import Schedule
+from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.counting import held_bytes, whole_bytes
 from lightning_zero.engine.facts import optimizer_facts
@@ -83,7 +83,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     Args:
         buckets: Of the engine, in layout order.
-        schedule: Knows what a step must wait for, and what is needed first after it.
+        reducing: Knows what a step must wait for, and what is needed first after it.
         storage: Of the engine, as is the following.
         comm: Compares optimizers between ranks.
         worker: Steps beside the next forward; None: nothing does.
@@ -93,7 +93,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        schedule: Schedule,
+        reducing: Reducing,
         storage: Storage,
         comm: Communicator,
         *,
@@ -101,7 +101,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         examine: Callable[[Optimizer], Findings],
     ) -> None:
         self._buckets = buckets
-        self._schedule = schedule
+        self._reducing = reducing
         self._storage = storage
         self._comm = comm
         self._worker = worker
@@ -157,8 +157,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 optimizer,
                 found,
                 examine=self._examine,
-                before=self._schedule.reducing.before_step,
-                order=self._schedule.reducing.step_order,
+                reducing=self._reducing,
                 storage=self._storage,
                 worker=self._worker,
             )

@@ -264,21 +264,21 @@ class ChunkStep:
             }
 
 
-def step_together(chunks: Sequence[ChunkStep], views: list[Tensor]) -> None:
-    """Steps `chunks`, of one optimizer and one device, in one call of the optimizer.
+def step_together(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
+    """Takes `steps`, of one optimizer and one device, in one call of the optimizer.
 
     `views`: uint8, of what rests in files; empty where there are several.
     """
-    first, last = (chunk.of.bucket for chunk in (chunks[0], chunks[-1]))
+    first, last = steps[0].of.bucket, steps[-1].of.bucket
     name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
-    is_host = chunks[0].of.device.type == "cpu"
+    is_host = steps[0].of.device.type == "cpu"
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
-        slices = [one for chunk in chunks for one in chunk.take(views)]
+        slices = [one for step in steps for one in step.take(views)]
         if slices:
-            chunks[0].of.clone.step(slices)
-        for chunk in chunks:
-            chunk.keep()
+            steps[0].of.clone.step(slices)
+        for step in steps:
+            step.keep()
 
 
 def _write(target: Tensor, values: Tensor) -> None:

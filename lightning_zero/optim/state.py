@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -101,8 +99,7 @@ def optimizer_state_dict(
     state: dict[int, dict[str, Any]] = {}
     for parameter, owned in _gather_owned_states(optimizer, buckets):
         if is_recipient:
-            copied = map_tensors(lambda value: value.to("cpu", copy=True), owned)
-            state[ids[parameter]] = copied
+            state[ids[parameter]] = map_tensors(lambda v: v.to("cpu", copy=True), owned)
     for member in ids.keys() & optimizer.state.keys():
         # Never write into the optimizer's own.
         state.setdefault(ids[member], dict(optimizer.state[member]))
@@ -148,8 +145,14 @@ def load_optimizer_state_dict(
     }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
     mine = set(parameters) - in_files
-    with _as_stepped([b for b in buckets if any(p in mine for p in b.parameters)]):
+    own_buckets = [bucket for bucket in buckets if not mine.isdisjoint(bucket.parameters)]
+    for bucket in own_buckets:
+        bucket.masters.enter_step(has_grads=False)
+    try:
         optimizer.load_state_dict({**state_dict, "state": state})
+    finally:
+        for bucket in own_buckets:
+            bucket.masters.leave_step(is_changed=False)
     for number, entry in state_dict["state"].items():
         if by_number[number] in in_files:
             _load_into_files(by_number[number], entry, optimizer.state[by_number[number]])
@@ -225,23 +228,18 @@ def join_optimizer_state(
     optimizer: Optimizer, buckets: Sequence[Bucket], device: torch.device
 ) -> None:
     """Replaces slices by whole tensors on `device`, on every rank. Collective."""
+
+    def at_home(value: Tensor) -> Tensor:
+        """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
+        return value.to(device if value.dim() else value.device, copy=True)
+
     joined = [
-        (parameter, key, whole.to(device, copy=True))
-        for parameter, key, whole in _joined(optimizer, buckets)
+        (p, key, whole.to(device, copy=True)) for p, key, whole in _joined(optimizer, buckets)
     ]
-    owned = [
-        (parameter, map_tensors(partial(_at_home, device), state))
-        for parameter, state in _gather_owned_states(optimizer, buckets)
-    ]
-    for parameter, state in owned:
-        optimizer.state[parameter] = state
+    owned = [(p, map_tensors(at_home, s)) for p, s in _gather_owned_states(optimizer, buckets)]
+    optimizer.state.update(owned)
     for parameter, key, whole in joined:
         optimizer.state[parameter][key] = whole
-
-
-def _at_home(device: torch.device, value: Tensor) -> Tensor:
-    """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
-    return value.to(device if value.dim() else value.device, copy=True)
 
 
 def _joined(
@@ -281,17 +279,6 @@ def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
     """Numbers as torch gives them in a state dict: by order in the groups."""
     return {p: number for number, p in enumerate(dict.fromkeys(parameters_of(optimizer)))}
-
-
-@contextmanager
-def _as_stepped(buckets: Sequence[Bucket]) -> Iterator[None]:
-    for bucket in buckets:
-        bucket.masters.enter_step(has_grads=False)
-    try:
-        yield
-    finally:
-        for bucket in buckets:
-            bucket.masters.leave_step(is_changed=False)
 
 
 # ---------------------------------------------------------------- states of whole parameters
@@ -360,8 +347,7 @@ def _gather_owned_states(
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
     outlines = outline_owned_states(optimizer, buckets)
     for bucket in _buckets_of(optimizer, buckets):
-        packed = _gather_bucket(bucket, outlines, optimizer)
-        for parameter, tensors in packed.items():
+        for parameter, tensors in _gather_bucket(bucket, outlines, optimizer).items():
             rest = iter(tensors)
 
             def restore(leaf: object, rest: Iterator[Tensor] = rest) -> object:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_together
@@ -60,8 +61,7 @@ class OptimizerStep:
         found: Findings,
         *,
         examine: Callable[[Optimizer], Findings],
-        before: Callable[[], None],
-        order: Callable[[], Sequence[Bucket]],
+        reducing: Reducing,
         storage: Storage,
         worker: StepWorker | None,
     ) -> None:
@@ -71,8 +71,7 @@ class OptimizerStep:
         self._examine = examine
         self._num_members = len(parameters_of(optimizer))
         self._known_members: set[nn.Parameter] = set()  # that have been looked at
-        self._before = before  # waits for what the step must not overtake
-        self._order = order  # all buckets, in the order in which the next forward needs them
+        self._reducing = reducing
         self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
@@ -110,12 +109,12 @@ class OptimizerStep:
                 loss = closure()
             args = (optimizer, lambda: loss, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
-        self._before()
+        self._reducing.before_step()
         members = self._members()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
                 bucket
-                for bucket in self._order()
+                for bucket in self._reducing.step_order()
                 if any(p.grad is not None and p in members for p in bucket.parameters)
             ]
         self._is_inside = True
@@ -212,16 +211,15 @@ class OptimizerStep:
         calls = list(_calls(work))
         in_files: list[Job] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
-        in_memory += [chunk.begin for _, chunks in calls[:1] for chunk in chunks]
-        for call, (number, chunks) in enumerate(calls, start=1):
+        in_memory += [step.begin for _, steps in calls[:1] for step in steps]
+        for call, (number, steps) in enumerate(calls, start=1):
             in_memory.append(partial(end_before, number))
-            in_memory += [chunk.begin for _, others in calls[call : call + 1] for chunk in others]
-            if chunks[0].chunk.files:
-                step = partial(_run_all, in_memory, chunks)
-                in_files.append(Job(chunks[0].chunk.ranges, step))
+            in_memory += [step.begin for _, others in calls[call : call + 1] for step in others]
+            if steps[0].chunk.files:
+                in_files.append(Job(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
                 in_memory = []
             else:
-                in_memory.append(partial(step_together, chunks, []))
+                in_memory.append(partial(step_together, steps, []))
         if in_files:
             self._storage.pipeline.run(in_files)
         for run in in_memory:
@@ -230,7 +228,7 @@ class OptimizerStep:
 
     def read_ahead(self) -> None:
         """Begins to read what the next step will need, as far as there are buffers for it."""
-        buckets = self._order() if self._kind is StepKind.BY_BUCKET else []
+        buckets = self._reducing.step_order() if self._kind is StepKind.BY_BUCKET else []
         # Gradients in files are written before the step.
         has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
         if has_grads or not any(bucket.shards.state_stores for bucket in buckets):
@@ -288,24 +286,24 @@ def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[Chun
 
     A call costs a millisecond of Python, so small buckets on a device have one together.
     """
-    first, chunks, numel = 0, list[ChunkStep](), 0
-    for number, chunk in ((n, chunk) for n, of_bucket in enumerate(work) for chunk in of_bucket):
-        device, own_numel = chunk.of.device, chunk.chunk.stop - chunk.chunk.start
+    first, steps, numel = 0, list[ChunkStep](), 0
+    for number, step in ((n, step) for n, of_bucket in enumerate(work) for step in of_bucket):
+        own_numel = step.chunk.stop - step.chunk.start
         numel += own_numel
-        is_alike = bool(chunks) and chunks[0].of.device == device
-        is_much = numel > MOST_TOGETHER.get(device.type, 0)
-        if not is_alike or is_much or chunks[0].chunk.files or chunk.chunk.files:
-            if chunks:
-                yield first, chunks
-            first, chunks, numel = number, [], own_numel
-        chunks.append(chunk)
-    if chunks:
-        yield first, chunks
+        is_alike = bool(steps) and steps[0].of.device == step.of.device
+        is_much = numel > MOST_TOGETHER.get(step.of.device.type, 0)
+        if not is_alike or is_much or steps[0].chunk.files or step.chunk.files:
+            if steps:
+                yield first, steps
+            first, steps, numel = number, [], own_numel
+        steps.append(step)
+    if steps:
+        yield first, steps
 
 
 def _run_all(
-    before: Sequence[Callable[[], object]], chunks: Sequence[ChunkStep], views: list[Tensor]
+    before: Sequence[Callable[[], object]], steps: Sequence[ChunkStep], views: list[Tensor]
 ) -> None:
-    for other in before:
-        other()
-    step_together(chunks, views)
+    for run in before:
+        run()
+    step_together(steps, views)
