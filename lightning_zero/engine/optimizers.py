@@ -65,6 +65,7 @@ def examine(
     if config.assume_elementwise:
         return Findings(StepKind.AT_ONCE, is_elementwise=True)
     is_sharded = config.states.has_shard(State.OPTIM)
+    as_ever = Findings(StepKind.AT_ONCE, is_elementwise=False)
     try:
         found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
@@ -72,10 +73,8 @@ def examine(
     except CannotShardError:
         if is_sharded:
             raise
-        found = Findings(StepKind.AT_ONCE, is_elementwise=False)
-    if not is_sharded and not found.is_elementwise:
-        return Findings(StepKind.AT_ONCE, is_elementwise=False)  # stepped as ever
-    return found
+        return as_ever
+    return found if is_sharded or found.is_elementwise else as_ever
 
 
 class AttachedOptimizers(Sequence[Optimizer]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import torch
@@ -98,9 +98,11 @@ class Shadow:
                 masters.store(values)
             self._engine.schedule.shared.share_again()  # each rank has averaged its own
 
-    def bare(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def bare(self) -> Iterator[None]:
         """The shadow's parameters are this rank's elements; moved, they come back. Local."""
-        return _bare(self.buckets)
+        with _bare(self.buckets):
+            yield
 
     def give_back(self, device: torch.device | None) -> None:
         """Makes the parameters whole, on `device`; None: leaves them out. Collective."""

@@ -180,7 +180,7 @@ def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
 
-def _is_stepped(parameter: nn.Parameter) -> bool:
+def _is_stepped(parameter: Tensor) -> bool:
     placement = placement_of(parameter)
     return bucket_of(placement).shards.is_stepped[placement.index]
 
