@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -82,32 +83,25 @@ class OffloadedGrad:
         self._numel = numel
         self._dtype = dtype
         self._tier = tier
-        self._store: ShardStore | None = None  # None until the first mean
         self._transit: _Transit | None = None
-        self._shown: Tensor | None = None
 
-    @property
+    @cached_property
     def store(self) -> ShardStore:
-        """Where the mean rests; made at the first use."""
-        if self._store is None:
-            storage = self._queue.storage
-            if self._tier is Tier.NVME:
-                self._store = storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
-            else:
-                self._store = InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
-        return self._store
+        """Where the mean rests; made for the first one."""
+        storage = self._queue.storage
+        if self._tier is Tier.NVME:
+            return storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
+        return InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
 
-    @property
+    @cached_property
     def shard(self) -> Tensor:
         """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
-        if self._shown is None:
-            self._shown = self.store.look(0, self._numel)
-        return self._shown
+        return self.store.look(0, self._numel)
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes at rest."""
-        return self._store.nbytes if self._store is not None else 0
+        return self.store.nbytes if "store" in self.__dict__ else 0
 
     def look(self, start: int, stop: int) -> Tensor:
         return self.store.look(start, stop)

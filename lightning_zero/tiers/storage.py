@@ -12,6 +12,7 @@ travels. Where the module computes on the CPU both tiers are the same memory, an
 from __future__ import annotations
 
 import errno
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -255,9 +256,6 @@ class Storage:
         self._step = step_buffers(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
         self.buffer_bytes = 0
-        self._pipeline: Pipeline | None = None
-        self._param_pool: BufferPool | None = None
-        self._uploader: _Uploader | None = None
         for config in (offload_param, offload_optimizer):
             if config is not None and config.device != "cpu":
                 self._store(config)
@@ -321,9 +319,6 @@ class Storage:
             with self.recorder.moving(name, values.nbytes, values.device, target):
                 store.write(start, values)
             return
-        if self._uploader is None:
-            pin = self._optimizer.pin_memory
-            self._uploader = _Uploader(self.device, pin=pin, recorder=self.recorder)
         self._uploader.send(values, store.fetch(start, start + values.numel()), name)
 
     def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> ShardStore:
@@ -343,19 +338,19 @@ class Storage:
 
     # ---------------------------------------------------------------- buffers
 
-    @property
+    @cached_property
     def pipeline(self) -> Pipeline:
         """Moves optimizer states between files and memory."""
-        if self._pipeline is None:
-            self._pipeline = Pipeline(self._buffers(self._step), self.recorder)
-        return self._pipeline
+        return Pipeline(self._buffers(self._step), self.recorder)
 
-    @property
+    @cached_property
     def param_pool(self) -> BufferPool:
         """Buffers through which parameters come from files."""
-        if self._param_pool is None:
-            self._param_pool = BufferPool(self._buffers(self._param))
-        return self._param_pool
+        return BufferPool(self._buffers(self._param))
+
+    @cached_property
+    def _uploader(self) -> _Uploader:
+        return _Uploader(self.device, pin=self._optimizer.pin_memory, recorder=self.recorder)
 
     @property
     def step_buffer_bytes(self) -> int:
@@ -377,11 +372,13 @@ class Storage:
 
     def close(self) -> None:
         """Removes all files; every store in a file is lost. Closing twice is harmless."""
-        if self._pipeline is not None:
-            self._pipeline.cancel()
-        if self._param_pool is not None:
-            self._param_pool.close()
+        made = self.__dict__  # of the cached ones, those that somebody has asked for
+        if "pipeline" in made:
+            self.pipeline.cancel()
+        if "param_pool" in made:
+            self.param_pool.close()
         for store in self._stores.values():
             store.close()
         self._stores, self.buffer_bytes = {}, 0
-        self._pipeline = self._param_pool = self._uploader = None
+        for name in ("pipeline", "param_pool", "_uploader"):
+            made.pop(name, None)
