@@ -45,10 +45,8 @@ __all__ = [
     "is_elementwise",
     "join_optimizer_state",
     "load_optimizer_state_dict",
-    "missing_state_bytes",
     "optimizer_state_dict",
     "outline_owned_states",
-    "own_itemsize",
     "shard_initial_state",
 ]
 
@@ -357,50 +355,6 @@ def _gather_owned_states(
                 return tensor.cpu() if leaf.is_on_cpu and not leaf.shape else tensor
 
             yield parameter, put_together(tree_map(restore, outlines[parameter]))
-
-
-def missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
-    """An estimate of the bytes of states that other ranks own. Local.
-
-    A parameter of another rank is taken to have what the one of this rank has that is nearest in
-    size among those with equally many dimensions, with its own sizes in the place of that one's;
-    nothing where this rank has none of these.
-    """
-    members = set(parameters_of(optimizer))
-    return sum(
-        _bytes_of_missing(bucket, index, optimizer)
-        for bucket in _buckets_of(optimizer, buckets)
-        for index, parameter in enumerate(bucket.parameters)
-        if not bucket.shards.is_stepped[index] and parameter.requires_grad and parameter in members
-    )
-
-
-def _bytes_of_missing(bucket: Bucket, index: int, optimizer: Optimizer) -> int:
-    shape, own = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
-    alike = [known for known in optimizer.state if len(known.shape) == len(shape)]
-    if not alike:
-        return 0
-    nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
-    return sum(
-        math.prod(_sizes_like(tuple(tensor.shape), tuple(nearest.shape), shape))
-        * own_itemsize(tensor, own)
-        for tensor in plain_tensors(optimizer.state[nearest])
-    )
-
-
-def own_itemsize(state: Tensor, own: torch.dtype) -> int:
-    """Of an element of `state` where the optimizer steps parameters in their `own` dtype."""
-    is_masters = state.dim() > 0 and state.is_floating_point() and own.is_floating_point
-    return min(own.itemsize, state.itemsize) if is_masters else state.itemsize
-
-
-def _sizes_like(
-    state: tuple[int, ...], known: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[int, ...]:
-    if len(state) != len(known):
-        return state
-    sizes = zip(state, known, shape, strict=True)
-    return tuple(own if size == like else size for size, like, own in sizes)
 
 
 def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]:
