@@ -30,8 +30,7 @@ from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.optim.owned_state import Outline, outline_owned_states
-from lightning_zero.optim.state import is_elementwise
+from lightning_zero.optim.state import Outline, is_elementwise, outline_owned_states
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat

@@ -53,8 +53,8 @@ from lightning_zero.tensors.guarded import (
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
-from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
+from lightning_zero.tiers.storage import ShardStore
 
 __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 

@@ -42,8 +42,8 @@ from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tensors.sharded import ShardedTensor
-from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import OffloadedGrad
+from lightning_zero.tiers.storage import ShardStore
 
 __all__ = ["Gradients", "ReplicaMean"]
 

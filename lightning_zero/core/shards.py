@@ -22,7 +22,7 @@ from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
-from lightning_zero.tiers import InFile, InMemory, ParamReader, ShardStore, Storage
+from lightning_zero.tiers.storage import InFile, InMemory, ParamReader, ShardStore, Storage
 
 __all__ = ["SCALAR_KEYS", "Shards", "is_elementwise_state"]
 

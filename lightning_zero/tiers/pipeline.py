@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 from torch import Tensor
 
@@ -52,7 +51,7 @@ class Job:
     """
 
     ranges: Sequence[FileRange]
-    run: Callable[[list[Tensor]], object]
+    run: Callable[[list[Tensor]], object] = lambda views: None
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +59,7 @@ class Job:
         return sum(part.nbytes for part in self.ranges)
 
 
-_NO_JOB = Job((), lambda views: None)
+_NO_JOB = Job(())
 
 
 class _Slot:
@@ -119,17 +118,12 @@ class _Slot:
 class Pipeline:
     """Runs jobs through buffers that nobody else uses; one thread at a time may call it.
 
-    After an exception of a job or of a transfer it can be used again.
+    After an exception of a job or of a transfer it can be used again. The buffers: uint8, of one
+    size, page-aligned.
     """
 
-    wait_read_s: float  # the caller waited for reads, since construction
-    wait_write_s: float  # the caller waited for buffers that were being written, or in `drain`
-    compute_s: float  # in `Job.run`
-
     def __init__(self, buffers: Iterable[Tensor], recorder: Recorder | None = None) -> None:
-        """Take the buffers: uint8, of one size, page-aligned."""
         self._recorder = recorder or Recorder()
-        self.wait_read_s = self.wait_write_s = self.compute_s = 0.0
         self._slots = [_Slot(buffer) for buffer in buffers]
         self._resting = deque(self._slots)  # the one whose writes were asked for first comes first
         self._loaded: deque[_Slot] = deque()  # with the next jobs, in order
@@ -138,9 +132,6 @@ class Pipeline:
         """Begin to read the first jobs, as far as buffers go.
 
         The next `run` begins with them where its jobs have the same ranges; else they are dropped.
-
-        Raises:
-            ValueError: A job needs more than a buffer.
         """
         self._check(jobs)
         self._drop()
@@ -149,12 +140,8 @@ class Pipeline:
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs in order; writes may be on their way when it returns.
 
-        After an exception, one of a job too, nothing is read ahead any more; `cancel` waits for
-        the writes.
-
-        Raises:
-            OSError: A read, or a write so far, failed.
-            ValueError: A job needs more than a buffer.
+        After an exception (of a job; an OSError of a read, or of a write so far) nothing is read
+        ahead any more; `cancel` waits for the writes.
         """
         self._check(jobs)
         begun = [list(slot.job.ranges) for slot in self._loaded]
@@ -173,14 +160,8 @@ class Pipeline:
             raise
 
     def drain(self) -> None:
-        """Wait for all writes.
-
-        Raises:
-            OSError: One of them failed.
-        """
-        begin = perf_counter()
+        """Wait for all writes; an OSError if one of them failed."""
         self._finish_writes(self._slots)
-        self.wait_write_s += perf_counter() - begin
 
     def cancel(self) -> None:
         """Drop what was read, finish what is being written, and forget errors.
@@ -209,15 +190,9 @@ class Pipeline:
 
     def _run_next(self) -> None:
         slot = self._loaded[0]
-        begin = perf_counter()
         self._finish_writes([slot])
-        written = perf_counter()
         slot.wait_for_reads()
-        read = perf_counter()
         slot.job.run(slot.views)
-        self.compute_s += perf_counter() - read
-        self.wait_read_s += read - written
-        self.wait_write_s += written - begin
         slot.begin_writes()
         self._resting.append(self._loaded.popleft())
 

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.tiers import FileRange, Job, NvmeFile, NvmeStore, Pipeline, make_buffers
+from lightning_zero.tiers.memory import make_buffers
+from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
+from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
 from tests.benchmarks.fio import fio_rates
 
 NUMEL = 4 * 2**20  # of a chunk

@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.tiers import FileRange, Job, NvmeStore, Pipeline, aligned_empty, make_buffers
+from lightning_zero.record.spans import Kind
+from lightning_zero.tiers.memory import aligned_empty, make_buffers
+from lightning_zero.tiers.nvme import NvmeStore
+from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
 from tests.tiers.conftest import PAGE
 
 NUM_PAGES = 6  # of each of two files
@@ -89,6 +92,15 @@ def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, step
     store.close()
 
 
+def seconds_waited(recorder):
+    """By kind, in the window that began with `recorder.begin`: the caller stood still so long."""
+    waited = {Kind.READ: 0.0, Kind.WRITE: 0.0}
+    for span in recorder.end().spans:
+        if span.is_wait:
+            waited[span.kind] += span.stop_s - span.start_s
+    return waited
+
+
 def make_states(store, numel, num_chunks):
     """A file per state of Adam, each with a chunk per job."""
     return [store.create(name, 4 * numel * num_chunks) for name in ("param", "m", "v")]
@@ -100,7 +112,8 @@ def test_adamw_steps_bit_equal_to_memory(store):
     torch.manual_seed(0)
     gradients = torch.randn(num_steps, num_chunks, numel)
     expected = [torch.zeros(num_chunks, numel) for _ in range(3)]
-    pipeline = Pipeline(make_buffers(3, 3 * 4 * numel, pin=False))
+    pipeline = Pipeline(make_buffers(3, 3 * 4 * numel, pin=False), store.recorder)
+    store.recorder.begin(0)
 
     def step_chunk(views, gradient, step):
         p, m, v = (view.view(torch.float32) for view in views)
@@ -126,7 +139,7 @@ def test_adamw_steps_bit_equal_to_memory(store):
     for file, state in zip(files, expected, strict=True):
         assert torch.equal(whole(file).view(torch.float32), state.view(-1))
     assert store.bytes_read == store.bytes_written + sum(file.nbytes for file in files)
-    assert min(pipeline.wait_read_s, pipeline.wait_write_s, pipeline.compute_s) > 0
+    assert min(seconds_waited(store.recorder).values()) > 0
 
 
 def test_jobs_run_in_order_on_the_callers_thread(store):
@@ -149,11 +162,13 @@ def test_the_disk_reads_ahead_and_writes_behind_while_jobs_run(store):
         Job([FileRange(file, number * PAGE, PAGE, is_written=True)], lambda _: time.sleep(slow_s))
         for number in range(num_jobs)
     ]
-    pipeline = Pipeline(make_buffers(3, PAGE, pin=False))
+    pipeline = Pipeline(make_buffers(3, PAGE, pin=False), store.recorder)
+    store.recorder.begin(0)
+    start = time.perf_counter()
     pipeline.run(jobs)
-    assert pipeline.compute_s >= num_jobs * slow_s
+    assert time.perf_counter() - start >= num_jobs * slow_s
     # The first read alone can be waited for.
-    assert pipeline.wait_read_s + pipeline.wait_write_s < 3 * slow_s
+    assert sum(seconds_waited(store.recorder).values()) < 3 * slow_s
 
 
 def test_what_was_prefetched_is_not_read_again(store):
@@ -263,10 +278,11 @@ def test_a_job_may_only_write_or_only_read(store, filled):
 def test_a_pipeline_that_waits_for_the_disk_says_for_how_long(store):
     file = store.create("state", 64 * 2**20)
     jobs = [Job([FileRange(file, n * 2**23, 2**23, True)], lambda _: None) for n in range(8)]
-    pipeline = Pipeline(make_buffers(2, 2**23, pin=False))
+    pipeline = Pipeline(make_buffers(2, 2**23, pin=False), store.recorder)
+    store.recorder.begin(0)
     start = time.perf_counter()
     pipeline.run(jobs)
     pipeline.drain()
     spent = time.perf_counter() - start
-    waited = pipeline.wait_read_s + pipeline.wait_write_s
+    waited = sum(seconds_waited(store.recorder).values())
     assert 0.5 * spent < waited <= spent
