@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,22 +52,15 @@ __all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_o
 
 
 class PartialParameter:
-    """One parameter that is being built: whole, or this rank's part of it.
-
-    Attributes:
-        name: For messages, such as `Linear.weight`.
-        index: Position in the order of registration, the same on every rank.
-        shape: Of the whole parameter.
-        part: 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
-        bits: Sum over the bits of the whole values that were cut last.
-    """
+    """One parameter that is being built: whole, or this rank's part of it."""
 
     def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
-        self.name = name
-        self.index = index
-        self.shape = parameter.shape
+        self.name = name  # for messages, such as `Linear.weight`
+        self.index = index  # in the order of registration, the same on every rank
+        self.shape = parameter.shape  # of the whole
+        # 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
         self.part: Tensor | None = None
-        self.bits = 0
+        self.bits = 0  # sum over those of the whole values that were cut last
         self._building = building
         self._parameter = weakref.ref(parameter)
 
@@ -81,7 +73,6 @@ class PartialParameter:
 
     @property
     def device(self) -> torch.device:
-        """Where it is when it is whole."""
         return self._building.device
 
     def look_at_rest(self, index: int) -> Tensor:
@@ -102,8 +93,6 @@ class PartialParameter:
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Not reached: who compares values uses them first, and they are whole then."""
         raise AssertionError(self.name)
-
-    # What a bucket asks:
 
     def read_into(self, view: Tensor) -> None:
         """Copies the whole values into `view`; the part is freed. Collective."""
@@ -158,12 +147,8 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Building:
     """The parameters of a module that is being built, until an engine takes them over.
 
-    Every rank makes it, at the same point. Collective.
-
-    Args:
-        device: Where the module is built and will compute.
-        timeout: Of collectives; None: the backend's.
-        watchdog: Tells of the failures of other ranks; None: one of its own.
+    Every rank makes it, at the same point. Collective. The module is built on `device`, where it
+    will compute.
     """
 
     def __init__(
@@ -224,8 +209,7 @@ class Building:
     def settle(self) -> None:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
 
-        Raises:
-            ValueError: Ranks have built different parameters or values.
+        Raises where ranks have built different parameters or values.
         """
         self._meet()
         compare(self._comm.control, dict(self._facts))
@@ -326,7 +310,7 @@ class Building:
             type(parameter),
             piece,
             0,
-            partial(self._use, piece),
+            lambda _: self.make_whole(piece),
         )
         set_placement(parameter, placement)
         parameter.data = piece.part
@@ -341,9 +325,6 @@ class Building:
         return part
 
     # ---------------------------------------------------------------- use
-
-    def _use(self, piece: PartialParameter, name: str) -> None:
-        self.make_whole(piece)
 
     def make_whole(self, piece: PartialParameter) -> None:
         """Gathers `piece`, and what other ranks ask for before. Collective."""
@@ -370,11 +351,7 @@ class Building:
         self._whole[piece] = None
 
     def gather(self, piece: PartialParameter) -> Tensor:
-        """All values of `piece`: 1-D, new, on the device. Collective.
-
-        Raises:
-            RuntimeError: It is gone on this rank, and another asks for it.
-        """
+        """All values of `piece`: 1-D, new, on the device. Collective."""
         part, parameter = piece.part, piece.parameter
         if part is None:
             if parameter is None:

@@ -49,15 +49,12 @@ __all__ = ["Gradients", "ReplicaMean"]
 
 
 class ReplicaMean:
-    """How far the shard of one bucket has come. See [Note: Partial means].
-
-    Attributes:
-        is_partial: What rests is this group's; the same on every rank, unless a user has zeroed
-            gradients on some.
-    """
+    """How far the shard of one bucket has come. See [Note: Partial means]."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
+        # What rests is this group's: the same on all ranks, unless some users zero gradients.
         self.is_partial = False
+        self._has_replicas = comm.mesh.num_replicas > 1
         self._comm = comm
         self._name = name
         self._pending: Pending | None = None
@@ -69,11 +66,11 @@ class ReplicaMean:
 
     def add(self) -> None:
         """A mean over the group has been added."""
-        self.is_partial = self._comm.mesh.num_replicas > 1
+        self.is_partial = self._has_replicas
 
     def begin(self, shard: Tensor) -> None:
         """Issues the average of `shard`, in place. Collective."""
-        if self._pending is None and self._comm.mesh.num_replicas > 1:
+        if self._pending is None and self._has_replicas:
             self._pending = self._comm.average_replicas(shard, self._name)
 
     def finish(self) -> None:
@@ -92,7 +89,7 @@ class ReplicaMean:
             if travelling is not values:
                 values.copy_(travelling)
 
-        if self._comm.mesh.num_replicas > 1:
+        if self._has_replicas:
             with torch.no_grad():
                 offloaded.apply_(average, 0, numel)
             self.is_partial = False
@@ -131,7 +128,7 @@ class Gradients:
         dtype: torch.dtype,
         offloaded: OffloadedGrad | None,
         cuts: Sequence[Cut],
-        settle: Callable[[], None],
+        wait_for_step: Callable[[], None],
     ) -> None:
         """Of `parameters`, by slot.
 
@@ -142,7 +139,7 @@ class Gradients:
             dtype: Of the mean.
             offloaded: Where the mean rests, if not on the device.
             cuts: By slot, how the mean is cut where it is sharded.
-            settle: Waits until a worker has stepped with these gradients.
+            wait_for_step: Until a worker has stepped with these gradients.
         """
         self._plan = plan
         self._parameters = list(parameters)
@@ -150,7 +147,7 @@ class Gradients:
         self.dtype = dtype
         self._offloaded = offloaded
         self._cuts = list(cuts)
-        self.settle = settle
+        self.wait_for_step = wait_for_step
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
         self._rank = comm.mesh.shard_rank
@@ -178,9 +175,7 @@ class Gradients:
     def prepare(self, *, outlives_backward: bool, expected: Sequence[bool] | None = None) -> None:
         """Before a backward: takes what is reduced out of autograd's sight, forgets what is zeroed.
 
-        Args:
-            outlives_backward: This backward will not be reduced by itself.
-            expected: By slot: its gradient is likely to come; None: where it is wanted.
+        `expected`, by slot: its gradient is likely to come; None: where it is wanted.
         """
         for index, grad in enumerate(self._grads()):
             if grad is None:
@@ -226,10 +221,9 @@ class Gradients:
             return [parameter.grad for parameter in self._parameters]
 
     def receive(self, index: int) -> bool:
-        """Takes over the gradient that autograd has just accumulated into slot `index`.
+        """Takes the gradient that autograd has just accumulated into slot `index`.
 
-        Returns:
-            Whether it was the last one that this backward can bring.
+        Returns whether it was the last one that this backward can bring.
         """
         parameter = self._parameters[index]
         grad = parameter.grad
@@ -285,16 +279,11 @@ class Gradients:
         """Reduces zeros for ranks that are in a backward before this one. Collective; waits.
 
         What they have is added when this rank comes to its backward, or to its end: until then
-        users see and zero what there was.
-
-        Args:
-            averages: The others go on to average over replicas.
+        users see and zero what there was. The others may go on to average over replicas.
         """
-        layout, scratch = self._plan.layout, self._comm.scratch
+        layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
         whole = scratch.take(layout.numel, self._plan.dtype).zero_()
-        numel = len(layout.shard(self._comm.mesh.shard_rank))
-        out = torch.empty(numel, dtype=self.dtype, device=whole.device)
-        name = self._plan.name
+        out = torch.empty(self._numel, dtype=self.dtype, device=whole.device)
         self._comm.reduce_scatter(whole, out, name, cuts=layout.cuts).wait()
         scratch.give(whole)
         average = None
@@ -363,11 +352,7 @@ class Gradients:
         self._take_from_others()
 
     def publish(self, touched: Sequence[bool]) -> None:
-        """Shows users their gradients: `.grad` of every parameter that any rank has touched.
-
-        Args:
-            touched: By slot, the same on every rank.
-        """
+        """Shows `.grad` of every parameter that any rank has touched: `touched`, by slot."""
         self._take_from_others()
         if self._offloaded is not None:
             self._offloaded.settle()
@@ -421,13 +406,8 @@ class Gradients:
     def put(self, index: int, grad: Tensor) -> None:
         """`parameter.grad = grad` of slot `index`, which is guarded. Local.
 
-        Args:
-            index: The slot.
-            grad: Of the whole shape, plain, of which this rank takes its elements when it steps,
-                or sharded. Ranks should set equal ones.
-
-        Raises:
-            ValueError: Of another shape.
+        `grad` has the whole shape: plain, of which this rank takes its elements when it steps, or
+        sharded. Ranks should set equal ones.
         """
         slot = self._plan.layout.slots[index]
         if tuple(grad.shape) != slot.shape:
@@ -464,24 +444,19 @@ class Gradients:
     def apply_(
         self, change: Callable[[Tensor], object], indices: Sequence[int] | None = None
     ) -> None:
-        """Changes mean gradients in place, wherever they rest.
+        """Changes mean gradients elementwise and in place, wherever they rest.
 
-        Args:
-            change: Changes a tensor elementwise, in place.
-            indices: Slots that have a gradient; None: all at once, with padding, which must stay
-                zero.
+        `indices`: slots that have a gradient; None: all at once, with padding, which must stay
+        zero.
         """
         assert self.shard is not None
-        if indices is None and self._offloaded is not None:
-            self._offloaded.apply_(change, 0, self._numel)
-        elif indices is None:
-            change(self.shard)
-        for index in indices or ():
-            if self._offloaded is None:
-                change(self.slices[index])
-            else:
-                part = self._parts[index]
-                self._offloaded.apply_(change, part.start, part.stop)
+        if self._offloaded is None:
+            for part in [self.shard] if indices is None else [self.slices[i] for i in indices]:
+                change(part)
+        else:
+            whole = [range(self._numel)]
+            for own in whole if indices is None else [self._parts[i] for i in indices]:
+                self._offloaded.apply_(change, own.start, own.stop)
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
         """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
@@ -613,21 +588,17 @@ class Gradients:
         ):
             return
         self.shard = mean
-        self.slices = self._cut(mean) if self._offloaded is None else self._look()
+        if self._offloaded is None:
+            self.slices = self._cut(mean)
+        else:
+            self.slices = [self._offloaded.look(part.start, part.stop) for part in self._parts]
         if self._is_whole_mean:
             self._views = [part.detach() for part in self.slices]
         else:
-            self._views = [self._wrap(index) for index in range(len(self.slices))]
-
-    def _wrap(self, index: int) -> ShardedTensor:
-        mean = self.slices[index]
-        part = _MeanPart(self, index, mean)
-        return ShardedTensor.of(part, self._cuts[index], "p.grad", mean)
-
-    def _look(self) -> list[Tensor]:
-        """By slot, what the store shows of the mean."""
-        assert self._offloaded is not None
-        return [self._offloaded.look(part.start, part.stop) for part in self._parts]
+            self._views = [
+                ShardedTensor.of(_MeanPart(self, index, part), cut, "p.grad", part)
+                for index, (part, cut) in enumerate(zip(self.slices, self._cuts, strict=True))
+            ]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
         if not self._is_whole_mean:
@@ -669,12 +640,10 @@ class _MeanPart:
     values: Tensor
 
     def read(self) -> Tensor:
-        """See `Part`."""
         return self.values.read() if isinstance(self.values, LazyTensor) else self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        """See `Part`."""
-        self.grads.settle()
+        self.grads.wait_for_step()
         if self.grads.slices and self.grads.slices[self.index] is self.values:
             self.grads.apply_(write, [self.index])
         else:

@@ -32,11 +32,7 @@ def total_norm(
 ) -> Tensor:
     """Norm of all mean gradients seen as one vector: 0-dim. Collective: every rank.
 
-    Args:
-        buckets: Whose gradients have been reduced.
-        comm: Adds up over ranks.
-        parameters: Only gradients of these; None: all.
-        order: p of the p-norm; `math.inf` for the largest magnitude.
+    Of those of `parameters` only, if given. `order`: p of the p-norm; may be `math.inf`.
     """
     buckets = list(buckets)
     norms = [norm for bucket in buckets for norm in _own_norms(bucket, comm, parameters, order)]
@@ -50,11 +46,6 @@ def grad_norms(
 
     One small all-reduce for all of them; nothing is gathered. Buckets without a gradient are left
     out. In order 2, the root of the sum of squares is `total_norm`.
-
-    Args:
-        buckets: Whose gradients have been reduced.
-        comm: Adds up over ranks.
-        order: p of the p-norm; `math.inf` for the largest magnitude.
     """
     buckets = list(buckets)
     dtype = _dtype(buckets)

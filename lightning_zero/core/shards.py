@@ -41,9 +41,8 @@ class Shards:
     """The stores of one bucket's shards.
 
     Attributes:
-        plan: Layout, dtypes, stage and tiers.
-        storage: Makes the stores.
         steps_whole: OPTIM rests whole: every rank steps all elements.
+        own_whole: The part of the whole buffer that this rank steps: 1-D, a view.
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
         is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
@@ -59,8 +58,9 @@ class Shards:
         self.plan = plan
         self.storage = storage
         self.steps_whole = not plan.stage.has_shard(State.OPTIM)
-        self._whole = whole
         self._rank = rank
+        self.own_whole = self.own_part(whole)
+        self.has_own_master = plan.has_own_master
         self.own_ranges = plan.layout.parts(rank)
         layout, slots = plan.layout, plan.layout.slots
         self.step_shapes = tuple(layout.step_shape(slot, rank) for slot in slots)
@@ -93,17 +93,11 @@ class Shards:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
         return [part[own.start : own.stop] for own in self.own_ranges]
 
-    @property
-    def own_whole(self) -> Tensor:
-        """The part of the whole buffer that this rank steps: 1-D, a view."""
-        return self._whole.tensor if self.steps_whole else self._whole.shard(self._rank)
+    def own_part(self, whole: FlatBuffer) -> Tensor:
+        """The part of a whole buffer that this rank steps: 1-D, a view."""
+        return whole.tensor if self.steps_whole else whole.shard(self._rank)
 
     # ---------------------------------------------------------------- parameters and master
-
-    @property
-    def has_own_master(self) -> bool:
-        """The master is another tensor than the parameters, in another dtype."""
-        return self.plan.has_own_master
 
     def take_master(self, values: Tensor) -> None:
         """Makes a store for a master of these `values`: 1-D, own part, copied."""
@@ -158,12 +152,14 @@ class Shards:
         self.stop_reading()
         exact = self.exact.fetch(own.start, own.stop)
         write(exact)
-        self.exact.write(own.start, exact)
+        self._write(own.start, exact)
+
+    def _write(self, start: int, values: Tensor) -> None:
+        self.exact.write(start, values)
         if self.follower is not self.exact:
-            self.follower.write(own.start, exact)
+            self.follower.write(start, values)
 
     def drop(self) -> None:
-        """Frees parameters and master."""
         self.param = self.master = None
 
     def store_exact(self, values: Tensor) -> None:
@@ -196,9 +192,10 @@ class Shards:
     # ---------------------------------------------------------------- written by others
 
     @property
-    def _rests_whole_beside_master(self) -> bool:
+    def _master_beside_whole(self) -> ShardStore | None:
+        """The master, where it is another tensor than parameters that rest whole."""
         is_whole = not self.plan.stage.has_shard(State.PARAM)
-        return is_whole and self.has_own_master and self.master is not None
+        return self.master if is_whole and self.has_own_master else None
 
     def absorb_changes(self) -> None:
         """Takes elements that somebody has written to into the master, where it is another tensor.
@@ -206,20 +203,17 @@ class Shards:
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
         parameters, which are the rounded master in every element that nobody has touched.
         """
-        if not self._rests_whole_beside_master:
+        store, own = self._master_beside_whole, self.own_whole
+        if store is None or (self._print is not None and self._print.matches(own)):
             return
-        assert self.master is not None
-        own = self.own_whole
-        if self._print is not None and self._print.matches(own):
-            return
-        master = self.master.fetch(0, own.numel())
+        master = store.fetch(0, own.numel())
         values = own.to(master.device)
         with torch.no_grad():
             is_changed = values != master.to(own.dtype)
             # On a device this look would wait for it, which costs more than writing in any case.
             if master.device.type != "cpu" or is_changed.any():
                 torch.where(is_changed, values.to(master.dtype), master, out=master)
-                self.master.write(0, master)
+                store.write(0, master)
 
     def take(self, index: int, values: Tensor) -> None:
         """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
@@ -234,17 +228,12 @@ class Shards:
         values = values.to(exact.device)
         with torch.no_grad():
             is_changed = values != exact.to(values.dtype)
-            taken = torch.where(is_changed, values.to(exact.dtype), exact)
-            self.exact.write(own.start, taken)
-            if self.follower is not self.exact:
-                self.follower.write(own.start, taken)
+            self._write(own.start, torch.where(is_changed, values.to(exact.dtype), exact))
 
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
-        if not self._rests_whole_beside_master:
-            return
-        assert self.master is not None
-        if self.storage.is_elsewhere(self.master.tier):
+        store = self._master_beside_whole
+        if store is not None and self.storage.is_elsewhere(store.tier):
             self._print = Fingerprint(self.own_whole)
 
     # ---------------------------------------------------------------- optimizer states

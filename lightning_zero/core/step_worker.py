@@ -20,10 +20,8 @@ __all__ = ["StepLoop", "StepWorker"]
 class StepLoop:
     """Steps of buckets, one after the other, of which others wait for number k.
 
-    Args:
-        device: Where the module computes.
-        kept: What the steps read. On a CUDA device it is of the pool of another stream than theirs,
-            and must not be freed before that one has waited for them.
+    `kept` is what the steps read. On a CUDA device it is of the pool of another stream than theirs,
+    and must not be freed before that one has waited for them.
     """
 
     def __init__(self, device: torch.device, kept: object = None) -> None:
@@ -115,10 +113,9 @@ class StepWorker:
     def close(self, outliving: Iterable[Tensor] = ()) -> None:
         """Waits, and ends the thread.
 
-        Args:
-            outliving: Tensors that steps may have made, in the pool of the stream. From now on they
-                are used on the current one, and their memory is not for whoever gets the stream
-                next before that is over.
+        Steps may have made the `outliving` tensors, in the pool of the stream. From now on they are
+        used on the current one, and their memory is not for whoever gets the stream next before
+        that is over.
         """
         self.drain()
         if self._executor is None:

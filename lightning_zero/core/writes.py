@@ -39,8 +39,7 @@ class Fingerprint:
     Equal sums of changed values would need changes that cancel in every row and every column.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Takes the sums of `tensor`, 1-D, on any device; they stay there."""
+    def __init__(self, tensor: Tensor) -> None:  # 1-D, on any device; the sums stay there
         self._sums = _sums(tensor)
 
     def matches(self, tensor: Tensor) -> bool:
@@ -86,9 +85,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     """This rank's elements of what was put in the place of a parameter's data: 1-D.
 
-    Raises:
-        ValueError: It has neither the shape of the whole nor that of this rank's part; or it was a
-            sharded tensor.
+    It must have the shape of the whole or that of this rank's part.
     """
     _check_has_memory(values, slot)
     if tuple(values.shape) == slot.shape:
@@ -113,11 +110,7 @@ def _check_has_memory(values: Tensor, slot: Slot) -> None:
 
 
 def whole_values(values: Tensor, slot: Slot) -> Tensor:
-    """A copy of what was put in the place of a whole parameter's data.
-
-    Raises:
-        ValueError: It has another shape, or was a sharded tensor.
-    """
+    """A copy of what was put in the place of a whole parameter's data, of the same shape."""
     _check_has_memory(values, slot)
     if tuple(values.shape) != slot.shape:
         raise ValueError(
@@ -128,12 +121,7 @@ def whole_values(values: Tensor, slot: Slot) -> Tensor:
 
 
 class Rewritten:
-    """Finds out which whole parameters have new values, without a look at values.
-
-    Args:
-        parameters: Of one bucket, by slot.
-        layout: Of that bucket.
-    """
+    """Finds out which whole parameters of a bucket have new values, without a look at values."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._parameters = parameters
@@ -147,11 +135,8 @@ class Rewritten:
     def find(self, views: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Slots that may have new values since the last look, and their views, which have them.
 
-        Args:
-            views: By slot, what the parameters should show, and do so afterwards.
-
-        Raises:
-            ValueError: Data of another shape was put into a parameter, which shows its view again.
+        `views`: by slot, what the parameters should show, and do so afterwards, also where data of
+        another shape was put into one, which is a ValueError.
         """
         versions = [parameter._version for parameter in self._parameters]
         is_written = bool(self._versions) and self._versions != versions
@@ -177,10 +162,7 @@ class Rewritten:
 def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:
     """`torch.equal`, in full precision. Collective: every rank, with the same pair.
 
-    Args:
-        one: A parameter that an engine holds.
-        other: Another, of the same shape, or any whole tensor.
-        comm: The engine's.
+    `one` is a parameter that an engine holds, `other` another, or any whole tensor of its shape.
     """
     if has_placement(other):
         difference = _sum_of_bits(one) - _sum_of_bits(other)

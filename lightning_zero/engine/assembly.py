@@ -15,9 +15,9 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.world import failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
+from lightning_zero.core.gathering import Unit
 from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.core.unit import Unit
 from lightning_zero.engine.facts import config_facts, module_facts, optimizer_facts
 from lightning_zero.engine.optimizers import as_optimizers, examine, parameters_of
 from lightning_zero.layout.config import ZeroConfig

@@ -25,6 +25,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import as_timeout, as_wait_report_s
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
@@ -116,6 +117,7 @@ class Engine:
             self.buckets = parts.buckets()
             units = parts.units(self.buckets)
             self.schedule = Schedule(module, units, self.buckets, comm, config)
+            self._hooks = Hooks(module, self.buckets, self.schedule)
             self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
@@ -288,7 +290,7 @@ class Engine:
         self.worker.drain()
         self.optimizers.detach()
         self._end_checkpointing()
-        self.schedule.hooks.detach()
+        self._hooks.detach()
         self.schedule.abandon()
         self.worker.close()
         self.storage.close()
@@ -329,7 +331,7 @@ class Engine:
         # Before states are dropped, which the compute stream reads meanwhile.
         self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self._end_checkpointing()
-        self.schedule.hooks.detach()
+        self._hooks.detach()
         failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
