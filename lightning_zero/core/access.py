@@ -11,7 +11,6 @@ from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
-from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import has_placement, placement_of
 
 __all__ = ["full_grad", "gathered"]
@@ -67,13 +66,12 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    name = bucket.plan.layout.slots[placement.index].name
-    bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {name}")
+    bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
     mean = bucket.grads.shard
     assert mean is not None
-    if not bucket.plan.stage.has_shard(State.OPTIM):
+    if bucket.steps_whole:
         return bucket.grads.slices[placement.index].clone()
     return bucket.masters.gather_parts(mean).views[placement.index].clone()
 

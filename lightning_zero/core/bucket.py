@@ -143,12 +143,10 @@ class Bucket:
         if exact is not self.whole:
             self.whole.tensor.copy_(exact.tensor)
         shards.take_params()
-        is_trained = any(p.requires_grad for p in self.parameters)
-        if shards.has_own_master and (is_trained or plan.loses_bits):
+        if plan.begins_with_master:
             shards.take_master(shards.own_part(exact))
-        for index, (slot, parameter) in enumerate(
-            zip(plan.layout.slots, self.parameters, strict=True)
-        ):
+        for index, parameter in enumerate(self.parameters):
+            slot = plan.layout.slots[index]
             placement = Placement(
                 name=slot.name,
                 shape=torch.Size(slot.shape),
@@ -174,10 +172,8 @@ class Bucket:
         self.finish_gather()
         self.grads.drop()
         views = self.masters.exact_views() if device is not None else []
-        for index, (slot, parameter) in enumerate(
-            zip(self.plan.layout.slots, self.parameters, strict=True)
-        ):
-            dtype = self.own_dtypes[index]
+        for index, parameter in enumerate(self.parameters):
+            slot, dtype = self.plan.layout.slots[index], self.own_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:

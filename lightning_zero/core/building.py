@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import Watchdog
+from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.tensors.guarded import (
     Placement,
     guard,
@@ -61,13 +62,17 @@ class PartialParameter:
         # 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
         self.part: Tensor | None = None
         self.bits = 0  # sum over those of the whole values that were cut last
+        # By which ranks compare that they have built alike.
+        self.facts = (
+            f"{name}, number {index + 1} of what configure_model has built",
+            {"shape": str(tuple(parameter.shape)), "dtype": str(parameter.dtype)},
+        )
         self._building = building
         self._parameter = weakref.ref(parameter)
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter, unless nobody has it any more."""
-        return self._parameter()
+        return self._parameter()  # unless nobody has it any more
 
     # What a guarded parameter asks of what holds it:
 
@@ -141,7 +146,6 @@ _ATTRIBUTE = "_zero_piece"
 _WHOLE_NUMEL = 2**20  # whole at a time, besides the module that is being built
 _SMALL_NUMEL = 2**12  # not worth cutting
 _DONE = 2**31  # the request of a rank that asks for nothing
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Building:
@@ -161,7 +165,6 @@ class Building:
         self.device = device
         self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
         self._pieces: list[PartialParameter] = []
-        self._facts: list[tuple[str, dict[str, str]]] = []  # of each piece
         self._whole: dict[PartialParameter, None] = {}  # the last used at the end
         self._current: nn.Module | None = None  # the module that registers parameters
         self._is_busy = False  # calls of torch are our own
@@ -187,11 +190,9 @@ class Building:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def cutting(self) -> Iterator[None]:
+    def cutting(self) -> AbstractContextManager[object]:
         """Around code that uses parameters one after another: what it has used is cut again."""
-        with _Uses(self):
-            yield
+        return _Uses(self)
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
@@ -212,7 +213,7 @@ class Building:
         Raises where ranks have built different parameters or values.
         """
         self._meet()
-        compare(self._comm.control, dict(self._facts))
+        compare(self._comm.control, dict(piece.facts for piece in self._pieces))
         in_parts = self._comm.control.union([piece.part is not None for piece in self._pieces])
         for piece, is_in_parts in zip(self._pieces, in_parts, strict=True):
             if is_in_parts and piece.part is None and piece.parameter is not None:
@@ -266,7 +267,6 @@ class Building:
         piece = PartialParameter(self, name, len(self._pieces), parameter)
         parameter.__dict__[_ATTRIBUTE] = piece
         self._pieces.append(piece)
-        self._facts.append(_facts_of(piece, parameter.dtype))
         self._whole[piece] = None
 
     # ---------------------------------------------------------------- cutting
@@ -301,7 +301,7 @@ class Building:
     def _cut(self, piece: PartialParameter, parameter: nn.Parameter) -> None:
         piece.shape = parameter.shape
         flat = parameter.detach().reshape(-1)
-        piece.bits = int(flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
+        piece.bits = int(sum_of_bits(flat))
         piece.part = self._part_of(flat)
         placement = Placement(
             piece.name,
@@ -365,17 +365,14 @@ class Building:
     def _round(self, request: int) -> int:
         agreed = self._comm.control.agree(request)
         if agreed < _DONE:
-            self._check_alike(agreed)
+            # Before a gather: it has the same shape on every rank, where it exists.
+            compare(self._comm.control, dict(piece.facts for piece in self._pieces[agreed:][:1]))
             piece = self._pieces[agreed]
             values, parameter = self.gather(piece), piece.parameter
             if piece.part is not None and parameter is not None:
                 self.free(piece)
                 parameter.data = values.view(piece.shape)
         return agreed
-
-    def _check_alike(self, index: int) -> None:
-        """Before a gather: the piece has the same shape on every rank, where it exists."""
-        compare(self._comm.control, dict(self._facts[index : index + 1]))
 
     def _meet(self) -> None:
         """Takes part in what other ranks still ask for, until all are done."""
@@ -402,11 +399,6 @@ class _Uses(TorchFunctionMode):
         if used:
             self._building.used(used)
         return func(*args, **kwargs)
-
-
-def _facts_of(piece: PartialParameter, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
-    subject = f"{piece.name}, number {piece.index + 1} of what configure_model has built"
-    return subject, {"shape": str(tuple(piece.shape)), "dtype": str(dtype)}
 
 
 def _is_ours_alone(parameter: nn.Parameter) -> bool:

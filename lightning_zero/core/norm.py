@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import widest
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
@@ -145,7 +144,7 @@ def _owned_parts(
         return
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
     assert grads.shard is not None
-    is_whole = not bucket.plan.stage.has_shard(State.OPTIM)
+    is_whole = bucket.steps_whole
     if len(slots) == len(bucket.parameters):
         owned = layout.shard(rank)
         yield grads.shard[owned.start : owned.stop] if is_whole else grads.shard

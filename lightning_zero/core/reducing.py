@@ -149,7 +149,7 @@ class Reducing:
         """By bucket, what came late and what is this group's; by slot, what was touched."""
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
-        partial = [bucket.grads.replicas.is_partial for bucket in buckets]
+        partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
         return bytes([*late, *partial, *own])
 

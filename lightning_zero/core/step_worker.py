@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +85,10 @@ class StepWorker:
 
         def work() -> None:
             try:
-                with self._on_stream(ready):
+                if self._stream is not None:
+                    torch.cuda.set_device(self._device)
+                    self._stream.wait_event(ready)  # gradients are there, old values no longer read
+                with streams.on(self._stream):
                     run()
             except BaseException as error:
                 loop.fail(error)
@@ -95,12 +96,6 @@ class StepWorker:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
         self._last = self._executor.submit(work)
-
-    def _on_stream(self, ready: Any) -> AbstractContextManager[Any]:
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
-            self._stream.wait_event(ready)  # gradients are there, old values are no longer read
-        return streams.on(self._stream)
 
     def drain(self) -> None:
         """Nothing is left to run, and the current stream comes after it. Loops tell of failures."""

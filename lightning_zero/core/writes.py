@@ -28,7 +28,15 @@ from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
-__all__ = ["Fingerprint", "Rewritten", "equal", "is_same_memory", "own_elements", "whole_values"]
+__all__ = [
+    "Fingerprint",
+    "Rewritten",
+    "equal",
+    "is_same_memory",
+    "own_elements",
+    "sum_of_bits",
+    "whole_values",
+]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,6 +78,11 @@ def _sums(tensor: Tensor) -> Tensor:
     words = octets[start:stop].view(torch.int64).view(rows, size)
     beside = torch.cat([octets[:start], octets[stop:]])
     return torch.cat([words.sum(dim=0), words.sum(dim=1), beside.to(torch.int64)])
+
+
+def sum_of_bits(values: Tensor) -> Tensor:
+    """Of `values`, 1-D, as integers of their size: 0-dim, int64."""
+    return values.view(_WORDS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -165,21 +178,20 @@ def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:
     `one` is a parameter that an engine holds, `other` another, or any whole tensor of its shape.
     """
     if has_placement(other):
-        difference = _sum_of_bits(one) - _sum_of_bits(other)
+        difference = _own_bits(one) - _own_bits(other)
         if int(comm.sum_over_shards_(difference)) != 0:
             return False
     whole = [_whole(tensor) for tensor in (one, other)]
     return torch.equal(whole[0], whole[1].to(whole[0].device, whole[0].dtype))
 
 
-def _sum_of_bits(parameter: Tensor) -> Tensor:
+def _own_bits(parameter: Tensor) -> Tensor:
     """Of this rank's elements, where there is one owner of each: the same sums for equal values."""
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
     part = bucket.masters.exact_parts()[placement.index]
     values = part.read() if isinstance(part, LazyTensor) else part.detach()
-    words = (values + 0).view(_WORDS[values.element_size()])  # + 0: there are two zeros
-    return words.sum(dtype=torch.int64).reshape(1).to(bucket.device)
+    return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: there are two zeros
 
 
 def _whole(tensor: Tensor) -> Tensor:
