@@ -81,10 +81,11 @@ class Hooks:
         if module is self._module:
             # torch calls this after an exception too, with no output, while it is being handled.
             error = sys.exc_info()[1] if output is None else None
-            has_failed = error is not self._handled  # which a caller is handling all the while
+            if error is self._handled:
+                error = None  # a caller is handling it all the while
             self._handled = None
-            self._schedule.after_root(has_failed=error is not None and has_failed)
-            if error is not None and has_failed:
+            self._schedule.after_root(has_failed=error is not None)
+            if error is not None:
                 explain_dtype_error(error, module, self._buckets)
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
