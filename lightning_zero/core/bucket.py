@@ -579,8 +579,7 @@ class Masters:
         bucket = self._bucket
         bucket.finish_gather()
         bucket.absorb_changes()
-        is_exact = self._shards.master is None or not self._shards.has_own_master
-        if is_exact and bucket.is_whole:
+        if self._shards.own_master is None and bucket.is_whole:
             return bucket.whole.views
         return self.gather_whole().views
 

@@ -46,8 +46,9 @@ class Shards:
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
         is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
-        param: What a gather sends: 1-D, own part, param dtype; None where nothing is gathered
-            before use.
+        follower: What follows the master, the parameters of this rank's elements: 1-D, own part,
+            param dtype; of the whole buffer, or `param`.
+        param: What a gather sends; None where nothing is gathered before use.
         master: What is stepped: 1-D, own part, master dtype; None until it is needed.
         reader: Reads a `param` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
@@ -69,8 +70,9 @@ class Shards:
             self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
             self.step_shapes = tuple(slot.shape for slot in slots)
             self.is_stepped = (True,) * len(slots)
-        self.param: ShardStore | None = None
-        self.master: ShardStore | None = None
+        self.param: ShardStore | None
+        self.master: ShardStore | None
+        self.drop()
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.state_stores: dict[str, ShardStore] = {}
@@ -106,16 +108,14 @@ class Shards:
 
     def take_params(self) -> None:
         """Makes stores from the whole parameters, for all but a master of its own dtype."""
-        if not self.has_own_master:
-            self.master = InMemory(self.own_whole, Tier.DEVICE)
         if self.plan.stage.has_shard(State.PARAM):
-            copy = self.own_whole.clone()
-            self.param = self.storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
-            if not self.has_own_master:
-                self.master = self.param
-            if isinstance(self.param, InFile):
-                storage = self.storage
-                self.reader = ParamReader(self.param, storage.param_pool, storage.recorder)
+            copy, storage = self.own_whole.clone(), self.storage
+            param = storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
+            self.param = self.follower = param
+            if isinstance(param, InFile):
+                self.reader = ParamReader(param, storage.param_pool, storage.recorder)
+        if not self.has_own_master:
+            self.master = self.follower
 
     def stepped(self) -> ShardStore:
         """The master; made from the parameters where there is none yet."""
@@ -126,9 +126,9 @@ class Shards:
         return self.master
 
     @property
-    def follower(self) -> ShardStore:
-        """What follows the master: the parameters of this rank's elements."""
-        return self.param or InMemory(self.own_whole, Tier.DEVICE)
+    def own_master(self) -> ShardStore | None:
+        """The master, where it is another tensor than the parameters."""
+        return None if self.master is self.follower else self.master
 
     @property
     def exact(self) -> ShardStore:
@@ -156,11 +156,13 @@ class Shards:
 
     def _write(self, start: int, values: Tensor) -> None:
         self.exact.write(start, values)
-        if self.follower is not self.exact:
+        if self.own_master is not None:
             self.follower.write(start, values)
 
     def drop(self) -> None:
+        """There are no shards beside the whole buffer."""
         self.param = self.master = None
+        self.follower: ShardStore = InMemory(self.own_whole, Tier.DEVICE)
 
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
@@ -170,11 +172,12 @@ class Shards:
 
     def cast_master(self) -> None:
         """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
-        if not self.has_own_master or self.master is None:
+        master = self.own_master
+        if master is None:
             return
         self.stop_reading()
         with record_function(f"zero::cast {self.plan.name}"):
-            self.follower.write(0, self.master.fetch(0, self.master.numel))
+            self.follower.write(0, master.fetch(0, master.numel))
         self.mark_written()
 
     def sent_params(self) -> Source | None:
@@ -194,8 +197,7 @@ class Shards:
     @property
     def _master_beside_whole(self) -> ShardStore | None:
         """The master, where it is another tensor than parameters that rest whole."""
-        is_whole = not self.plan.stage.has_shard(State.PARAM)
-        return self.master if is_whole and self.has_own_master else None
+        return self.own_master if self.param is None else None
 
     def absorb_changes(self) -> None:
         """Takes elements that somebody has written to into the master, where it is another tensor.
@@ -278,7 +280,7 @@ class Shards:
         """
         if self.param is not None:
             yield self.plan.tiers.param, State.PARAM, self.param
-        if self.has_own_master and self.master is not None:
-            yield self.plan.tiers.optim, State.OPTIM, self.master
+        if (master := self.own_master) is not None:
+            yield self.plan.tiers.optim, State.OPTIM, master
         for store in self.state_stores.values():
             yield Tier.NVME, State.OPTIM, store

@@ -155,21 +155,17 @@ class Rewritten:
         is_written = bool(self._versions) and self._versions != versions
         if not is_written and all(map(is_same_memory, self._parameters, views)):
             return
-        for index, view in enumerate(views):
-            if self._is_rewritten(index, view):
+        for index, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
+            is_replaced = not is_same_memory(parameter, view)
+            if is_replaced:
+                data = parameter.data
+                parameter.data = view  # first: also after an error
+                view.copy_(whole_values(data, self._layout.slots[index]))
+            is_written = bool(self._versions) and self._versions[index] != versions[index]
+            if is_written:
+                self._versions[index] = versions[index]
+            if is_replaced or is_written:
                 yield index, view
-
-    def _is_rewritten(self, index: int, view: Tensor) -> bool:
-        parameter, version = self._parameters[index], self._parameters[index]._version
-        is_replaced = not is_same_memory(parameter, view)
-        if is_replaced:
-            data = parameter.data
-            parameter.data = view  # first: also after an error
-            view.copy_(whole_values(data, self._layout.slots[index]))
-        is_written = bool(self._versions) and self._versions[index] != version
-        if is_written:
-            self._versions[index] = version
-        return is_replaced or is_written
 
 
 def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:
