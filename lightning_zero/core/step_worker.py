@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class StepWorker:
 
     def submit(self, loop: StepLoop, run: Callable[[], None]) -> None:
         """Runs `run`, which advances `loop`; if it raises, the loop fails."""
-        ready = None
+        ready: Any = None
         if self._stream is not None:
             ready = streams.current(self._device).record_event()
 
