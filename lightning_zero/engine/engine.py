@@ -27,13 +27,14 @@ from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import as_timeout, as_wait_report_s, failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
+from lightning_zero.core.gathering import Unit
+from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.core.unit import Unit
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.facts import config_facts, module_facts, optimizer_facts
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, examine
@@ -136,6 +137,7 @@ class Engine:
                 for index, unit in enumerate(self.plan.units)
             ]
             self.schedule = Schedule(module, units, self.buckets, comm, config)
+            self._hooks = Hooks(module, self.buckets, self.schedule)
             self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
@@ -338,7 +340,7 @@ class Engine:
         self.worker.drain()
         self.optimizers.detach()
         self._end_checkpointing()
-        self.schedule.hooks.detach()
+        self._hooks.detach()
         self.schedule.abandon()
         self.worker.close()
         self.storage.close()
@@ -379,7 +381,7 @@ class Engine:
         # Before states are dropped, which the compute stream reads meanwhile.
         self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self._end_checkpointing()
-        self.schedule.hooks.detach()
+        self._hooks.detach()
         failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
