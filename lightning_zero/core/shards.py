@@ -70,6 +70,7 @@ class Shards:
             self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
             self.step_shapes = tuple(slot.shape for slot in slots)
             self.is_stepped = (True,) * len(slots)
+        self.follower: ShardStore
         self.param: ShardStore | None
         self.master: ShardStore | None
         self.drop()
@@ -162,7 +163,7 @@ class Shards:
     def drop(self) -> None:
         """There are no shards beside the whole buffer."""
         self.param = self.master = None
-        self.follower: ShardStore = InMemory(self.own_whole, Tier.DEVICE)
+        self.follower = InMemory(self.own_whole, Tier.DEVICE)
 
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
