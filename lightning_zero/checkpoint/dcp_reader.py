@@ -124,7 +124,7 @@ class _Items:
 
     def _find(self, file: Place, place: Any) -> tuple[int, Tensor]:
         with reading(file) as pread:
-            item = Part(pread, place.offset, place.length)
+            item: Any = Part(pread, place.offset, place.length)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
             if pickled not in self._layouts:
