@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_zero.checkpoint.atomic import Place, files_below
-from lightning_zero.checkpoint.remote import Part, RemotePath
+from lightning_zero.checkpoint.remote import ByteRange, RemotePath
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
@@ -124,7 +124,7 @@ class _Items:
 
     def _find(self, file: Place, place: Any) -> tuple[int, Tensor]:
         with reading(file) as pread:
-            item: Any = Part(pread, place.offset, place.length)
+            item: Any = ByteRange(pread, place.offset, place.length)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
             if pickled not in self._layouts:

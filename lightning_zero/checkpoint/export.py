@@ -30,7 +30,7 @@ from lightning_zero.comm.control import Channel
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
-__all__ = ["Format", "Plan", "plan", "release"]
+__all__ = ["Format", "ExportPlan", "plan", "release"]
 
 _MADV_DONTNEED = 4
 
@@ -75,7 +75,7 @@ _OF_TRAINING = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """What is to be written."""
 
     # To a path whose folder exists, or to remote storage, whole or not at all.
@@ -92,7 +92,7 @@ def plan(
     max_shard_bytes: int | None = None,
     is_averaged: bool = False,
     part: str | None = None,
-) -> Plan:
+) -> ExportPlan:
     """Decides what is written of an opened checkpoint, and how.
 
     Args:
@@ -126,7 +126,7 @@ def plan(
             notes.append(f"not exported, because they are no tensors: {', '.join(others)}")
         kept, tied = _untied(tensors)
         write = partial(_write_weights, kept, tied, max_shard_bytes)
-        return Plan(write, total_nbytes(kept), tuple(notes))
+        return ExportPlan(write, total_nbytes(kept), tuple(notes))
     content = dict(checkpoint) | {"state_dict": weights}
     if is_averaged:
         content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
@@ -136,7 +136,7 @@ def plan(
         write = partial(write_torch_file, content)
     else:
         write = partial(_write_dcp, content)
-    return Plan(write, total_nbytes(content), tuple(notes))
+    return ExportPlan(write, total_nbytes(content), tuple(notes))
 
 
 # ------------------------------------------------------------------------------ what is written

@@ -30,7 +30,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
-__all__ = ["Part", "Pread", "RemotePath", "check_shared", "is_remote"]
+__all__ = ["ByteRange", "Pread", "RemotePath", "check_shared", "is_remote"]
 
 _LOCAL = {"file", "local"}
 _OF_ONE_PROCESS = {"memory"}
@@ -144,7 +144,7 @@ class RemotePath:
     def open(self, mode: str = "rb") -> BinaryIO:
         """To be read, of which only what is asked for is fetched."""
         assert mode == "rb", "see `replacing`"
-        return io.BufferedReader(Part(self.pread, 0, self._nbytes))
+        return io.BufferedReader(ByteRange(self.pread, 0, self._nbytes))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return bytes(self._system.cat_file(self._key)).decode(encoding)
@@ -240,7 +240,7 @@ class _InPieces(io.RawIOBase):
         return len(view)
 
 
-class Part(io.RawIOBase):
+class ByteRange(io.RawIOBase):
     """`length` bytes of a file, from byte `start` on, as a file of its own to be read."""
 
     def __init__(self, pread: Pread, start: int, length: int) -> None:

@@ -32,7 +32,7 @@ from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.atomic import Place, replacing
-from lightning_zero.checkpoint.remote import Part, Pread, RemotePath
+from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
@@ -307,7 +307,7 @@ def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]
         if pread(4, 0) != _ZIP_MAGIC:
             return []
         try:
-            records = zipfile.ZipFile(Part(pread, 0, path.stat().st_size)).infolist()
+            records = zipfile.ZipFile(ByteRange(pread, 0, path.stat().st_size)).infolist()
         except _UNREADABLE as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
@@ -319,7 +319,7 @@ def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
     """What is wrong with a record of a small torch file that is a part of the file `path`."""
     with reading(path) as pread:
         try:
-            records = zipfile.ZipFile(Part(pread, start, length)).infolist()
+            records = zipfile.ZipFile(ByteRange(pread, start, length)).infolist()
         except _UNREADABLE as error:
             if pread(1, start) == _PICKLE_MAGIC:
                 return None

@@ -28,9 +28,9 @@ from lightning_zero.observe.tables import table
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
-from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
+from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 
-__all__ = ["DiskReport", "Rates", "TierSettings", "as_text", "run"]
+__all__ = ["DiskReport", "DiskRates", "TierSettings", "as_text", "run"]
 
 _MIB = 2**20
 _GB = 1e9
@@ -68,7 +68,7 @@ class TierSettings:
 
 
 @dataclass(frozen=True)
-class Rates:
+class DiskRates:
     """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
 
     read: float
@@ -84,7 +84,7 @@ class DiskReport:
     nbytes: int  # of the file that was read and written
     settings: TierSettings  # the smallest that come near the best
     sweep: tuple[tuple[TierSettings, float], ...]  # mixed bytes per second
-    tier: Rates
+    tier: DiskRates
 
     def as_dict(self) -> dict[str, object]:
         """For JSON; rates in GB/s, 10^9 bytes."""
@@ -136,7 +136,7 @@ def _measure_disk(path: Path, nbytes: int, seconds: float) -> DiskReport:
             for way in ways
         ]
         kind, is_direct = file_system_of(path), store.is_direct
-    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, Rates(*rates))
+    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, DiskRates(*rates))
 
 
 def _say(line: str) -> None:
@@ -197,11 +197,11 @@ def _sweep(
 
 def _jobs(
     file: NvmeFile, settings: TierSettings, *, is_read: bool = True, is_written: bool = True
-) -> list[Job]:
+) -> list[Task]:
     """Jobs over all of a file, a buffer each, that do nothing."""
     size = settings.buffer_bytes
     return [
-        Job(
+        Task(
             [FileRange(file, start, min(size, file.nbytes - start), is_written, is_read)],
             lambda views: None,
         )
@@ -212,7 +212,7 @@ def _jobs(
 def _rate(
     store: NvmeStore,
     settings: TierSettings,
-    jobs: Sequence[Job],
+    jobs: Sequence[Task],
     buffers: Sequence[Tensor],
     seconds: float,
 ) -> float:

@@ -52,7 +52,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.passes import Learned, Pass, hash_of
 from lightning_zero.layout.talk import Requests, Round, Said, Talk, Voice
 
-__all__ = ["Issuer", "Order", "Unit", "gather_ahead"]
+__all__ = ["Issuer", "Order", "Gathered", "gather_ahead"]
 
 _MOST_BOUNDARIES = 8  # between batches, without a round
 
@@ -488,7 +488,7 @@ class Order:
         return self._voice.say(self._said(request, key), name)[0]
 
 
-class Unit(Protocol):
+class Gathered(Protocol):
     """What is gathered and released together."""
 
     numel: int  # of all its buckets that rest as shards, padding included
@@ -496,7 +496,11 @@ class Unit(Protocol):
 
 
 def gather_ahead(
-    order: Order, units: Sequence[Unit], whole: Collection[Unit], config: ZeroConfig, ahead: int
+    order: Order,
+    units: Sequence[Gathered],
+    whole: Collection[Gathered],
+    config: ZeroConfig,
+    ahead: int,
 ) -> None:
     """Gathers what comes next in the plan, as far as the settings allow; for engine and planner.
 

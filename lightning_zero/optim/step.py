@@ -42,7 +42,7 @@ from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import has_placement, placement_of
-from lightning_zero.tiers.pipeline import Job
+from lightning_zero.tiers.pipeline import Task
 from lightning_zero.tiers.storage import Storage
 
 __all__ = ["MOST_TOGETHER", "OptimizerStep", "check_whole"]
@@ -209,14 +209,14 @@ class OptimizerStep:
                 loop.advance()
 
         calls = list(_calls(work))
-        in_files: list[Job] = []
+        in_files: list[Task] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
         in_memory += [step.begin for _, steps in calls[:1] for step in steps]
         for call, (number, steps) in enumerate(calls, start=1):
             in_memory.append(partial(end_before, number))
             in_memory += [step.begin for _, others in calls[call : call + 1] for step in others]
             if steps[0].chunk.files:
-                in_files.append(Job(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
+                in_files.append(Task(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
                 in_memory = []
             else:
                 in_memory.append(partial(step_together, steps, []))
@@ -243,7 +243,7 @@ class OptimizerStep:
                 if parameter.requires_grad and parameter in members
             ]
             chunks = chunks_of(bucket, slots) if slots else []
-            jobs += [Job(chunk.ranges) for chunk in chunks if chunk.files]
+            jobs += [Task(chunk.ranges) for chunk in chunks if chunk.files]
         self._storage.pipeline.prefetch(jobs)
 
     def _members(self) -> set[nn.Parameter]:

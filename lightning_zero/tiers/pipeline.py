@@ -25,7 +25,7 @@ from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.nvme import NvmeFile, Transfer
 
-__all__ = ["FileRange", "Job", "Pipeline"]
+__all__ = ["FileRange", "Task", "Pipeline"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FileRange:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class Task:
     """Work on some ranges that are in one buffer together.
 
     `run` gets one uint8 view per range, in order. When it returns nothing may use the views any
@@ -59,7 +59,7 @@ class Job:
         return sum(part.nbytes for part in self.ranges)
 
 
-_NO_JOB = Job(())
+_NO_JOB = Task(())
 
 
 class _Slot:
@@ -76,7 +76,7 @@ class _Slot:
         self.views: list[Tensor] = []
         self.reads: list[Transfer] = []
 
-    def begin_reads(self, job: Job) -> None:
+    def begin_reads(self, job: Task) -> None:
         self.job = job
         self.views = list(self.buffer[: job.nbytes].split([part.nbytes for part in job.ranges]))
         self.reads = [
@@ -128,7 +128,7 @@ class Pipeline:
         self._resting = deque(self._slots)  # the one whose writes were asked for first comes first
         self._loaded: deque[_Slot] = deque()  # with the next jobs, in order
 
-    def prefetch(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[Task]) -> None:
         """Begin to read the first jobs, as far as buffers go.
 
         The next `run` begins with them where its jobs have the same ranges; else they are dropped.
@@ -137,7 +137,7 @@ class Pipeline:
         self._drop()
         self._load(iter(jobs))
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[Task]) -> None:
         """Run all jobs in order; writes may be on their way when it returns.
 
         After an exception (of a job; an OSError of a read, or of a write so far) nothing is read
@@ -173,7 +173,7 @@ class Pipeline:
         for slot in self._slots:
             slot.finish_writes()
 
-    def _check(self, jobs: Sequence[Job]) -> None:
+    def _check(self, jobs: Sequence[Task]) -> None:
         size = self._slots[0].buffer.numel()
         for job in jobs:
             if job.nbytes > size:
@@ -182,7 +182,7 @@ class Pipeline:
                     f"{job.nbytes}; use a larger buffer_size"
                 )
 
-    def _load(self, waiting: Iterator[Job]) -> None:
+    def _load(self, waiting: Iterator[Task]) -> None:
         """Begin to read what has a buffer; the writes of the job that had it may be under way."""
         while self._resting and (job := next(waiting, None)) is not None:
             self._resting[0].begin_reads(job)

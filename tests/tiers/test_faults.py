@@ -14,7 +14,7 @@ import torch
 
 from lightning_zero.tiers.memory import aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore
-from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
+from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 from tests.tiers.conftest import PAGE, make_ext4
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def increments(file, num_jobs=8):
     def add(views):
         views[0].add_(1)
 
-    return [Job([FileRange(file, n * size, size, True)], add) for n in range(num_jobs)]
+    return [Task([FileRange(file, n * size, size, True)], add) for n in range(num_jobs)]
 
 
 def step(pipeline, file):
