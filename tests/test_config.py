@@ -88,7 +88,7 @@ def test_a_timeout_that_is_over_or_never_is_refused(timeout):
 @pytest.mark.parametrize("timeout", [30, 30.0, timedelta(seconds=30)])
 def test_a_timeout_may_be_a_number_of_seconds(timeout):
     strategy = build_strategy(timeout=timeout)
-    assert strategy._timeout == strategy._life._timeout == timedelta(seconds=30)
+    assert strategy._timeout == timedelta(seconds=30)
     assert build_strategy(timeout=None)._timeout is None
 
 

@@ -140,10 +140,13 @@ class EngineStrategy(ProcessStrategy):
 
     # ---------------------------------------------------------------- before the engine
 
+    @property
+    def _group_size(self) -> int | None:
+        return self.config.group_size(local_world_size=self.num_processes)
+
     @override
     def _configure_launcher(self) -> None:
-        group_size = self.config.group_size(local_world_size=self.num_processes)
-        Mesh.of(0, self.num_nodes * self.num_processes, group_size)  # raises if it cannot be
+        Mesh.of(0, self.num_nodes * self.num_processes, self._group_size)  # raises if it cannot be
         super()._configure_launcher()
 
     @override
