@@ -143,15 +143,22 @@ class OffloadConfig:
 
     @property
     def bytes_of_a_buffer(self) -> int:
+        """`buffer_size` in bytes."""
         return 4 * self.buffer_size
 
     @property
     def bytes_of_buffers(self) -> int:
+        """Of all buffers."""
         return self.buffer_count * self.bytes_of_a_buffer
 
     @classmethod
     def of(cls, name: str, value: object) -> OffloadConfig | None:
-        """What a user gave for setting `name`: None, a device, a mapping or a config."""
+        """What a user gave for setting `name`: None, a device, a mapping or a config.
+
+        Raises:
+            ValueError: An unknown device or key.
+            TypeError: Something else.
+        """
         if value is None or isinstance(value, OffloadConfig):
             return value
         if isinstance(value, str):
