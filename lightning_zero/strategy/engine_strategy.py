@@ -107,7 +107,11 @@ class EngineStrategy(ProcessStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine, between setup and teardown; a RuntimeError at another time."""
+        """The engine, between setup and teardown.
+
+        Raises:
+            RuntimeError: At another time.
+        """
         if self._engine is None:
             raise RuntimeError(
                 "the engine exists only while the Trainer runs: use it in hooks and callbacks "

@@ -309,7 +309,11 @@ class ZeroStrategy(EngineStrategy):
     def finish_saving(self, *, warns: bool = False) -> None:
         """Waits until a checkpoint that is written while training goes on is complete. Local.
 
-        Raises what it failed of, or only warns of that.
+        Args:
+            warns: Only warn of its failure.
+
+        Raises:
+            OSError: It could not be written.
         """
         self._saving.finish(warns=warns)
 
@@ -397,7 +401,12 @@ class ZeroStrategy(EngineStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Writes what Lightning has dumped, or raises on every rank. Collective."""
+        """Writes what Lightning has dumped. Collective.
+
+        Raises:
+            TypeError: Storage options for the sharded form.
+            OSError: It cannot be written; on every rank.
+        """
         if (choice := self._settings.choice) is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
             checkpoint[NOTE_KEY] = {"auto": chosen}
@@ -451,6 +460,10 @@ class ZeroStrategy(EngineStrategy):
         """Opens a checkpoint of any format, the same on every rank. Collective.
 
         A `checkpoint_io` other than the default one reads for itself.
+
+        Raises:
+            ValueError: It is damaged, or of no known format.
+            OSError, RuntimeError: Another rank could not open it.
         """
         self._saving.finish()
         path = self.broadcast(checkpoint_path)
@@ -487,7 +500,11 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Into the strategy's optimizers: each rank its own elements. Collective."""
+        """Into the strategy's optimizers: each rank its own elements. Collective.
+
+        Raises:
+            ValueError: There are more or fewer optimizers.
+        """
         states: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
         optimizers = self.optimizers
         if len(states) != len(optimizers):
