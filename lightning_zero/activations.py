@@ -85,9 +85,9 @@ class OffloadedActivations(saved_tensors_hooks):
         # By storage and view; an entry goes with its tensor's graph.
         self._known: weakref.WeakValueDictionary[Any, _Offloaded] = weakref.WeakValueDictionary()
 
-    def _pack(self, tensor: Tensor) -> _Kept | _Offloaded:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Offloaded:
         if not self._is_worth_it(tensor):
-            return _Kept(tensor)
+            return tensor.detach(), tensor._version  # without its graph, of which this is a part
         storage = StorageWeakRef(tensor.untyped_storage())
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (storage.cdata, tensor._version, *view)
@@ -119,9 +119,9 @@ class OffloadedActivations(saved_tensors_hooks):
             return False
         return tensor.nbytes >= max(self._min_bytes, 1) and not _overlaps(tensor)
 
-    def _unpack(self, packed: _Kept | _Offloaded) -> Tensor:
-        if isinstance(packed, _Kept):
-            return packed.take()
+    def _unpack(self, packed: tuple[Tensor, int] | _Offloaded) -> Tensor:
+        if isinstance(packed, tuple):
+            return _unchanged(*packed)
         tensor = packed.take()
         previous = packed.previous
         for _ in range(self._num_prefetched):
@@ -133,31 +133,8 @@ class OffloadedActivations(saved_tensors_hooks):
         return tensor
 
 
-class _Kept:
-    """A saved tensor that stays where it is."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # without its graph, of which this is a part
-        self._version = tensor._version
-
-    def take(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: It was changed in place.
-        """
-        if self._tensor._version != self._version:
-            raise _changed(self._tensor)
-        return self._tensor
-
-
 class _Offloaded:
-    """A saved tensor in CPU memory.
-
-    Attributes:
-        previous: The one that was saved before it.
-        num_uses: Operations that saved it.
-    """
+    """A saved tensor in CPU memory."""
 
     def __init__(
         self,
@@ -169,8 +146,8 @@ class _Offloaded:
     ) -> None:
         self._source: Tensor | None = None
         self._left: streams.Event | None = None
-        self.previous = previous
-        self.num_uses = 1
+        self.previous = previous  # the one that was saved before
+        self.num_uses = 1  # operations that saved it
         # While this lives, no other storage has the same address: see `_known`.
         self._storage = storage
         self._shape, self._stride = tensor.shape, tensor.stride()
@@ -228,15 +205,9 @@ class _Offloaded:
         self._here = tensor
 
     def take(self) -> Tensor:
-        """The tensor on its device, for the current stream.
-
-        Raises:
-            RuntimeError: It was changed in place.
-        """
+        """The tensor on its device, for the current stream; an error if it was changed in place."""
         if self._source is not None:
-            if self._source._version != self._version:
-                raise _changed(self._source)
-            return self._source
+            return _unchanged(self._source, self._version)
         if self._is_changed:
             raise _changed(self._copy)
         self.fetch()
@@ -267,6 +238,12 @@ def _overlaps(tensor: Tensor) -> bool:
                 return True
             end += (size - 1) * stride
     return False
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if tensor._version != version:
+        raise _changed(tensor)
+    return tensor
 
 
 def _changed(tensor: Tensor) -> RuntimeError:

@@ -10,15 +10,21 @@ from lightning.pytorch.loggers import CSVLogger
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroConfig, ZeroStrategy
-from lightning_zero.strategy import auto as auto_room
-from lightning_zero.strategy.auto import Room, auto_base, choose, refuse_what_cannot
+from lightning_zero.strategy import settings as auto_room
+from lightning_zero.strategy.settings import (
+    Place,
+    Room,
+    auto_base,
+    choose,
+    refuse_what_cannot,
+)
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit, fit_reference, make_trainer, settings
 from tests.models import MLPModule
 
 GIB = 1024**3
 OF_TWO_RANKS = partial(MLPModule, ranks=2)
-SHAPE = {"num_ranks": 8, "ranks_per_node": 8, "is_apart": True}
+CUDA, CPU = (Place(torch.device(name), 8, 8) for name in ("cuda", "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +39,9 @@ def room(device_gib, host_gib=64, disk_gib=0):
     return Room(device, device, host, host, disk)
 
 
-def chosen(model, room, base=None, **shape):
+def chosen(model, room, base=None, place=CUDA):
     optimizer = torch.optim.AdamW(model.parameters())
-    return choose(model, [optimizer], base or ZeroConfig(), room, **{**SHAPE, **shape})
+    return choose(model, [optimizer], base or ZeroConfig(), room, place)
 
 
 def devices(config):
@@ -82,7 +88,7 @@ def test_offloads_that_a_user_has_set_are_kept(model):
 
 
 def test_on_the_cpu_memory_is_one(model):
-    found = chosen(model, room(6), is_apart=False)
+    found = chosen(model, room(6), place=CPU)
     assert devices(found.config) == (None, None)
 
 
@@ -108,9 +114,9 @@ def test_wrong_settings_are_refused_when_the_strategy_is_made(arguments, error, 
 # ---------------------------------------------------------------- the look before a run
 
 
-def refuse(model, config, room, **shape):
+def refuse(model, config, room, place=CUDA):
     optimizer = torch.optim.AdamW(model.parameters())
-    refuse_what_cannot(model, [optimizer], config, room, **{**SHAPE, **shape})
+    refuse_what_cannot(model, [optimizer], config, room, place)
 
 
 def test_what_fits_by_states_alone_is_not_refused(model):
@@ -144,7 +150,7 @@ def test_states_of_an_optimizer_that_cannot_be_tried_are_not_counted(model):
         def step(self, closure):
             return closure()
 
-    refuse_what_cannot(model, [Odd(model.parameters())], ZeroConfig(stage=0), room(12), **SHAPE)
+    refuse_what_cannot(model, [Odd(model.parameters())], ZeroConfig(stage=0), room(12), CUDA)
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_not_if_told_so(monkeypatch):

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.strategy.launch import check_numbering
+from lightning_zero.strategy.processes import check_numbering
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -88,7 +88,7 @@ def test_a_timeout_that_is_over_or_never_is_refused(timeout):
 @pytest.mark.parametrize("timeout", [30, 30.0, timedelta(seconds=30)])
 def test_a_timeout_may_be_a_number_of_seconds(timeout):
     strategy = build_strategy(timeout=timeout)
-    assert strategy._timeout == strategy._life._timeout == timedelta(seconds=30)
+    assert strategy._timeout == timedelta(seconds=30)
     assert build_strategy(timeout=None)._timeout is None
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
+from lightning_zero.observe.metrics import Speed
 from lightning_zero.observe.report import Flow, JobReport
-from lightning_zero.observe.throughput import Speed
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}

@@ -29,7 +29,7 @@ ALONE = {  # rooms that know nothing but these
     "record": set(),
     "layout": set(),
     "tensors": {"layout"},
-    "planner": {"layout"},
+    "planner": {"layout", "optim"},
     "deepspeed": {"layout"},
 }
 MODULES = {

@@ -19,17 +19,16 @@ from lightning_zero.layout.plan import make_plan
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import (
     Sample,
-    allocated_and_peak_bytes,
-    metrics_of,
-    over_ranks,
-)
-from lightning_zero.observe.throughput import (
     Throughput,
+    allocated_and_peak_bytes,
     flops_per_token,
+    kinds_of,
+    metrics_of,
     num_tokens,
+    over_ranks,
     peak_flops,
 )
-from lightning_zero.observe.watch import Windows
+from lightning_zero.observe.monitor import Wanted, Windows
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording, Span
 
@@ -45,7 +44,8 @@ def plan(stage, world_size, **settings):
 
 def metrics(stage, world_size=2, *, group_size=None, is_apart=False, **settings):
     mesh = Mesh.of(0, world_size, group_size)
-    return metrics_of(plan(stage, mesh.num_shards, **settings), mesh, is_apart=is_apart)
+    planned = plan(stage, mesh.num_shards, **settings)
+    return metrics_of(planned, kinds_of(planned, mesh, is_apart=is_apart))
 
 
 def traffic(stage, *args, **kwargs):
@@ -176,10 +176,8 @@ class Loop:
         self.written = []
         self.windows = Windows(
             self.recorder,
-            every_n_steps=every,
-            trace_steps=traces,
-            num_batches=start,
-            num_steps=start,
+            Wanted(every, traces),
+            progress=(start, start),
             align=lambda: self.aligned.append(self.steps),
         )
 
@@ -235,7 +233,7 @@ def test_a_resumed_fit_goes_on_counting_and_traces_nothing_that_is_past():
     loop = Loop(every=4, traces=[2, 12], start=10).run(6)
     assert loop.recorded == [11, 12, 15]
     assert loop.traced == [12]
-    assert Loop(traces=[20], start=10).run(3).windows.missed == [20]
+    assert Loop(traces=[20], start=10).run(3).windows.traces == [20]
 
 
 def test_several_optimizer_steps_in_a_batch_are_one_window():

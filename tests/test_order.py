@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.layout.hoist import hoisted
 from lightning_zero.layout.order import Order
+from lightning_zero.layout.passes import hoisted
 from lightning_zero.layout.talk import Heard
 
 NUM_UNITS = 5
@@ -338,18 +338,20 @@ class LeavesEarly(Order):
 class SkipsEvents(Order):
     """Breaks rule 1: issues only what it needs."""
 
-    def _advance(self, stop, wanted):
+    def _advance(self, stop, *, is_wanted=False):
         one = self._confirm()
-        if wanted is not None:
+        if is_wanted:
             one.cursor = max(one.cursor, stop - 1)
-        super()._advance(stop, wanted)
+        super()._advance(stop, is_wanted=is_wanted)
 
 
 class HoldsBack(Order):
     """Breaks rule 1 of passes without a plan: does not reduce what a round has told."""
 
     def _answer(self, heard, *, is_kept=False):
-        super()._answer(heard._replace(num_ready=0) if self.rank_is_odd else heard, is_kept=is_kept)
+        if self.rank_is_odd:
+            heard = heard._replace(lowest=heard.lowest._replace(num_ready=0))
+        super()._answer(heard, is_kept=is_kept)
 
     @property
     def rank_is_odd(self):
@@ -362,8 +364,9 @@ class GoesAhead(Order):
     def begin(self, kind, flags=None):
         super().begin(kind, flags)
         one = self._pass
-        if not one.is_begun and self._plan_of(one.key) is not None:
-            one.is_begun, one.plan = True, self._plan_of(one.key)
+        plan = self._learned.plan_of(one.key)
+        if not one.is_begun and plan is not None:
+            one.is_begun, one.plan = True, plan
 
 
 class LearnsAlone(Order):
@@ -371,7 +374,8 @@ class LearnsAlone(Order):
 
     def _learn(self, heard, *, is_incomplete=False):
         own = self._ended is not None and self._ended.has_deviated
-        super()._learn(heard._replace(has_deviated=own), is_incomplete=is_incomplete)
+        heard = heard._replace(highest=heard.highest._replace(has_deviated=own))
+        super()._learn(heard, is_incomplete=is_incomplete)
 
 
 @pytest.mark.parametrize(

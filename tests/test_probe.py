@@ -27,7 +27,7 @@ def parameters(*shapes):
 
 
 def found(optimizer):
-    return probe(optimizer, CPU, torch.float32)
+    return probe(optimizer, CPU)
 
 
 @settings(deadline=None, max_examples=15)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.observe.files import write_recording
+from lightning_zero.observe.recordings import write_recording
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.hugging_face import VOCABULARY, llama

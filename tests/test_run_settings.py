@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.observe.run_settings import RunSettings, num_parameters, strategy_settings
+from lightning_zero.observe.composed import RunSettings, num_parameters, strategy_settings
 
 
 class Noted(CSVLogger):

@@ -50,13 +50,12 @@ __all__ = [
     "put_in_place",
     "recover",
     "remove",
-    "remove_leftovers",
     "replacing",
     "write_checksums",
 ]
 
 CHECKSUMS = "SHA256SUMS"
-_LOCAL = ("file://", "local://", "file:", "local:")
+_LOCAL = re.compile(r"(?:file|local):(?://)?")
 _MAX_NAME = 200  # of the 255 that file systems allow
 _RANDOM = r"[0-9a-f]{8}"
 _LEFTOVER = re.compile(rf"\..+\.(?:incomplete|removed)-{_RANDOM}")
@@ -72,11 +71,7 @@ Place = Path | RemotePath
 
 
 def locate(path: str | os.PathLike[str]) -> Place:
-    """Where a checkpoint is: `local_path`, or remote storage as it is at this moment.
-
-    Raises:
-        ImportError, ValueError: See `RemotePath`.
-    """
+    """Where a checkpoint is: `local_path`, or remote storage as it is at this moment."""
     if not is_remote(path):
         return local_path(path)
     place = RemotePath(os.fspath(path))
@@ -85,19 +80,14 @@ def locate(path: str | os.PathLike[str]) -> Place:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path on a local or mounted file system.
-
-    Args:
-        path: May begin with `~`, be relative, or be a URL of the local file system (`file://`).
+    """The absolute path on a local or mounted file system of what may begin with `~` or `file://`.
 
     Raises:
         ValueError: A URL of another file system.
     """
     text = os.fspath(path)
-    for protocol in _LOCAL:
-        if text.startswith(protocol):
-            text = text.removeprefix(protocol)
-            break
+    if match := _LOCAL.match(text):
+        text = text[match.end() :]
     if "://" in text:
         raise ValueError(f"expected a path on a local or mounted file system, got {text}.")
     return Path(text).expanduser().absolute()
@@ -107,7 +97,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def beside(target: Path, kind: str) -> Path:
-    """A new name beside `target`."""
     return target.parent / f".{target.name[:_MAX_NAME]}.{kind}-{secrets.token_hex(4)}"
 
 
@@ -119,23 +108,19 @@ def _left_of(target: Path, kind: str) -> list[Path]:
     return []
 
 
-def remove_leftovers(folder: Path, now: float) -> None:
-    """Removes what nobody has written to for a day. What cannot be removed stays.
+def _remove_leftovers(folder: Path, now: float) -> None:
+    """Removes what nobody has written to for a day, by the clock of its file system.
 
-    Args:
-        folder: Of checkpoints.
-        now: Seconds, by the clock of its file system.
+    What cannot be removed stays.
     """
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError):
-                if _LEFTOVER.fullmatch(path.name) and now - _written(path) > _ABANDONED_S:
-                    _delete(path)
-
-
-def _written(path: Path) -> float:
-    files = path.iterdir() if path.is_dir() else ()
-    return max(float(file.lstat().st_mtime) for file in (path, *files))
+                if _LEFTOVER.fullmatch(path.name):
+                    files = path.iterdir() if path.is_dir() else ()
+                    written = max(file.lstat().st_mtime for file in (path, *files))
+                    if now - written > _ABANDONED_S:
+                        _delete(path)
 
 
 def _delete(path: Path) -> None:
@@ -158,7 +143,7 @@ def begin(target: Path) -> Path:
                 _delete(leftover)
     temporary = beside(target, "incomplete")
     temporary.mkdir()
-    remove_leftovers(target.parent, temporary.stat().st_mtime)
+    _remove_leftovers(target.parent, temporary.stat().st_mtime)
     return temporary
 
 
@@ -257,29 +242,16 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
 
 
 def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """What is missing or differs from `SHA256SUMS`; nothing where there is no such list.
-
-    Args:
-        folder: The checkpoint.
-        rank: This rank reads its share of the files.
-        world_size: Ranks among which the files are shared.
-
-    Returns:
-        One line for each damaged file of this rank's share.
-    """
+    """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
     sums = folder / CHECKSUMS
-    if not sums.is_file():
-        return []
+    lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
     damage = []
-    for number, line in enumerate(sums.read_text(encoding="utf-8").splitlines()):
-        if number % world_size != rank:
-            continue
+    for number, line in list(enumerate(lines, start=1))[rank::world_size]:
         match = _LINE.fullmatch(line)
-        if match is None:
-            damage.append(f"line {number + 1} of {CHECKSUMS} is no checksum")
-            continue
-        digest, name = match.groups()
-        if not (folder / name).is_file():
+        digest, name = match.groups() if match else ("", "")
+        if not match:
+            damage.append(f"line {number} of {CHECKSUMS} is no checksum")
+        elif not (folder / name).is_file():
             damage.append(f"{name} is missing")
         elif _hash(folder / name) != digest:
             size = (folder / name).stat().st_size
@@ -323,7 +295,7 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
         try:
             with contextlib.suppress(OSError):  # where the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX)
-            remove_leftovers(path.parent, os.fstat(file.fileno()).st_mtime)
+            _remove_leftovers(path.parent, os.fstat(file.fileno()).st_mtime)
             _reserve(file, nbytes)
             yield file
             file.truncate(file.tell())
@@ -355,19 +327,18 @@ def _reserve(file: BinaryIO, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: Path, nbytes: int) -> Iterator[None]:
+def explained(path: Place, nbytes: int) -> Iterator[None]:
     """Says in the error of a full disk how much was needed for `path` and how much there is."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL or isinstance(path, RemotePath):
             raise
         free = shutil.disk_usage(path.parent).free
         raise full_disk_error(path, nbytes, free, error.errno) from error
 
 
 def full_disk_error(path: Path, nbytes: int, free: int, number: int = errno.ENOSPC) -> OSError:
-    """`path` needs `nbytes` and `free` bytes are free."""
     return OSError(
         number,
         f"{path} was not written: it needs {nbytes} bytes ({nbytes / _GIB:.2f} GiB) and {free} "

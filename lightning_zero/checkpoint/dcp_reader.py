@@ -17,50 +17,33 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from lightning_zero.checkpoint.atomic import Place, files_below
-from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.remote import ByteRange, RemotePath
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
-    Progress,
     find_damage_in_part,
-    silent,
+    reading,
+    span,
 )
 from lightning_zero.tensors.composite import put_together
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
+METADATA = ".metadata"  # torch's
+REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 _NUM_FILES = 16  # of ranks, kept at hand
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How the elements of an item lie in its record."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    storage_offset: int
-    storage_numel: int
-
-    def span(self, offsets: Sequence[int], sizes: Sequence[int]) -> range:
-        """From the first to the last element of a block of the item, in its storage."""
-        first = self.storage_offset + sum(map(operator.mul, offsets, self.stride))
-        last = first + sum((n - 1) * stride for n, stride in zip(sizes, self.stride, strict=True))
-        return range(first, last + 1)
 
 
 class _Items:
@@ -69,34 +52,27 @@ class _Items:
     def __init__(self, folder: Place, metadata: Metadata) -> None:
         self._places = metadata.storage_data
         self._folder = folder
-        self._file = lru_cache(_NUM_FILES)(self._open)  # a remote one keeps blocks that it read
+        # A remote one keeps blocks that it read.
+        self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
         self._maps: dict[str, mmap.mmap] = {}  # by file
-        self._items: dict[MetadataIndex, tuple[int, _Layout]] = {}  # where their storages begin
-        self._layouts: dict[bytes, _Layout] = {}  # by pickle, of which many items have the same
+        self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
+        self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, LazyTensor] = {}  # by where they lie
-
-    def _open(self, name: str) -> Place:
-        return self._folder / name
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; names of the same data, as of tied weights, give the same object."""
         dtype = entry.properties.dtype
         places = [self._places[MetadataIndex(name, c.offsets)] for c in entry.chunks]
         where = (dtype, entry.size, *((p.relative_path, p.offset) for p in places))
-
-        def read(start: int, stop: int) -> Tensor:
-            return self._read_range(name, entry, start, stop)
-
+        read = partial(self._read_range, name, entry)
         return self._tensors.setdefault(where, LazyTensor.of(entry.size, dtype, read))
 
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
         place = self._places[MetadataIndex(name)]
-        with self._file(place.relative_path).open("rb") as file:
-            view: Any = _create_file_view(cast(io.IOBase, file), place.offset, place.length)
-            return torch.load(
-                io.BytesIO(view.read()), map_location="cpu", weights_only=weights_only
-            )
+        with reading(self._file(place.relative_path)) as pread:
+            content = io.BytesIO(pread(place.length, place.offset))
+        return torch.load(content, map_location="cpu", weights_only=weights_only)
 
     def _read_range(self, name: str, entry: TensorStorageMetadata, start: int, stop: int) -> Tensor:
         boxes = {torch.Size(box.offsets): box for box in boxes_of_range(entry.size, start, stop)}
@@ -111,57 +87,51 @@ class _Items:
             flat = torch.empty(stop - start, dtype=dtype) if flat is None else flat
             box = boxes[part.dest_index.offset]  # type: ignore[index]
             target = flat[box.start - start : box.stop - start].view(box.sizes)
-            _block(target, part.dest_offsets, part.lengths).copy_(values)
+            place = zip(part.dest_offsets, part.lengths, strict=True)
+            target[tuple(slice(offset, offset + size) for offset, size in place)].copy_(values)
         return torch.empty(0, dtype=dtype) if flat is None else flat
 
     def _block(
         self, index: MetadataIndex, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Tensor:
         file = self._file(self._places[index].relative_path)
-        start, layout = self._item(file, index, dtype)
-        span = layout.span(offsets, sizes)
-        if span.stop > layout.storage_numel:
+        start, whole = self._item(file, index, dtype)
+        strides, numel = whole.stride(), span(sizes, whole.stride())
+        first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
+        if (first + numel) * dtype.itemsize > whole.untyped_storage().nbytes():
             raise ValueError(f"{index.fqn} in {file} is smaller than its metadata: it is damaged.")
-        start += span.start * dtype.itemsize
+        start += first * dtype.itemsize
         if isinstance(file, RemotePath):
-            data = file.read(start, start + len(span) * dtype.itemsize)
-            flat = torch.frombuffer(data, dtype=dtype)
+            flat = torch.frombuffer(file.read(start, start + numel * dtype.itemsize), dtype=dtype)
         else:
-            flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=len(span))
-        return flat.as_strided(sizes, layout.stride)
+            flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
+        return flat.as_strided(sizes, strides)
 
-    def _item(self, file: Place, index: MetadataIndex, dtype: torch.dtype) -> tuple[int, _Layout]:
+    def _item(self, file: Place, index: MetadataIndex, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """Where in the file the storage of an item begins, and the item on the meta device."""
         if index not in self._items:
             place = self._places[index]
             try:
-                start, layout = self._find(file, place)
+                start, like = self._find(file, place)
             except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
                 raise ValueError(
                     f"{index.fqn} cannot be read from {file} ({error}): the checkpoint is damaged."
                 ) from error
-            if place.__dict__.get("transform_descriptors") or layout.dtype != dtype:
+            if place.__dict__.get("transform_descriptors") or like.dtype != dtype:
                 raise ValueError(f"{index.fqn} in {self._folder} is stored in a form unknown here.")
-            self._items[index] = start, layout
+            self._items[index] = start, like
         return self._items[index]
 
-    def _find(self, file: Place, place: Any) -> tuple[int, _Layout]:
-        """Where in the file the storage of an item begins, and how the item lies in it."""
-        with file.open("rb") as stream:
-            item: Any = _create_file_view(cast(io.IOBase, stream), place.offset, place.length)
+    def _find(self, file: Place, place: Any) -> tuple[int, Tensor]:
+        with reading(file) as pread:
+            item: Any = ByteRange(pread, place.offset, place.length)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
             if pickled not in self._layouts:
                 if reader.get_record("byteorder") != sys.byteorder.encode():
                     raise RuntimeError("its bytes are in another order")
                 item.seek(0)
-                like = torch.load(item, map_location="meta", weights_only=True)
-                self._layouts[pickled] = _Layout(
-                    like.dtype,
-                    like.size(),
-                    like.stride(),
-                    like.storage_offset(),
-                    like.untyped_storage().nbytes() // like.dtype.itemsize,
-                )
+                self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
             return place.offset + reader.get_record_offset("data/0"), self._layouts[pickled]
 
     def _map(self, file: Path) -> mmap.mmap:
@@ -177,18 +147,8 @@ class _Items:
         return self._maps[file.name]
 
 
-def _block(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
-
-
-METADATA = ".metadata"  # torch's
-REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 
 
 def is_sharded(path: Place) -> bool:
@@ -196,19 +156,11 @@ def is_sharded(path: Place) -> bool:
     return (path / METADATA).is_file()
 
 
-def find_damage(
-    folder: Place, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
-) -> list[str]:
-    """Compares every item with the checksums that torch has written in it, in parallel, in pieces.
-
-    Args:
-        folder: The directory.
-        progress: Is told the bytes of every piece that was read, from several threads.
-        rank: This rank reads its share of the items.
-        world_size: Ranks among which the items are shared.
+def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Compares this rank's share of the items with the checksums in them, in parallel, in pieces.
 
     Returns:
-        One line for each file of which an item in this rank's share is damaged.
+        One line for each file of which an item is damaged.
     """
     try:
         metadata = _read_metadata(folder)
@@ -223,7 +175,7 @@ def find_damage(
         name, start, length = place
         if name not in sizes:
             return f"{name} is missing"
-        line = find_damage_in_part(files[name], start, length, progress)
+        line = find_damage_in_part(files[name], start, length)
         what = f"{name} ({sizes[name]} bytes) differs from its checksums"
         return line and f"{what} in {names[place]}: {line}"
 
@@ -237,10 +189,6 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
 
     Understood are what `ZeroStrategy` and Lightning's `ModelParallelStrategy` write, a state dict
     saved by itself, and one under "model" with its optimizer's under "optimizer" or "optim".
-
-    Args:
-        folder: The directory.
-        weights_only: As in `torch.load`, for what is not a tensor.
 
     Returns:
         "state_dict", "optimizer_states" where there are any (keyed by parameter names, otherwise in

@@ -37,15 +37,11 @@ from lightning_zero.checkpoint.atomic import FULL, Place, files_below, full_disk
 from lightning_zero.checkpoint.dcp_reader import METADATA, REST
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
-from lightning_zero.checkpoint.sharded import shards_in
-from lightning_zero.checkpoint.summary import identity
-from lightning_zero.checkpoint.torch_file import Progress
-from lightning_zero.comm.channel import Channel
+from lightning_zero.checkpoint.states import shards_in
+from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
-from lightning_zero.tensors.composite import take_apart
-from lightning_zero.tensors.lazy import read_flat
 
-__all__ = ["ShardedSave", "merged", "rank_file", "without_collector", "write_dcp"]
+__all__ = ["Planned", "ShardedSave", "merged", "rank_file", "without_collector"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -111,17 +107,12 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
 
 @dataclass
 class Planned:
-    """What the saves over one channel have agreed on, which the next need not, while it holds.
+    """What the saves over one channel have agreed on, which the next need not, while it holds."""
 
-    Attributes:
-        entries: Name, source and dtype of every shard.
-        metadata: On rank 0: torch's, pickled.
-        own: This rank's last plan, and what it wrote. None: the next save sends all.
-    """
-
+    # Source and dtype of every shard, by name.
     entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
-    metadata: bytes = b""
-    own: _Written | None = None
+    metadata: bytes = b""  # torch's, pickled; on rank 0
+    own: _Written | None = None  # of the last save; None: the next one sends all
 
     def clear(self) -> None:
         """Forgets plans and files; the next save agrees anew, also if one rank alone forgets."""
@@ -133,9 +124,6 @@ class Planned:
         """Every rank's result of `write`, where one of them differs from that of the last time.
 
         Collective. On rank 0; None elsewhere, and where all are as they were.
-
-        Raises:
-            BaseException: See `Channel.attempt`.
         """
 
         def differs() -> bool:
@@ -153,21 +141,13 @@ class Planned:
 
 @dataclass
 class ShardedSave:
-    """One checkpoint on its way to the disk.
+    """One checkpoint on its way to the disk."""
 
-    Attributes:
-        target: Rank 0's path, on every rank.
-        planner: torch's, with this rank's entries.
-        rest: What goes into `meta.pt`, pickled; empty on other ranks than 0.
-        channel: Between the ranks.
-        planned: Of the saves before over this channel.
-    """
-
-    target: Place
-    planner: DefaultSavePlanner
-    rest: io.BytesIO
+    target: Place  # rank 0's, on every rank
+    planner: DefaultSavePlanner  # with this rank's entries
+    rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
-    planned: Planned
+    planned: Planned  # of the saves before over this channel
     _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
@@ -182,14 +162,8 @@ class ShardedSave:
         """Agrees on what is to be written. Collective.
 
         Rank 0's dict says which entries there are and what they are called: hooks that change it on
-        one rank only are as good as with a full file. The other ranks bring their shards.
-
-        Args:
-            checkpoint: As Lightning made it and hooks have changed it.
-            target: Where to.
-            shards: All shards that this rank has made for it, by source.
-            channel: Its session is held.
-            planned: Of the saves before over this channel; None: there were none.
+        one rank only are as good as with a full file. The other ranks bring their `shards`: all
+        that they have made for it, by source. The session of `channel` is held.
         """
         is_first = channel.rank == 0
         planned = planned or Planned()
@@ -214,12 +188,8 @@ class ShardedSave:
 
         def bring_shards() -> None:
             if not is_first:
-                planner.set_up_planner(
-                    {
-                        name: shards[source].cast(dtype)
-                        for name, (source, dtype) in planned.entries.items()
-                    }
-                )
+                entries = planned.entries.items()
+                planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
                 planner.mappings = {}  # rank 0's has all names, in their order
 
         channel.attempt(bring_shards)
@@ -228,8 +198,7 @@ class ShardedSave:
     @property
     def snapshot_bytes(self) -> int:
         """What `snapshot` takes for this rank's shards."""
-        shards = [v for v in self.planner.state_dict.values() if isinstance(v, ShardTensor)]
-        return sum({_key(shard): shard.owned_bytes for shard in shards}.values())
+        return sum({_key(shard): shard.owned_bytes for shard in _shards(self.planner)}.values())
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
         """Copies this rank's values, so that training may go on before they are written. Local.
@@ -242,10 +211,13 @@ class ShardedSave:
         kept: dict[str, Tensor] = {}
         for name, value in entries.items():
             if isinstance(value, ShardTensor):
-                key = _key(value)
+                key, numel = _key(value), len(value.owned)
                 if key not in kept:
-                    kept[key] = _copy_of(value, memory.get(key), pin)
-                entries[name] = _reading(value, kept[key])
+                    room = memory.get(key)
+                    if room is None or room.numel() != numel:
+                        room = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
+                    kept[key] = room.copy_(value.read_owned(), non_blocking=pin)
+                entries[name] = value.kept_in(kept[key])
             elif isinstance(value, Tensor):
                 entries[name] = value.detach().to("cpu", copy=True)
             else:
@@ -280,7 +252,6 @@ class ShardedSave:
             raise
 
     def _write(self, folder: Place) -> _Written:
-        """This rank's file."""
         plan = self.planner.create_local_plan()
         return plan, _write_items(folder, self.channel.rank, self.planner)
 
@@ -359,9 +330,12 @@ def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
         file.write(data)
 
 
+def _shards(planner: DefaultSavePlanner) -> list[ShardTensor]:
+    return [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
+
+
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
-    shards = [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
-    return sum(shard.owned_bytes for shard in shards)
+    return sum(shard.owned_bytes for shard in _shards(planner))
 
 
 @contextlib.contextmanager
@@ -380,11 +354,7 @@ def without_collector() -> Iterator[None]:
 
 
 def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
-    """What of which tensor lies where.
-
-    Args:
-        planner: Of rank 0.
-        written: Plans and results of all ranks.
+    """What of which tensor lies where, by rank 0's planner and what all ranks planned and wrote.
 
     Raises:
         ValueError: The plans do not cover every tensor once.
@@ -401,7 +371,6 @@ def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
 
 
 def rank_file(rank: int) -> str:
-    """The name of what `rank` writes."""
     return f"__{rank}_0.distcp"
 
 
@@ -433,69 +402,3 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
 
 def _key(shard: ShardTensor) -> str:
     return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once
-
-
-def _copy_of(shard: ShardTensor, memory: Tensor | None, pin: bool) -> Tensor:
-    numel = len(shard.owned)
-    if memory is None or memory.numel() != numel:
-        memory = torch.empty(numel, dtype=shard.dtype, pin_memory=pin)
-    return memory.copy_(shard.read_owned(), non_blocking=pin)
-
-
-def _reading(shard: ShardTensor, kept: Tensor) -> ShardTensor:
-    origin = shard.owned.start
-
-    def read(start: int, stop: int) -> Tensor:
-        return kept[start - origin : stop - origin]
-
-    return ShardTensor.of(shard.source, shard.shape, shard.dtype, shard.owned, read)
-
-
-# Other entries go into `meta.pt` as they are.
-_HELD_BY_NAME = {
-    "averaging_state",
-    "current_model_state",
-    "lightning_zero_masters",
-    "optimizer_states",
-    "state_dict",
-}
-
-
-def write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
-    """Writes an opened checkpoint as a directory, whole or not at all.
-
-    Args:
-        checkpoint: As `open_checkpoint` returns it.
-        path: Its folder exists, or it is remote.
-        progress: Is told the bytes of every tensor.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    sources: dict[object, str] = {}
-    content = {
-        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
-        for key, value in checkpoint.items()
-    }
-    ShardedSave.prepare(content, path, {}, Channel(0, 1, None)).run()
-
-
-def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any:
-    """Tensors in dicts and lists as shards that are all of it, by what they share."""
-    if isinstance(tree, Mapping):
-        return {key: _as_shards(value, sources, progress) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_as_shards(value, sources, progress) for value in tree]
-    if not isinstance(tree, Tensor) or tree.layout != torch.strided:
-        return tree
-    if not tree.dim() or not tree.numel():
-        return tree.clone()
-    source = sources.setdefault(identity(tree), f"tensor {len(sources)}")
-    read = partial(_read, tree, progress)
-    return ShardTensor.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
-
-
-def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:
-    values = read_flat(tensor, start, stop)
-    progress(values.nbytes)
-    return values

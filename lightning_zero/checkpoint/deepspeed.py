@@ -24,6 +24,7 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,75 +36,62 @@ from lightning_zero.checkpoint.atomic import Place
 from lightning_zero.checkpoint.torch_file import open_torch_file
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["Group", "Saved", "is_deepspeed", "open_deepspeed", "open_files"]
+__all__ = ["is_deepspeed", "open_deepspeed"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that lie one after another in flat tensors.
+class _Group:
+    """Parameters that lie one after another in flat tensors."""
 
-    Attributes:
-        shapes: By name, in order.
-        numbers: Which flat tensors: their index, and the optimizer's number for them.
-        paddings: Elements after each parameter that belong to none.
-    """
-
-    shapes: Mapping[str, torch.Size]
-    numbers: Sequence[int]
-    paddings: Sequence[int]
+    shapes: Mapping[str, torch.Size]  # by name, in order
+    numbers: Sequence[int]  # of the flat tensors; the optimizer has the same
+    paddings: Sequence[int]  # elements after each parameter that belong to none
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What the files hold.
+class _Saved:
+    """What the files hold."""
 
-    Attributes:
-        folder: That of the tag.
-        models: By rank; stages 0 to 2 have one.
-        optims: The `optimizer_state_dict` of every rank.
-    """
-
-    folder: Path
-    models: Sequence[dict[str, Any]]
-    optims: Sequence[dict[str, Any]]
+    folder: Path  # that of the tag
+    models: Sequence[dict[str, Any]]  # by rank; stages 0 to 2 have one
+    optims: Sequence[dict[str, Any]]  # the `optimizer_state_dict` of every rank
 
     @property
     def is_cut_by_parameter(self) -> bool:
         """Every rank has a part of every parameter."""
         return "fp32_flat_groups" in self.optims[0]
 
+    @cached_property
     def masters(self) -> list[list[Tensor]]:
-        """Flat tensors, by rank and group."""
+        """Flat tensors, by rank and number."""
         by_parameter = self.is_cut_by_parameter
         key = "fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"
         if any(key not in optim for optim in self.optims):
             raise ValueError(f"{self.folder} holds no {key}, so it is no ZeRO checkpoint.")
         return [[flat.reshape(-1) for flat in optim[key]] for optim in self.optims]
 
-    def groups(self) -> list[Group]:
-        """The groups, which are one where parameters may lie across two flat tensors."""
+    @cached_property
+    def groups(self) -> list[_Group]:
+        """One for all flat tensors where parameters may lie across two of them."""
         shapes = self.models[0]["param_shapes"]
-        num_flat = len(self.masters()[0])
+        num_flat = len(self.masters[0])
         if len(shapes) != num_flat:
             merged = {name: shape for group in shapes for name, shape in group.items()}
-            return [Group(merged, range(num_flat), [0] * len(merged))]
+            return [_Group(merged, range(num_flat), [0] * len(merged))]
         paddings = self.optims[0].get("param_alignment_paddings")
         return [
-            Group(group, [index], paddings[index] if paddings else [0] * len(group))
+            _Group(group, [index], paddings[index] if paddings else [0] * len(group))
             for index, group in enumerate(shapes)
         ]
 
 
-def open_files(folder: Path, *, weights_only: bool | None = None) -> Saved:
-    """Opens the files of one tag.
+# -------------------------------------------------------------------------------------- files
 
-    Raises:
-        ValueError: Files are missing, damaged, too many, or those of another parallelism.
-        pickle.UnpicklingError: They hold what `weights_only` refuses.
-    """
+
+def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
     names = sorted(file.name for file in folder.iterdir())
     others = [name for name in names if re.search(r"expert_\d+_|^layer_\d+", name)]
     model_names, optim_names = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM)
@@ -117,14 +105,16 @@ def open_files(folder: Path, *, weights_only: bool | None = None) -> Saved:
     optims = [
         _open_file(folder / name, weights_only)["optimizer_state_dict"] for name in optim_names
     ]
-    expected = _partition_count(optims[0]) if optims else 0
+    expected = optims[0].get("partition_count", 1) if optims else 0
+    if isinstance(expected, (list, tuple)):  # by group
+        expected = max(expected)
     if len(optims) != expected or len(models) not in (1, expected):
         raise ValueError(
             f"{folder} holds {len(optims)} *_optim_states.pt and {len(models)} *_model_states.pt, "
             f"expected {expected} of the former: files are missing, or another save lies over this "
             "one; copy the checkpoint again, or give another tag."
         )
-    return Saved(folder, models, optims)
+    return _Saved(folder, models, optims)
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
@@ -142,25 +132,16 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> li
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _partition_count(optim: Mapping[str, Any]) -> int:
-    count = optim.get("partition_count", 1)
-    return int(max(count) if isinstance(count, (list, tuple)) else count)
-
-
-class _Placeholder:
-    """An object of a class that is not there."""
-
-    def __new__(cls, *arguments: Any) -> _Placeholder:
-        """Takes whatever the class takes."""
-        return super().__new__(cls)
-
-
 def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """What DeepSpeed saved in a file, its tensors mapped into memory."""
     if weights_only is False:
         content = open_torch_file(path, weights_only=False, pickle_module=_pickle_module())
     else:
-        foreign = [name for name in _foreign_names(path) if name.startswith("deepspeed.")]
+        try:
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        except (ValueError, RuntimeError, OSError):
+            unsafe = []  # not a zip file, or a truncated one: opening it will say so
+        foreign = [name for name in unsafe if name.startswith("deepspeed.")]
         with torch.serialization.safe_globals([(_placeholder(name), name) for name in foreign]):
             content = open_torch_file(path, weights_only=True)
     if not isinstance(content, dict):
@@ -168,11 +149,11 @@ def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return content
 
 
-def _foreign_names(path: Path) -> list[str]:
-    try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except (ValueError, RuntimeError, OSError):
-        return []  # not a zip file, or a truncated one: opening it will say so
+class _Placeholder:
+    """An object of a class that is not there; takes whatever that class takes."""
+
+    def __new__(cls, *arguments: Any) -> _Placeholder:
+        return super().__new__(cls)
 
 
 def _placeholder(name: str) -> type[_Placeholder]:
@@ -227,11 +208,7 @@ def is_deepspeed(path: Place) -> bool:
 
 
 def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Opens a checkpoint directory; the last tag, or the directory of a tag.
-
-    Args:
-        path: Of the directory.
-        weights_only: As for `torch.load`; DeepSpeed's own classes are never needed.
+    """Opens the last tag of a checkpoint directory, or the directory of a tag.
 
     Returns:
         `state_dict` in full precision, `optimizer_states` by parameter name where they are there,
@@ -240,14 +217,14 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
     Raises:
         FileNotFoundError: A file is missing.
         ValueError: It is no such checkpoint, a damaged one, or one of model parallelism.
-        pickle.UnpicklingError: It holds classes that `weights_only` refuses.
+        pickle.UnpicklingError: It holds classes that `weights_only` refuses; never DeepSpeed's.
     """
-    saved = open_files(_tag_folder(path), weights_only=weights_only)
+    saved = _open_files(_tag_folder(path), weights_only)
     model = saved.models[0]
     opened = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
     values = dict(_frozen(saved))
     if saved.optims:
-        values.update(_spread(saved, saved.masters(), is_exact=True))
+        values.update(_spread(saved, saved.masters, is_exact=True))
         opened["optimizer_states"] = [_optimizer_state(saved)]
     elif isinstance(model.get("optimizer"), dict) and "param_groups" in model["optimizer"]:
         opened["optimizer_states"] = [model["optimizer"]]
@@ -278,43 +255,36 @@ def _tag_folder(path: Path) -> Path:
 
 
 def _spread(
-    saved: Saved, flats: Sequence[Sequence[Tensor | None]], *, is_exact: bool
+    saved: _Saved, flats: Sequence[Sequence[Tensor | None]], *, is_exact: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by name, from the flat tensors of all ranks.
+    """Whole tensors by name, from the flat tensors of all ranks, by rank and number.
 
-    Args:
-        saved: The checkpoint.
-        flats: By rank and group number; a group that has None on rank 0 is left out.
-        is_exact: No more elements are allowed than parameters and alignment need.
+    A group of which any is None is left out. `is_exact`: no more elements are allowed than
+    parameters and alignment need.
     """
-    for group in saved.groups():
+    for group in saved.groups:
         parts = [[rank[number] for number in group.numbers] for rank in flats]
-        if any(part is None for rank in parts for part in rank):
-            continue
-        yield from _cut_group(saved, group, parts, is_exact)  # type: ignore[arg-type]
+        if not any(part is None for rank in parts for part in rank):
+            yield from _cut_group(saved, group, parts, is_exact)  # type: ignore[arg-type]
 
 
 def _cut_group(
-    saved: Saved, group: Group, parts: Sequence[Sequence[Tensor]], is_exact: bool
+    saved: _Saved, group: _Group, parts: Sequence[Sequence[Tensor]], is_exact: bool
 ) -> Iterator[tuple[str, Tensor]]:
     by_parameter = saved.is_cut_by_parameter
     num_ranks = len(parts)
-    available = sum(flat.numel() for flat in parts[0]) if by_parameter else 0
     flat = [part for rank in parts for part in rank]
-    available = available or sum(part.numel() for part in flat)
+    available = sum(part.numel() for part in (parts[0] if by_parameter else flat))
     start = 0
     for (name, shape), padding in zip(group.shapes.items(), group.paddings, strict=True):
-        numel = math.prod(shape)
+        size = numel = math.prod(shape)
         if by_parameter:
             size = -(-numel // num_ranks)
-            sizes = [max(0, min(size, numel - rank * size)) for rank in range(num_ranks)]
-            pieces = [
-                piece
-                for rank, part in zip(parts, sizes, strict=True)
-                for piece in _cut(rank, start, start + part)
-            ]
+            pieces = []
+            for number, rank in enumerate(parts):
+                length = max(0, min(size, numel - number * size))
+                pieces += _cut(rank, start, start + length)
         else:
-            size = numel
             pieces = _cut(flat, start, start + numel)
         if sum(piece.numel() for piece in pieces) != numel:
             raise _mismatch(saved, available, start + size)
@@ -325,7 +295,7 @@ def _cut_group(
         raise _mismatch(saved, available, start)
 
 
-def _mismatch(saved: Saved, available: int, needed: int) -> ValueError:
+def _mismatch(saved: _Saved, available: int, needed: int) -> ValueError:
     return ValueError(
         f"{saved.folder} holds {available} elements for a group of parameters, expected {needed}: "
         "its files do not belong together, or its state was on NVMe, of which DeepSpeed saves raw "
@@ -333,7 +303,7 @@ def _mismatch(saved: Saved, available: int, needed: int) -> ValueError:
     )
 
 
-def _frozen(saved: Saved) -> Iterator[tuple[str, Tensor]]:
+def _frozen(saved: _Saved) -> Iterator[tuple[str, Tensor]]:
     """Parameters that were not trained: whole, or a part on every rank."""
     for name, shape in dict(saved.models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in saved.models]
@@ -365,10 +335,10 @@ def _joined(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 # ---------------------------------------------------------------------------------- optimizer
 
 
-def _optimizer_state(saved: Saved) -> dict[str, Any]:
+def _optimizer_state(saved: _Saved) -> dict[str, Any]:
     """States and groups by parameter name."""
     states, groups = zip(*(_base_state(optim) for optim in saved.optims), strict=True)
-    masters = saved.masters()
+    masters = saved.masters
     numbers = range(len(masters[0]))
     by_name: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys(key for number in numbers for key in states[0].get(number, {})):
@@ -381,7 +351,7 @@ def _optimizer_state(saved: Saved) -> dict[str, Any]:
     options = []
     for number, group in enumerate(groups[0]):
         members = group.get("params", [number])
-        of_group = [g for g in saved.groups() if set(g.numbers) & set(members)]
+        of_group = [g for g in saved.groups if set(g.numbers) & set(members)]
         names = [name for g in of_group for name in g.shapes]
         scalars = _scalars(states[0].get(members[0], {}), group)
         for name in names:

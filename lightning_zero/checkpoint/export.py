@@ -20,19 +20,17 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import Place, explained
-from lightning_zero.checkpoint.dcp_writer import write_dcp
-from lightning_zero.checkpoint.hugging_face import (
-    INDEX,
-    split,
-    write_index,
-    write_safetensors,
-)
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
+from lightning_zero.checkpoint.hugging_face import INDEX, split, write_index, write_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.summary import identity, total_nbytes
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.source import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
+from lightning_zero.comm.control import Channel
+from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
-__all__ = ["Format", "Plan", "plan", "release"]
+__all__ = ["Format", "ExportPlan", "plan", "release"]
 
 _MADV_DONTNEED = 4
 
@@ -77,18 +75,13 @@ _OF_TRAINING = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be written.
+class ExportPlan:
+    """What is to be written."""
 
-    Attributes:
-        write: Writes it to a path whose folder exists, or to remote storage, whole or not at all.
-        nbytes: Of all tensors that are written.
-        notes: What the user should know: what is left out, and why.
-    """
-
+    # To a path whose folder exists, or to remote storage, whole or not at all.
     write: Callable[[Place, Progress], None]
-    nbytes: int
-    notes: tuple[str, ...]
+    nbytes: int  # of all tensors that are written
+    notes: tuple[str, ...]  # for the user: what is left out, and why
 
 
 def plan(
@@ -99,7 +92,7 @@ def plan(
     max_shard_bytes: int | None = None,
     is_averaged: bool = False,
     part: str | None = None,
-) -> Plan:
+) -> ExportPlan:
     """Decides what is written of an opened checkpoint, and how.
 
     Args:
@@ -133,16 +126,17 @@ def plan(
             notes.append(f"not exported, because they are no tensors: {', '.join(others)}")
         kept, tied = _untied(tensors)
         write = partial(_write_weights, kept, tied, max_shard_bytes)
-        return Plan(write, total_nbytes(kept), tuple(notes))
+        return ExportPlan(write, total_nbytes(kept), tuple(notes))
     content = dict(checkpoint) | {"state_dict": weights}
     if is_averaged:
         content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
     if form == "ckpt":
-        content = _numbered_optimizers(content)
+        if "optimizer_states" in content:
+            content["optimizer_states"] = [_numbered(s) for s in content["optimizer_states"]]
         write = partial(write_torch_file, content)
     else:
-        write = partial(write_dcp, content)
-    return Plan(write, total_nbytes(content), tuple(notes))
+        write = partial(_write_dcp, content)
+    return ExportPlan(write, total_nbytes(content), tuple(notes))
 
 
 # ------------------------------------------------------------------------------ what is written
@@ -197,25 +191,21 @@ def _cast(weights: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, An
     result = dict(weights)
     for name, value in weights.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
-            key = identity(value)
-            if key not in cast:
-                cast[key] = LazyTensor.of(value.shape, dtype, _reader(name, value, dtype))
-            result[name] = cast[key]
+            read = partial(_read_cast, name, value, dtype)
+            new = LazyTensor.of(value.shape, dtype, read)
+            result[name] = cast.setdefault(identity(value), new)
     return result
 
 
-def _reader(name: str, tensor: Tensor, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-    def read(start: int, stop: int) -> Tensor:
-        values = read_flat(tensor, start, stop)
-        narrow = values.to(dtype)
-        if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
-            raise ValueError(
-                f"{name} has values up to {float(values.abs().max()):.3g}, which float16 does not "
-                "have; use --dtype bf16."
-            )
-        return narrow
-
-    return read
+def _read_cast(name: str, tensor: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    values = read_flat(tensor, start, stop)
+    narrow = values.to(dtype)
+    if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
+        raise ValueError(
+            f"{name} has values up to {float(values.abs().max()):.3g}, which float16 does not "
+            "have; use --dtype bf16."
+        )
+    return narrow
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -229,14 +219,8 @@ def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
-def _numbered_optimizers(content: dict[str, Any]) -> dict[str, Any]:
-    """Optimizer states by number, as torch's optimizers have them, where they are by name."""
-    if "optimizer_states" not in content:
-        return content
-    return {**content, "optimizer_states": [_numbered(s) for s in content["optimizer_states"]]}
-
-
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by number, as torch's optimizers have it, where it is by name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     if not any(isinstance(name, str) for name in names):
         return dict(state)
@@ -263,38 +247,65 @@ def _write_weights(
     if max_bytes is None:
         write_safetensors(path, tensors, tied, progress)
         return
+    if isinstance(path, RemotePath) and path.exists():
+        raise ValueError(
+            f"{path} exists, and a folder at a remote address cannot be replaced as a whole; "
+            "delete it, choose another place, or let OUT end with .safetensors."
+        )
     files = split(tensors, max_bytes)
-    if isinstance(path, RemotePath):
-        if path.exists():
-            raise ValueError(
-                f"{path} exists, and a folder at a remote address cannot be replaced as a whole; "
-                "delete it, choose another place, or let OUT end with .safetensors."
-            )
-        try:
-            _write_files(path, files, tied, progress)
-        except BaseException:
-            atomic.discard(path)
-            raise
-        return
-    folder = atomic.begin(path)
+    folder = atomic.begin(path) if isinstance(path, Path) else path
     try:
         with explained(path, total_nbytes(tensors)):
-            _write_files(folder, files, tied, progress)
-            atomic.write_checksums(folder, [file.name for file in folder.iterdir()])
-            atomic.put_in_place(folder, path)
+            for name, held in files.items():
+                here = {other: kept for other, kept in tied.items() if kept in held}
+                write_safetensors(folder / name, held, here, progress)
+            if len(files) > 1:
+                write_index(folder / INDEX, files, tied)  # last: without it nothing is there
+            if isinstance(folder, Path) and isinstance(path, Path):
+                atomic.write_checksums(folder, [file.name for file in folder.iterdir()])
+                atomic.put_in_place(folder, path)
     except BaseException:
         atomic.discard(folder)
         raise
 
 
-def _write_files(
-    folder: Place,
-    files: Mapping[str, Mapping[str, Tensor]],
-    tied: Mapping[str, str],
-    progress: Progress,
-) -> None:
-    for name, held in files.items():
-        here = {other: kept for other, kept in tied.items() if kept in held}
-        write_safetensors(folder / name, held, here, progress)
-    if len(files) > 1:
-        write_index(folder / INDEX, files, tied)  # last: without it nothing is there
+# ------------------------------------------------------------------------------------------- DCP
+
+# Other entries go into `meta.pt` as they are.
+_HELD_BY_NAME = {
+    "averaging_state",
+    "current_model_state",
+    "lightning_zero_masters",
+    "optimizer_states",
+    "state_dict",
+}
+
+
+def _write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
+    sources: dict[object, str] = {}
+    content = {
+        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
+        for key, value in checkpoint.items()
+    }
+    ShardedSave.prepare(content, path, {}, Channel(0, 1, None)).run()
+
+
+def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any:
+    """Tensors in dicts and lists as shards that are all of it, by what they share."""
+    if isinstance(tree, Mapping):
+        return {key: _as_shards(value, sources, progress) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_as_shards(value, sources, progress) for value in tree]
+    if not isinstance(tree, Tensor) or tree.layout != torch.strided:
+        return tree
+    if not tree.dim() or not tree.numel():
+        return tree.clone()
+    source = sources.setdefault(identity(tree), f"tensor {len(sources)}")
+    read = partial(_read, tree, progress)
+    return ShardTensor.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
+
+
+def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:
+    values = read_flat(tensor, start, stop)
+    progress(values.nbytes)
+    return values

@@ -15,6 +15,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,11 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.atomic import Place, replacing
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces
+from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
     "INDEX",
-    "WHOLE",
     "holds_weights",
     "open_directory",
     "open_safetensors",
@@ -38,7 +38,9 @@ __all__ = [
 ]
 
 INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+# In the order of preference: repositories often hold the same weights twice. Beside the file that
+# holds all of them others may lie (training_args.bin).
+_WHOLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -63,13 +65,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 def write_safetensors(
     path: Place, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
 ) -> None:
-    """Writes one file, whole or not at all.
-
-    Args:
-        path: Of the file.
-        tensors: By name.
-        tied: Further names of these tensors, and of which.
-        progress: Is told the bytes of every piece.
+    """Writes one file, whole or not at all. `tied`: further names of these tensors, and of which.
 
     Raises:
         ValueError: A dtype that the format does not have.
@@ -82,17 +78,12 @@ def write_safetensors(
     with replacing(path, total) as file:
         file.write(header)
         for _, tensor in ordered:
-            for piece in pieces(tensor):
+            for piece in pieces(tensor, progress):
                 file.write(piece)
-                progress(len(piece))
 
 
 def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file, in their order, no file larger than `max_bytes` but for one tensor alone.
-
-    Returns:
-        By file name: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on.
-    """
+    """Tensors by file name, in their order; none larger than `max_bytes` but for one tensor."""
     files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -102,7 +93,7 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
         files[-1][name] = tensor
         size += tensor.nbytes
     if len(files) == 1:
-        return {WHOLE: files[0]}
+        return {_WHOLE[".safetensors"]: files[0]}
     return {
         f"model-{number:05d}-of-{len(files):05d}.safetensors": held
         for number, held in enumerate(files, start=1)
@@ -143,31 +134,19 @@ def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-# In the order of preference: repositories often hold the same weights twice.
-_SUFFIXES = (".safetensors", ".bin")
-# Beside which others may lie (training_args.bin).
-_WHOLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
-
-
 def holds_weights(path: Place) -> bool:
-    """Whether the directory holds weights, with an index or in one file."""
-    return any(any(path.glob(f"*{suffix}*")) for suffix in _SUFFIXES)
+    return any(any(path.glob(f"*{suffix}*")) for suffix in _WHOLE)
 
 
 def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str, Tensor]:
-    """The state dict of a directory of `*.safetensors` or `*.bin`.
-
-    Raises:
-        ValueError: Several files and no index, several indices, or an index that is wrong.
-        FileNotFoundError: A file that the index names is missing.
-    """
-    for suffix in _SUFFIXES:
+    """The state dict of a directory of `*.safetensors` or `*.bin`."""
+    for suffix, whole in _WHOLE.items():
         indices: list[Place] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
         files: list[Place] = sorted(path.glob(f"*{suffix}"), key=str)
         if len(indices) == 1:
             return _open_indexed(path, indices[0], weights_only)
-        if not indices and _WHOLE[suffix] in [file.name for file in files]:
-            return _open_file(path / _WHOLE[suffix], weights_only)
+        if not indices and whole in [file.name for file in files]:
+            return _open_file(path / whole, weights_only)
         if indices or len(files) > 1:
             names = ", ".join(file.name for file in indices or files)
             raise ValueError(
@@ -176,15 +155,11 @@ def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str
             )
         if files:
             return _open_file(files[0], weights_only)
-    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _SUFFIXES)}.")
+    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _WHOLE)}.")
 
 
 def open_safetensors(path: Place) -> dict[str, Tensor]:
-    """The tensors of one file, mapped into memory, or read when they are used if it is remote.
-
-    Raises:
-        ValueError: It is truncated or damaged.
-    """
+    """The tensors of one file, mapped into memory, or read when they are used if it is remote."""
     if isinstance(path, RemotePath):
         return _open_remote(path)
     try:
@@ -220,14 +195,8 @@ def _stored(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTens
     first = origin + entry["data_offsets"][0]
     if math.prod(entry["shape"]) * dtype.itemsize != origin + entry["data_offsets"][1] - first:
         raise ValueError(f"a tensor of shape {entry['shape']} has other bytes")
-
-    def read(start: int, stop: int) -> Tensor:
-        if start == stop:
-            return torch.empty(0, dtype=dtype)
-        data = path.read(first + start * dtype.itemsize, first + stop * dtype.itemsize)
-        return torch.frombuffer(data, dtype=dtype)
-
-    return LazyTensor.of(entry["shape"], dtype, read)
+    like = torch.empty(entry["shape"], dtype=dtype, device="meta")
+    return LazyTensor.of(like.shape, dtype, partial(read_elements, path, first, like))
 
 
 def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:

@@ -1,5 +1,9 @@
 """Whole tensors of a checkpoint into a module and its optimizers: each rank reads its own elements.
 
+An optimizer's state may come by number, as torch's optimizers save it, or by parameter name,
+`{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`: so FSDP2's and sharded
+checkpoints have it, and so it comes from other systems, whose groups may be others.
+
 [Note: Loading without copying] `Module.load_state_dict` is more than a copy: hooks rename entries,
 modules keep to older versions, errors are collected. So it runs as it is, and only its copies are
 taken down instead of carried out. Where it raises, nothing has been changed yet. Where it does not,
@@ -14,11 +18,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.source import (
@@ -31,12 +36,15 @@ from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.names import saved_name, with_compiled_names
+from lightning_zero.optim.state import load_optimizer_state_dict
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import await_values, expecting_values, is_left_out
-from lightning_zero.tensors.names import with_compiled_names
 
-__all__ = ["load_masters", "load_module", "load_weights"]
+__all__ = ["load_masters", "load_module", "load_optimizer", "load_weights"]
+
+# ----------------------------------------------------------------------------------------- modules
 
 
 def load_weights(
@@ -103,12 +111,8 @@ def load_module(
     Collective where an engine holds the module: the same on every rank. Beside the shards it takes
     the memory of one tensor's part, and of the buckets of modules with loading code of their own.
 
-    Args:
-        module: Any module; its parameters may be held by an engine.
-        state_dict: Whole tensors by name, `LazyTensor`s or plain ones.
-        strict: As for `load_state_dict`.
-        awaited: Gets, by name, what is meant for parameters and buffers on the meta device, for
-            `await_values`. None: those are an error.
+    `awaited` gets, by name, what is meant for parameters and buffers on the meta device, for
+    `await_values`; without it those are an error.
 
     Returns:
         The missing and the unexpected names.
@@ -119,7 +123,10 @@ def load_module(
     """
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     buffers: dict[Tensor, str] = {b: name for name, b in module.named_buffers()}
-    on_meta = {t: name for t, name in {**names, **buffers}.items() if t.is_meta or _is_in_parts(t)}
+    # What is being built has no memory for all of its values either.
+    in_parts = {t for t in names if isinstance(t, nn.Parameter) and partial_of(t) is not None}
+    everything = {**names, **buffers}
+    on_meta = {t: name for t, name in everything.items() if t.is_meta or t in in_parts}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     looked_at = _looked_at(module)
@@ -171,12 +178,10 @@ def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any
 
 def _check_keys(module: nn.Module, result: Any) -> None:
     """Raises as `Module.load_state_dict` does where it is strict."""
+    keys_of = {"Missing": result.missing_keys, "Unexpected": result.unexpected_keys}
     errors = [
         f"{kind} key(s) in state_dict: {', '.join(map(repr, keys))}. "
-        for kind, keys in (
-            ("Missing", result.missing_keys),
-            ("Unexpected", result.unexpected_keys),
-        )
+        for kind, keys in keys_of.items()
         if keys
     ]
     if errors:
@@ -199,11 +204,6 @@ def _saved_beside(module: nn.Module) -> dict[str, Tensor]:
                 if isinstance(value, Tensor) and not is_own and not value.is_meta:
                     saved[name] = value
     return saved
-
-
-def _is_in_parts(tensor: Tensor) -> bool:
-    """It is being built, and has no memory for all of its values either."""
-    return isinstance(tensor, nn.Parameter) and partial_of(tensor) is not None
 
 
 def _no_memory(name: str) -> ValueError:
@@ -237,15 +237,11 @@ def _take(sources: Mapping[Tensor, Tensor]) -> None:
 
 
 class _Recorder(TorchFunctionMode):
-    """Takes down copies into certain tensors instead of making them.
-
-    Attributes:
-        sources: What was to be copied, by target, in the order of the first copy.
-    """
+    """Takes down copies into certain tensors instead of making them."""
 
     def __init__(self, targets: Iterable[Tensor]) -> None:
         super().__init__()
-        self.sources: dict[Tensor, Tensor] = {}
+        self.sources: dict[Tensor, Tensor] = {}  # by target, in the order of the first copy
         self._targets = set(targets)
 
     def __torch_function__(
@@ -286,22 +282,90 @@ def _with_ties(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str,
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    added = dict(_absent_ties(names_of.values(), state_dict))
-    if not added:
-        return state_dict
     complete: OrderedDict[str, Any] = OrderedDict(state_dict)
-    complete.update(added)
+    for names in names_of.values():
+        present = [name for name in names if name in state_dict]
+        for name in names if present else ():
+            complete.setdefault(name, state_dict[present[0]])
+    if len(complete) == len(state_dict):
+        return state_dict
     if hasattr(state_dict, "_metadata"):
         complete._metadata = state_dict._metadata  # type: ignore[attr-defined]
     return complete
 
 
-def _absent_ties(
-    ties: Iterable[list[str]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    for names in ties:
-        present = [name for name in names if name in state_dict]
-        if present:
-            for name in names:
-                if name not in state_dict:
-                    yield name, state_dict[present[0]]
+# -------------------------------------------------------------------------------------- optimizers
+
+
+def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads a saved optimizer state of whole tensors, by number or by name, or changes nothing.
+
+    Raises:
+        ValueError: It does not fit the optimizer.
+    """
+    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+    if any(isinstance(key, str) for key in keys):
+        state = _numbered(engine.module, optimizer, state)
+    load_optimizer_state_dict(optimizer, engine.buckets, state)
+
+
+def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same state with the numbers and the groups of `optimizer`."""
+    named = module.named_parameters(remove_duplicate=False)
+    own = {saved_name(name): parameter for name, parameter in named}
+    group_of = {
+        own.get(saved_name(name)): group
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
+    owner_of = {name: own.get(saved_name(name)) for name in state["state"]}
+    _check_names(optimizer, owner_of, group_of)
+    entry_of = {owner_of[name]: entry for name, entry in state["state"].items()}
+    states: dict[int, Any] = {}
+    groups = []
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        numbers = range(number, number + len(group["params"]))
+        number = numbers.stop
+        for key, parameter in zip(numbers, group["params"], strict=True):
+            if parameter in entry_of:
+                states[key] = entry_of[parameter]
+        saved = _one_group(index, [group_of[p] for p in group["params"] if p in group_of])
+        options = {key: value for key, value in group.items() if key != "params"}
+        options |= {k: v for k, v in saved.items() if k in options or k == "initial_lr"}
+        groups.append({**options, "params": list(numbers)})
+    return {"state": states, "param_groups": groups}
+
+
+def _one_group(index: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options that all of these groups have in common with each other, params aside."""
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    if any(other != options[0] for other in options[1:]):
+        raise ValueError(
+            f"the optimizer's group {index} was several groups with different options when it was "
+            "saved; resume with the groups that were saved."
+        )
+    return options[0] if options else {}
+
+
+def _check_names(
+    optimizer: Optimizer,
+    owner_of: Mapping[str, nn.Parameter | None],
+    group_of: Mapping[nn.Parameter | None, Any],
+) -> None:
+    mine = {p for group in optimizer.param_groups for p in group["params"]}
+    absent = [
+        placement_of(p).name for p in mine if p.requires_grad and owner_of and p not in group_of
+    ]
+    foreign = [name for name, parameter in owner_of.items() if parameter not in mine]
+    parts = []
+    if absent:
+        parts.append(f"no state for {', '.join(sorted(absent))}")
+    if foreign:
+        parts.append(f"states for {', '.join(foreign)}, which the optimizer does not have")
+    if parts:
+        raise ValueError(
+            f"the checkpoint's state does not fit {type(optimizer).__name__}: it has "
+            f"{' and '.join(parts)}. Resume with the model and the optimizer that were saved, or "
+            "load the weights alone: lightning_zero.load_weights(module, path)."
+        )

@@ -30,7 +30,7 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
-__all__ = ["Part", "Pread", "RemotePath", "check_shared", "is_remote"]
+__all__ = ["ByteRange", "Pread", "RemotePath", "check_shared", "is_remote"]
 
 _LOCAL = {"file", "local"}
 _OF_ONE_PROCESS = {"memory"}
@@ -41,9 +41,8 @@ _PIECE_BYTES = 8 * 1024**2
 _NUM_PIECES = 8  # asked for at once
 _MAX_UPLOADS = 1000  # in which a file is sent; stores allow ten thousand
 
-Pread = Callable[
-    [int, int], bytes | bytearray
-]  # size, offset; less at the end of the file, as `os.pread`
+# Given size and offset; less at the end of the file, as `os.pread`.
+Pread = Callable[[int, int], bytes | bytearray]
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -75,9 +74,6 @@ class _Status(NamedTuple):
 class RemotePath:
     """What readers and writers of checkpoints ask of a `Path`, for an address that fsspec knows.
 
-    Args:
-        address: Such as `s3://bucket/run/last.ckpt`.
-
     Raises:
         ImportError: A package is missing that fsspec needs for it.
         ValueError: A protocol that fsspec does not know.
@@ -102,12 +98,10 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
         return PurePosixPath(self._key).name
 
     @property
     def suffix(self) -> str:
-        """As of a `Path`."""
         return PurePosixPath(self._key).suffix
 
     # ---------------------------------------------------------------- what is there
@@ -117,19 +111,15 @@ class RemotePath:
         self._system.invalidate_cache()
 
     def exists(self) -> bool:
-        """Whether a file, or a folder of files, is there."""
         return bool(self._system.exists(self._key))
 
     def is_file(self) -> bool:
-        """As of a `Path`."""
         return bool(self._system.isfile(self._key))
 
     def is_dir(self) -> bool:
-        """As of a `Path`."""
         return not self.is_file() and bool(self._system.isdir(self._key))
 
     def stat(self) -> _Status:
-        """As of a `Path`, the size alone."""
         return _Status(self._nbytes)
 
     def files(self) -> dict[str, int]:
@@ -139,12 +129,10 @@ class RemotePath:
         return {name.removeprefix(root): int(entry["size"]) for name, entry in found.items()}
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """As of a `Path`."""
         for name in dict.fromkeys(file.split("/")[0] for file in self.files()):
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """As of a `Path`, for what lies in this folder."""
         return (path for path in self.iterdir() if PurePosixPath(path.name).match(pattern))
 
     # ---------------------------------------------------------------- reading
@@ -156,15 +144,10 @@ class RemotePath:
     def open(self, mode: str = "rb") -> BinaryIO:
         """To be read, of which only what is asked for is fetched."""
         assert mode == "rb", "see `replacing`"
-        return io.BufferedReader(Part(self.pread, 0, self._nbytes))
-
-    def read_bytes(self) -> bytes:
-        """All of a small file."""
-        return bytes(self._system.cat_file(self._key))
+        return io.BufferedReader(ByteRange(self.pread, 0, self._nbytes))
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """All of a small file."""
-        return self.read_bytes().decode(encoding)
+        return bytes(self._system.cat_file(self._key)).decode(encoding)
 
     def pread(self, size: int, offset: int) -> bytearray:
         """As `os.pread`."""
@@ -208,14 +191,7 @@ class RemotePath:
 
     @contextlib.contextmanager
     def replacing(self, nbytes: int) -> Iterator[BinaryIO]:
-        """A new file that is there when the block ends well, as `atomic.replacing`'s.
-
-        Args:
-            nbytes: Of the file, or a little more.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """A new file of about `nbytes` that is there when the block ends well; see `replacing`."""
         # Whether fsspec holds files back is said for a whole file system: for one of our own.
         system, key = url_to_fs(self._address, skip_instance_cache=True)
         with contextlib.suppress(NotImplementedError):
@@ -264,14 +240,8 @@ class _InPieces(io.RawIOBase):
         return len(view)
 
 
-class Part(io.RawIOBase):
-    """A part of a file as a file of its own, to be read.
-
-    Args:
-        pread: Of the file.
-        start: Byte at which the part begins.
-        length: Bytes of the part.
-    """
+class ByteRange(io.RawIOBase):
+    """`length` bytes of a file, from byte `start` on, as a file of its own to be read."""
 
     def __init__(self, pread: Pread, start: int, length: int) -> None:
         self._pread = pread
@@ -280,19 +250,15 @@ class Part(io.RawIOBase):
         self._at = 0
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def tell(self) -> int:
-        """Bytes from the start of the part."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of a file."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if origin + offset < 0:
             raise OSError(f"no byte {origin + offset} in a part of {self._length}")
@@ -300,7 +266,6 @@ class Part(io.RawIOBase):
         return self._at
 
     def readinto(self, into: Any) -> int:
-        """As of a file."""
         size = max(0, min(len(into), self._length - self._at))
         read = self._pread(size, self._start + self._at) if size else b""
         into[: len(read)] = read

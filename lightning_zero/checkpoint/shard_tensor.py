@@ -33,26 +33,18 @@ __all__ = ["Box", "ShardTensor", "boxes_of_range"]
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor whose elements are contiguous in row-major order.
+    """A block of a tensor whose elements are contiguous in row-major order."""
 
-    Attributes:
-        offsets: First element, by dimension.
-        sizes: Elements, by dimension; none is zero.
-        start: First element, counted in the whole flat tensor.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
+    offsets: tuple[int, ...]  # of the first element, by dimension
+    sizes: tuple[int, ...]  # in elements, by dimension; none is zero
+    start: int  # first element, counted in the whole flat tensor
 
     @property
     def stop(self) -> int:
-        """One past the last element, counted in the whole flat tensor."""
         return self.start + math.prod(self.sizes)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The same as torch says it."""
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
 
@@ -109,30 +101,20 @@ class ShardTensor(Tensor):
     It has the whole tensor's shape and dtype and no memory. Dicts of them can be renamed and
     thinned out; `clone`, `detach` and `to(dtype)` are allowed, anything else would need the other
     ranks and is an error.
-
-    Attributes:
-        source: Name of the values: equal for entries that are the same tensor (tied weights), and
-            on every rank.
-        owned: The row-major elements that this rank writes; possibly none.
     """
 
-    source: str
-    owned: range
+    source: str  # equal for entries that are the same tensor (tied weights), and on every rank
+    owned: range  # the row-major elements that this rank writes; possibly none
     _read: _Read
 
     @staticmethod
     def of(
         source: str, shape: Sequence[int], dtype: torch.dtype, owned: range, read: _Read
     ) -> ShardTensor:
-        """This rank's part of the tensor named `source`.
+        """This rank's part of a tensor of `shape`, to be stored in `dtype`.
 
-        Args:
-            source: See the class.
-            shape: Of the whole tensor.
-            dtype: In which it is to be stored.
-            owned: Row-major elements of this rank; over all ranks they cover the tensor once.
-            read: `read(start, stop)` is the elements [start, stop) of the whole flat tensor, within
-                `owned`: 1-D, on any device, in any dtype.
+        The `owned` of all ranks cover the tensor once. `read(start, stop)` is the elements [start,
+        stop) of the whole flat tensor, within `owned`: 1-D, on any device, in any dtype.
         """
         shard = Tensor._make_wrapper_subclass(ShardTensor, torch.Size(shape), dtype=dtype)
         assert isinstance(shard, ShardTensor)
@@ -148,7 +130,6 @@ class ShardTensor(Tensor):
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes of what this rank writes."""
         return len(self.owned) * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -158,6 +139,15 @@ class ShardTensor(Tensor):
     def read_owned(self) -> Tensor:
         """What this rank writes: 1-D, as `of`'s `read` returns it."""
         return self._read(self.owned.start, self.owned.stop).detach()
+
+    def kept_in(self, values: Tensor) -> ShardTensor:
+        """The same, read from `values`, which `read_owned` was copied to."""
+        first = self.owned.start
+
+        def read(start: int, stop: int) -> Tensor:
+            return values[start - first : stop - first]
+
+        return ShardTensor.of(self.source, self.shape, self.dtype, self.owned, read)
 
     def cast(self, dtype: torch.dtype) -> ShardTensor:
         """The same values, to be stored in `dtype`."""

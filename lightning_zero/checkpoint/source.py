@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any form as Lightning lays it out, and finds what is damaged in it.
+"""Opens a checkpoint of any form as Lightning lays it out, finds damage, and counts what is there.
 
     path                                                    opened by     holds
     file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file    all
@@ -6,7 +6,7 @@
     *.safetensors                                           hugging_face  weights
     directory of *.safetensors or *.bin, with an index      hugging_face  weights
     directory of DeepSpeed's ZeRO                           deepspeed     weights, Adam's moments
-    directory of PyTorch Distributed Checkpoint             dcp           all
+    directory of PyTorch Distributed Checkpoint             dcp_reader    all
 
 Nothing is read that nobody asks for: tensors are mapped into memory from their file or are
 `LazyTensor`s, so a rank that takes its own part of each reads that part only. Of remote storage
@@ -16,10 +16,12 @@ this is a range of bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_zero.checkpoint import atomic, dcp_reader, torch_file
 from lightning_zero.checkpoint.atomic import Place, locate, recover
@@ -27,32 +29,32 @@ from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_shar
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.torch_file import Progress, is_torch_file, open_torch_file, silent
+from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
-    "ACCEPTED",
     "find_damage",
+    "format_of",
     "has_checksums",
+    "identity",
     "open_checkpoint",
     "raise_damage",
     "raise_damage_of_any",
+    "summarize",
+    "total_nbytes",
 ]
 
+# ------------------------------------------------------------------------------------------ damage
 
-def find_damage(
-    path: str | os.PathLike[str], progress: Progress = silent, *, rank: int = 0, world_size: int = 1
-) -> list[str]:
-    """Compares a checkpoint with the checksums that were written with it, if any were.
 
-    Args:
-        path: A file of `torch.save`, or a directory of torch's Distributed Checkpoint or with
-            `SHA256SUMS`; or the address of one.
-        progress: Is told the bytes that were read of a file, from several threads.
-        rank: This rank reads its share.
-        world_size: Ranks among which the work is shared.
+def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Compares this rank's share of a checkpoint with the checksums that it has, if any.
+
+    Those of a file of `torch.save`, of a directory of torch's Distributed Checkpoint, and
+    `SHA256SUMS` in a directory.
 
     Returns:
-        One line for each damage in this rank's share.
+        One line for each damage.
     """
     place = locate(path)
     recover(place)
@@ -60,9 +62,9 @@ def find_damage(
         damage = atomic.find_damage(place, rank=rank, world_size=world_size)
         if not is_sharded(place) or any(line.startswith(METADATA) for line in damage):
             return damage
-        return damage + dcp_reader.find_damage(place, progress, rank=rank, world_size=world_size)
+        return damage + dcp_reader.find_damage(place, rank=rank, world_size=world_size)
     if place.is_file():
-        return torch_file.find_damage(place, progress, rank=rank, world_size=world_size)
+        return torch_file.find_damage(place, rank=rank, world_size=world_size)
     return []
 
 
@@ -74,11 +76,7 @@ def has_checksums(path: Place) -> bool:
 
 
 def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
-    """Raises where there is any.
-
-    Raises:
-        ValueError: The checkpoint is damaged.
-    """
+    """Raises a ValueError where there is any."""
     if damage:
         raise ValueError(
             f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
@@ -94,11 +92,7 @@ def raise_damage_of_any(
 ) -> None:
     """Compares a checkpoint with its checksums, every rank its share. Collective: every rank.
 
-    Args:
-        path: See `find_damage`.
-        rank: This rank.
-        world_size: How many share the work.
-        gather: Gives every rank's lines on every rank.
+    `gather` gives every rank's lines on every rank.
 
     Raises:
         ValueError: Some file is damaged, or some rank cannot read it; on every rank.
@@ -110,7 +104,9 @@ def raise_damage_of_any(
     raise_damage(path, [line for share in gather(damage) for line in share])
 
 
-ACCEPTED = (
+# --------------------------------------------------------------------------------------- opening
+
+_ACCEPTED = (
     "a Lightning checkpoint (.ckpt), a state dict written by torch.save, a .safetensors file, a "
     "directory of such files with a Hugging Face index, a DeepSpeed ZeRO checkpoint directory, or "
     "a directory of PyTorch Distributed Checkpoint"
@@ -153,7 +149,7 @@ def open_checkpoint(
     with place.open("rb") as file:
         found = file.read(8)
     raise ValueError(
-        f"{path} is no checkpoint: its first bytes are {found!r}. Accepted: {ACCEPTED}."
+        f"{path} is no checkpoint: its first bytes are {found!r}. Accepted: {_ACCEPTED}."
     )
 
 
@@ -171,7 +167,7 @@ def _open_directory(path: Place, weights_only: bool | None) -> dict[str, Any]:
     raise ValueError(
         f"{path} is no checkpoint: a directory that holds {some or 'nothing'}. A sharded "
         f"checkpoint has a file .metadata, a DeepSpeed one a file latest, weights an *.index.json "
-        f"or one *.safetensors. Accepted: {ACCEPTED}."
+        f"or one *.safetensors. Accepted: {_ACCEPTED}."
     )
 
 
@@ -180,24 +176,110 @@ def _as_checkpoint(content: Any, path: Place) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(
             f"{path} holds a {type(content).__module__}.{type(content).__qualname__}, expected a "
-            f"dict; save module.state_dict() instead. Accepted: {ACCEPTED}."
+            f"dict; save module.state_dict() instead. Accepted: {_ACCEPTED}."
         )
     if isinstance(content.get("state_dict"), dict):
         return content
     others = [
         key
         for key, value in content.items()
-        if not isinstance(value, torch.Tensor) and not str(key).endswith("_extra_state")
+        if not isinstance(value, Tensor) and not str(key).endswith("_extra_state")
     ]
     if others or not content:
+        keys = [repr(key) for key in content]
+        some = ", ".join(keys[:6] + ["..."] * (len(keys) > 6)) or "no keys"
         raise ValueError(
-            f"{path} holds a dict with {_some(content)}, which is neither a Lightning checkpoint "
+            f"{path} holds a dict with {some}, which is neither a Lightning checkpoint "
             "(it has no dict under 'state_dict') nor a state dict (tensors by name). Save the "
-            f"state dict alone. Accepted: {ACCEPTED}."
+            f"state dict alone. Accepted: {_ACCEPTED}."
         )
     return {"state_dict": content}
 
 
-def _some(content: dict[Any, Any]) -> str:
-    keys = [repr(key) for key in content]
-    return ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "") if keys else "no keys"
+# ---------------------------------------------------------------------- counting, without reading
+
+_NUM_LARGEST = 5
+
+
+def identity(tensor: Tensor) -> object:
+    """Equal for two tensors that are the same one; both must be alive."""
+    if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def total_nbytes(tree: object) -> int:
+    """Bytes of all tensors in nested dicts, lists and tuples; tied ones count once."""
+    return sum(t.numel() * t.element_size() for t in _tensors_in(tree))
+
+
+def _tensors_in(tree: object) -> Iterator[Tensor]:
+    seen: set[object] = set()
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            if (key := identity(value)) not in seen:
+                seen.add(key)
+                yield value
+        elif isinstance(value, Mapping):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+
+
+def format_of(path: Place) -> str:
+    """The name of the format of what `open_checkpoint` opens."""
+    if is_sharded(path):
+        return "directory of torch.distributed.checkpoint"
+    if path.is_dir():
+        return "directory of DeepSpeed ZeRO" if is_deepspeed(path) else "directory of weights"
+    return "safetensors file" if path.suffix == ".safetensors" else "file of torch.save"
+
+
+def summarize(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What an opened checkpoint holds, as JSON values; tied tensors count once."""
+    weights = {k: v for k, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
+    named: dict[object, tuple[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        named.setdefault(identity(tensor), (name, tensor))
+    distinct = [tensor for _, tensor in named.values()]
+    largest = sorted(named.values(), key=lambda item: -item[1].numel())[:_NUM_LARGEST]
+    optimizer = checkpoint.get("optimizer_states", [])
+    known = {"state_dict", "optimizer_states"}
+    others = {k: v for k, v in checkpoint.items() if k not in known}
+    note = checkpoint.get("lightning_zero")
+    note = note if isinstance(note, Mapping) else {}
+    return {
+        "lightning_version": checkpoint.get("pytorch-lightning_version"),
+        "lightning_zero_version": note.get("version"),
+        "world_size": note.get("world_size"),
+        "stage": note.get("stage"),
+        "epoch": checkpoint.get("epoch"),
+        "global_step": checkpoint.get("global_step"),
+        "has_average": "averaging_state" in checkpoint,
+        "num_tensors": len(weights),
+        "num_tied": len(weights) - len(distinct),
+        "parameters_numel": sum(t.numel() for t in distinct),
+        "dtypes_numel": _numel_by_dtype(distinct),
+        "optimizer_dtypes_numel": _numel_by_dtype(_tensors_in(optimizer)),
+        "parameters_bytes": total_nbytes(distinct),
+        "optimizer_bytes": total_nbytes(optimizer),
+        "other_bytes": total_nbytes(others),
+        "largest": [
+            {"name": name, "shape": list(tensor.shape), "dtype": _name_of(tensor.dtype)}
+            for name, tensor in largest
+        ],
+        "entries": [str(key) for key in checkpoint],
+    }
+
+
+def _numel_by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+    count: Counter[str] = Counter()
+    for tensor in tensors:
+        count[_name_of(tensor.dtype)] += tensor.numel()
+    return dict(count.most_common())
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

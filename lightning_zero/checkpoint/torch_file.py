@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -32,27 +32,30 @@ from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.atomic import Place, replacing
-from lightning_zero.checkpoint.remote import Part, Pread, RemotePath
+from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = [
     "NUM_THREADS",
-    "PIECE_BYTES",
     "Progress",
-    "TorchFile",
     "find_damage",
     "find_damage_in_part",
     "has_checksums",
     "is_torch_file",
     "open_torch_file",
     "pieces",
+    "read_elements",
+    "reading",
     "silent",
+    "span",
     "write_torch_file",
 ]
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on request
+
+# ----------------------------------------------------------------------------------------- opening
 
 
 def is_torch_file(path: Place) -> bool:
@@ -68,11 +71,6 @@ def open_torch_file(
     """What was given to `torch.save`, its tensors on the CPU.
 
     Mapped tensors are private to this process: a write to one is not written to the file.
-
-    Args:
-        path: The file.
-        weights_only: As for `torch.load`.
-        pickle_module: Instead of pickle, where `weights_only` is False.
 
     Raises:
         ValueError: It is truncated or damaged.
@@ -99,10 +97,8 @@ def open_torch_file(
             raise  # a class that is refused
         raise ValueError(_damaged(path, str(error))) from error
     except (EOFError, OSError, RuntimeError) as error:
-        if not any(
-            word in str(error)
-            for word in ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
-        ):
+        of_torch = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
+        if not any(word in str(error) for word in of_torch):
             raise  # of a class that is unpickled
         raise ValueError(_damaged(path, str(error))) from error
 
@@ -135,7 +131,7 @@ def _with_values(path: RemotePath, tree: Any) -> Any:
         start = tensor.untyped_storage()._checkpoint_offset
         assert start is not None
         where = (start, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-        read = partial(_read_elements, path, start, tensor.detach())
+        read = partial(read_elements, path, start, tensor.detach())
         return stored.setdefault(where, LazyTensor.of(tensor.shape, tensor.dtype, read))
 
     def value(tensor: Tensor) -> Tensor:
@@ -146,29 +142,24 @@ def _with_values(path: RemotePath, tree: Any) -> Any:
     return tree_map_only(Tensor, value, tree)
 
 
-def _read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
-    """Row-major elements [start, stop) of a tensor laid out as `like`, whose storage is in a file.
+def read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
+    """Row-major elements [start, stop) of a tensor laid out as `like`, on the meta device.
 
-    Args:
-        path: Of the file.
-        origin: Byte at which the storage begins.
-        like: On the meta device.
-        start: First element.
-        stop: One past the last.
+    Its storage begins at byte `origin` of the file.
     """
     is_plain = like.is_contiguous()
-    first, last = (start, stop) if is_plain else (0, _span(like.shape, like.stride()))
+    first, last = (start, stop) if is_plain else (0, span(like.shape, like.stride()))
     at = origin + (int(like.storage_offset()) + first) * like.element_size()
     if start == stop:
         return torch.empty(0, dtype=like.dtype)
     data = path.read(at, at + (last - first) * like.element_size())
     values = torch.frombuffer(data, dtype=like.dtype)
-    return (
-        values if is_plain else values.as_strided(like.shape, like.stride()).reshape(-1)[start:stop]
-    )
+    if is_plain:
+        return values
+    return values.as_strided(like.shape, like.stride()).reshape(-1)[start:stop]
 
 
-def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Elements of a storage from the first to the last of a tensor that is not empty."""
     return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
@@ -181,11 +172,112 @@ def _damaged(path: Place, why: str) -> str:
     )
 
 
+# ----------------------------------------------------------------------------------------- writing
+
 PIECE_BYTES = 16 * 1024**2
 _ALIGNMENT = 64  # of a record in the file, so that a memory map of it is aligned
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # more than the headers of a record take
+
+Progress = Callable[[int], object]  # is told the bytes of every piece of a tensor that was written
+
+
+def silent(nbytes: int) -> None:
+    """The progress of what nobody watches."""
+
+
+def write_torch_file(tree: object, path: Place, progress: Progress = silent) -> None:
+    """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
+
+    Tensors may be LazyTensors. See [Note: Torch files].
+
+    Raises:
+        OSError: The file cannot be written; see `replacing`.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(tree)
+    storages = pickler.storages
+    payload = stream.tell() + sum(storage.nbytes for storage in storages)
+    with (
+        replacing(path, payload + _RECORD_BYTES * (len(storages) + 4)) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        _write_record(archive, "data.pkl", [stream.getbuffer()])
+        _write_record(archive, "byteorder", [memoryview(sys.byteorder.encode())])
+        for number, storage in enumerate(storages):
+            _write_record(archive, f"data/{number}", pieces(storage, progress))
+        _write_record(archive, "version", [memoryview(b"3\n")])
+
+
+def pieces(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, at most `PIECE_BYTES` at a time."""
+    step = max(1, PIECE_BYTES // tensor.element_size())
+    for start in range(0, tensor.numel(), step):
+        part = read_flat(tensor, start, min(start + step, tensor.numel())).detach()
+        yield part.cpu().contiguous().view(torch.uint8).numpy().data
+        progress(part.nbytes)
+
+
+def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryview]) -> None:
+    entry = zipfile.ZipInfo(f"archive/{name}")
+    assert archive.fp is not None
+    start = archive.fp.tell() + _LOCAL_HEADER.size + len(entry.filename) + _ZIP64_EXTRA_BYTES
+    padding = -(start + 4) % _ALIGNMENT
+    entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+    with archive.open(entry, "w", force_zip64=True) as record:
+        for part in parts:
+            record.write(part)
+
+
+@dataclass(frozen=True)
+class _StoredStorage:
+    """Stands in a pickle for the storage of a LazyTensor."""
+
+    tensor: LazyTensor
+    empty: Any  # the storage of a plain tensor of this dtype, without elements
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps storages out of the pickle, as `torch.save` does, and values of LazyTensors too."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, protocol=2)
+        self.storages: list[Tensor] = []  # LazyTensors, and the bytes of plain ones
+        self._numbers: dict[int, str] = {}  # they are kept alive, so that no other has the same key
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return NotImplemented
+        # How torch writes a tensor differs by dtype, so a plain one is asked.
+        empty = torch.empty(0, dtype=value.dtype)
+        rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
+        strides = torch.empty(value.shape, device="meta").stride()
+        stored = _StoredStorage(value, storage)
+        return rebuild, (stored, offset, tuple(value.shape), strides, *rest)
+
+    def persistent_id(self, value: Any) -> Any:
+        storage: Tensor
+        if isinstance(value, _StoredStorage):
+            storage, key, location, like = value.tensor, id(value.tensor), "cpu", value.empty
+        elif torch.is_storage(value):
+            untyped = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
+            storage = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+            key, location, like = untyped._cdata, location_tag(untyped), value
+        else:
+            return None
+        if key not in self._numbers:
+            self._numbers[key] = str(len(self.storages))
+            self.storages.append(storage)
+        kind, itemsize = torch.UntypedStorage, 1
+        if not isinstance(like, torch.UntypedStorage):
+            kind, itemsize = getattr(torch, like._pickle_storage_type()), like.dtype.itemsize
+        return ("storage", kind, self._numbers[key], location, storage.nbytes // itemsize)
+
+
+# ---------------------------------------------------------------------------------------- checking
+
 NUM_THREADS = 4
 _CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
 _CHECKED_REMOTE_BYTES = 4 * 1024**2  # where every read waits for a network
@@ -201,205 +293,42 @@ _UNREADABLE = (
     ValueError,  # and UnicodeDecodeError
 )
 
-Progress = Callable[[int], object]  # is told the bytes of every piece that was written or read
 
-
-def silent(nbytes: int) -> None:
-    """The progress of what nobody watches."""
-
-
-class TorchFile:
-    """What `torch.save(tree, file)` would write. See [Note: Torch files].
-
-    Attributes:
-        nbytes: Size of the file, or a little more.
-
-    Args:
-        tree: Anything that `torch.save` takes; tensors may be LazyTensors.
-    """
-
-    def __init__(self, tree: object) -> None:
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.dump(tree)
-        self._pickle = stream.getvalue()
-        self._storages = pickler.storages
-        payload = len(self._pickle) + sum(_nbytes(storage) for storage in self._storages)
-        self.nbytes = payload + _RECORD_BYTES * (len(self._storages) + 4)
-
-    def write(self, file: BinaryIO, progress: Progress) -> None:
-        """Writes the file in pieces, and tells `progress` the bytes of each piece of a tensor."""
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _write_record(archive, "data.pkl", [memoryview(self._pickle)])
-            _write_record(archive, "byteorder", [memoryview(sys.byteorder.encode())])
-            for number, storage in enumerate(self._storages):
-                parts = _with_progress(_storage_pieces(storage), progress)
-                _write_record(archive, f"data/{number}", parts)
-            _write_record(archive, "version", [memoryview(b"3\n")])
-
-
-def write_torch_file(tree: object, path: Place, progress: Progress = silent) -> None:
-    """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
-
-    Raises:
-        OSError: The file cannot be written; see `replacing`.
-    """
-    file = TorchFile(tree)
-    with replacing(path, file.nbytes) as stream:
-        file.write(stream, progress)
-
-
-def pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order, at most `PIECE_BYTES` at a time."""
-    step = max(1, PIECE_BYTES // tensor.element_size())
-    for start in range(0, tensor.numel(), step):
-        part = read_flat(tensor, start, min(start + step, tensor.numel())).detach()
-        yield part.cpu().contiguous().view(torch.uint8).numpy().data
-
-
-# ------------------------------------------------------------------------------------ the pickle
-
-
-@dataclass(frozen=True)
-class _StoredStorage:
-    """Stands in a pickle for the storage of a LazyTensor."""
-
-    tensor: LazyTensor
-    empty: Any  # the storage of a plain tensor of this dtype, without elements
-
-
-_Storage = torch.UntypedStorage | LazyTensor
-
-
-class _Pickler(pickle.Pickler):
-    """Keeps storages out of the pickle, as `torch.save` does, and values of LazyTensors too."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream, protocol=2)
-        self.storages: list[_Storage] = []
-        self._number_of: dict[int, str] = {}
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return NotImplemented
-        # How torch writes a tensor differs by dtype, so a plain one is asked.
-        empty = torch.empty(0, dtype=value.dtype)
-        rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
-        strides = torch.empty(value.shape, device="meta").stride()
-        stored = _StoredStorage(value, storage)
-        return rebuild, (stored, offset, tuple(value.shape), strides, *rest)
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, _StoredStorage):
-            storage: _Storage = value.tensor
-            number, location, like = self._number(id(storage), storage), "cpu", value.empty
-        elif torch.is_storage(value):
-            untyped = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
-            storage, like = untyped, value
-            number, location = self._number(untyped._cdata, untyped), location_tag(untyped)
-        else:
-            return None
-        if isinstance(like, torch.UntypedStorage):
-            return ("storage", torch.UntypedStorage, number, location, _nbytes(storage))
-        kind = getattr(torch, like._pickle_storage_type())
-        return ("storage", kind, number, location, _nbytes(storage) // like.dtype.itemsize)
-
-    def _number(self, key: int, storage: _Storage) -> str:
-        if key not in self._number_of:
-            self._number_of[key] = str(len(self.storages))
-            self.storages.append(storage)  # kept alive, so that no other gets the same key
-        return self._number_of[key]
-
-
-# ----------------------------------------------------------------------------------- the records
-
-
-def _nbytes(storage: _Storage) -> int:
-    if isinstance(storage, Tensor):
-        return storage.numel() * storage.element_size()
-    return storage.nbytes()
-
-
-def _storage_pieces(storage: _Storage) -> Iterator[memoryview]:
-    if isinstance(storage, Tensor):
-        return pieces(storage)
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return pieces(flat)
-
-
-def _with_progress(parts: Iterator[memoryview], progress: Progress) -> Iterator[memoryview]:
-    for part in parts:
-        yield part
-        progress(len(part))
-
-
-def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryview]) -> None:
-    entry = zipfile.ZipInfo(f"archive/{name}")
-    assert archive.fp is not None
-    start = archive.fp.tell() + _LOCAL_HEADER.size + len(entry.filename) + _ZIP64_EXTRA_BYTES
-    padding = -(start + 4) % _ALIGNMENT
-    entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
-    with archive.open(entry, "w", force_zip64=True) as record:
-        for part in parts:
-            record.write(part)
-
-
-# --------------------------------------------------------------------------------- verification
-
-
-def find_damage(
-    path: Place, progress: Progress = silent, *, rank: int = 0, world_size: int = 1
-) -> list[str]:
-    """Compares every record of a torch file with its checksum, in parallel, in pieces.
+def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Compares this rank's share of the records of a file with their checksums, in parallel.
 
     A file in torch's format from before 1.6, which has no checksums, passes; so do records that
     were written without one.
 
-    Args:
-        path: The file.
-        progress: Is told the bytes of every piece that was read, from several threads.
-        rank: This rank reads its share of the records.
-        world_size: Ranks among which the records are shared.
-
     Returns:
-        One line for each damaged record of this rank's share.
+        One line for each damaged record.
     """
-    with path.open("rb") as file, _reading(path) as pread:
-        if file.read(4) != _ZIP_MAGIC:
+    with reading(path) as pread:
+        if pread(4, 0) != _ZIP_MAGIC:
             return []
         try:
-            with zipfile.ZipFile(file) as archive:
-                records = archive.infolist()
+            records = zipfile.ZipFile(ByteRange(pread, 0, path.stat().st_size)).infolist()
         except _UNREADABLE as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
-        check = partial(_check_record, path, pread, 0, progress)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            return [line for line in pool.map(check, mine) if line]
+            return [line for line in pool.map(partial(_check_record, path, pread, 0), mine) if line]
 
 
-def find_damage_in_part(
-    path: Place, start: int, length: int, progress: Progress = silent
-) -> str | None:
-    """As `find_damage`, of a small torch file that is a part of the file `path`.
-
-    Returns:
-        What is wrong with one of its records.
-    """
-    with _reading(path) as pread:
+def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
+    """What is wrong with a record of a small torch file that is a part of the file `path`."""
+    with reading(path) as pread:
         try:
-            with zipfile.ZipFile(Part(pread, start, length)) as archive:
-                records = archive.infolist()
+            records = zipfile.ZipFile(ByteRange(pread, start, length)).infolist()
         except _UNREADABLE as error:
             if pread(1, start) == _PICKLE_MAGIC:
                 return None
             return f"the directory of its records is missing or damaged ({error})"
-        lines = (_check_record(path, pread, start, progress, e) for e in records)
-        return next(filter(None, lines), None)
+        return next(filter(None, map(partial(_check_record, path, pread, start), records)), None)
 
 
 @contextmanager
-def _reading(path: Place) -> Iterator[Pread]:
+def reading(path: Place) -> Iterator[Pread]:
     """Reads ranges of a file, from several threads."""
     if isinstance(path, RemotePath):
         yield path.pread
@@ -414,37 +343,27 @@ def has_checksums(path: Place) -> bool:
         if not zipfile.is_zipfile(file):
             return False
         try:
-            archive = zipfile.ZipFile(file)
-            return any(entry.CRC for entry in archive.infolist() if "/data/" in entry.filename)
+            records = zipfile.ZipFile(file).infolist()
+            return any(entry.CRC for entry in records if "/data/" in entry.filename)
         except _UNREADABLE:
             return True  # `find_damage` says what is wrong with them
 
 
-def _check_record(
-    path: Place, pread: Pread, origin: int, progress: Progress, entry: zipfile.ZipInfo
-) -> str | None:
-    """What is wrong with a record, or with reading it; None if nothing is.
-
-    Args:
-        path: The file.
-        pread: Reads it.
-        origin: From where in the file the entry counts.
-        progress: See `find_damage`.
-        entry: Of the record, in the directory of records.
-    """
+def _check_record(path: Place, pread: Pread, origin: int, entry: zipfile.ZipInfo) -> str | None:
+    """What is wrong with a record, or with reading it. `entry` counts from byte `origin`."""
     try:
-        if entry.compress_type != zipfile.ZIP_STORED:
-            _check_compressed(path, entry)
-            return None
-        step = _CHECKED_BYTES if isinstance(path, Path) else _CHECKED_REMOTE_BYTES
-        return _compare_record(pread, step, origin + entry.header_offset, progress, entry)
+        if entry.compress_type == zipfile.ZIP_STORED:
+            step = _CHECKED_BYTES if isinstance(path, Path) else _CHECKED_REMOTE_BYTES
+            return _compare_record(pread, step, origin + entry.header_offset, entry)
+        with path.open("rb") as file, zipfile.ZipFile(file) as whole, whole.open(entry) as record:
+            while record.read(_CHECKED_BYTES):
+                pass
+        return None
     except _UNREADABLE as error:
         return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
 
 
-def _compare_record(
-    pread: Pread, step: int, start: int, progress: Progress, entry: zipfile.ZipInfo
-) -> str | None:
+def _compare_record(pread: Pread, step: int, start: int, entry: zipfile.ZipInfo) -> str | None:
     header = pread(_LOCAL_HEADER.size, start)
     if len(header) < _LOCAL_HEADER.size or header[:4] != _ZIP_MAGIC:
         return f"record {entry.filename} has no header"
@@ -460,16 +379,9 @@ def _compare_record(
             return f"record {entry.filename} lacks its last {left} bytes"
         crc = zlib.crc32(block, crc)
         offset, left = offset + len(block), left - len(block)
-        progress(len(block))
     if entry.CRC and crc != entry.CRC:  # torch writes 0 where it was told to compute none
         return (
             f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x} instead of "
             f"{entry.CRC:08x}"
         )
     return None
-
-
-def _check_compressed(path: Place, entry: zipfile.ZipInfo) -> None:
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive, archive.open(entry) as record:
-        while record.read(_CHECKED_BYTES):
-            pass

@@ -1,8 +1,8 @@
 """The command `lightning-zero`: one module for each subcommand, imported when it is to run.
 
 May import every room; no room imports it. `options` says what may be typed, without torch, so that
-`--help` and mistakes are answered at once. `plan` has more: `plan_source` reads models and
-settings, `plan_text` and `plan_plot` show the result; `rates` are files of what was measured.
+`--help` and mistakes are answered at once. `plan_result` shows what `plan` has found; `rates` are
+files of what was measured.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +33,8 @@ from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.record import streams
 
-__all__ = ["COLLECTIVES", "LinkReport", "Timing", "measure_link", "run"]
+__all__ = ["LinkReport", "Timing", "run"]
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _DTYPE = torch.float32
 _ROUNDS = 3  # of which the median counts
 _LEAST, _MOST = 2, 1000  # collectives in a round
@@ -44,19 +42,12 @@ _LEAST, _MOST = 2, 1000  # collectives in a round
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective of one size. See [Note: Two bandwidths].
+    """One collective of one size. See [Note: Two bandwidths]."""
 
-    Attributes:
-        collective: One of `COLLECTIVES`.
-        nbytes: Of the whole tensor.
-        num_ranks: That take part.
-        seconds: Of one collective, on the slowest rank.
-    """
-
-    collective: str
-    nbytes: int
+    collective: str  # "all_gather", "reduce_scatter" or "all_reduce"
+    nbytes: int  # of the whole tensor
     num_ranks: int
-    seconds: float
+    seconds: float  # on the slowest rank
 
     @property
     def algorithm_rate(self) -> float:
@@ -72,15 +63,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """What `measure_link` found.
-
-    Attributes:
-        timings: By size, then by collective.
-        latencies: By collective, seconds with nearly nothing to send.
-    """
-
-    timings: tuple[Timing, ...]
-    latencies: dict[str, float]
+    timings: tuple[Timing, ...]  # by size, then by collective
+    latencies: dict[str, float]  # by collective, seconds with nearly nothing to send
 
     @property
     def link_rate(self) -> float:
@@ -96,52 +80,36 @@ class LinkReport:
         )
 
 
-def measure_link(
-    comm: Communicator,
-    *,
-    sizes: Sequence[int],
-    seconds: float = 0.3,
-    say: Callable[[str], None] = lambda _: None,
+def _measure_link(
+    comm: Communicator, args: argparse.Namespace, say: Callable[[str], None]
 ) -> LinkReport:
-    """Times every collective with every size. Collective: every rank.
-
-    Args:
-        comm: Of all ranks.
-        sizes: Bytes of whole tensors, made even for the ranks.
-        seconds: That each measurement takes.
-        say: Told what is measured.
-    """
+    """Times every collective with every size. Collective: every rank."""
     say("measuring the latency")
-    least = _tensor_bytes(comm, 1)
-    latencies = {timing.collective: timing.seconds for timing in _time_all(comm, least, seconds)}
+    latencies = {timing.collective: timing.seconds for timing in _time_all(comm, 1, args.seconds)}
     timings: list[Timing] = []
-    for nbytes in sizes:
+    for nbytes in args.sizes:
         say(f"measuring with {nbytes / 2**20:g} MiB")
-        timings += _time_all(comm, _tensor_bytes(comm, nbytes), seconds)
+        timings += _time_all(comm, nbytes, args.seconds)
     return LinkReport(tuple(timings), latencies)
 
 
-def _tensor_bytes(comm: Communicator, nbytes: int) -> int:
-    """At least so many bytes, as many for each rank."""
-    each = comm.size * _DTYPE.itemsize
-    return -(-nbytes // each) * each
-
-
 def _time_all(comm: Communicator, nbytes: int, seconds: float) -> Iterator[Timing]:
-    whole = torch.ones(nbytes // _DTYPE.itemsize, dtype=_DTYPE, device=comm.device)
-    shard = torch.empty(whole.numel() // comm.size, dtype=_DTYPE, device=comm.device)
+    """With a whole tensor of at least `nbytes`, as many for each rank."""
+    shard_numel = -(-nbytes // (comm.size * _DTYPE.itemsize))
+    whole = torch.ones(shard_numel * comm.size, dtype=_DTYPE, device=comm.device)
+    shard = torch.empty(shard_numel, dtype=_DTYPE, device=comm.device)
     issues: dict[str, Callable[[], Pending]] = {
         "all_gather": lambda: comm.all_gather(whole),
         "reduce_scatter": lambda: comm.reduce_scatter(whole, shard),
         "all_reduce": lambda: comm.all_reduce(whole),
     }
-    for name in COLLECTIVES:
-        _time(comm, issues[name], _LEAST)  # connects, and touches memory
-        once = _time(comm, issues[name], _LEAST)
+    for name, issue in issues.items():
+        _time(comm, issue, _LEAST)  # connects, and touches memory
+        once = _time(comm, issue, _LEAST)
         wanted = min(max(int(seconds / _ROUNDS / once), _LEAST), _MOST)
         count = comm.control.min_ints([wanted])[0]  # the same on every rank
-        rounds = [_time(comm, issues[name], count) for _ in range(_ROUNDS)]
-        yield Timing(name, nbytes, comm.size, median(rounds))
+        rounds = [_time(comm, issue, count) for _ in range(_ROUNDS)]
+        yield Timing(name, whole.nbytes, comm.size, median(rounds))
 
 
 def _time(comm: Communicator, issue: Callable[[], Pending], count: int) -> float:
@@ -166,8 +134,6 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class _Place:
-    """This rank among all."""
-
     rank: int
     num_ranks: int
     local_rank: int
@@ -176,17 +142,18 @@ class _Place:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, in ranks that it starts or as one that was started.
-
-    Returns:
-        0.
-    """
+    """Measures, in ranks that it starts or as one that was started."""
     check_rates(args.rates)
     has_gpu = torch.cuda.is_available() and not args.on_cpu
     place = _launched_place()
     if place is None:
         _start(args, has_gpu)
         return 0
+    if place.num_ranks < 2:
+        raise ValueError(
+            "one rank has no link to measure; start at least two, as with torchrun "
+            "--nproc-per-node 2 or srun --ntasks 2."
+        )
     if args.devices is not None:
         raise ValueError(
             f"--devices starts ranks, and a launcher has started {place.num_ranks}; leave it out."
@@ -202,22 +169,13 @@ def _launched_place() -> _Place | None:
         rank, num_ranks, local_rank, port = (
             int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
         )
-        return _checked(_Place(rank, num_ranks, local_rank, environ["MASTER_ADDR"], port))
+        return _Place(rank, num_ranks, local_rank, environ["MASTER_ADDR"], port)
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if num_tasks > 1:  # else it may be a batch script, outside of srun
         slurm = SLURMEnvironment()
         rank, local_rank = slurm.global_rank(), slurm.local_rank()
-        return _checked(_Place(rank, num_tasks, local_rank, slurm.main_address, slurm.main_port))
+        return _Place(rank, num_tasks, local_rank, slurm.main_address, slurm.main_port)
     return None
-
-
-def _checked(place: _Place) -> _Place:
-    if place.num_ranks < 2:
-        raise ValueError(
-            "one rank has no link to measure; start at least two, as with torchrun "
-            "--nproc-per-node 2 or srun --ntasks 2."
-        )
-    return place
 
 
 def _start(args: argparse.Namespace, has_gpu: bool) -> None:
@@ -280,7 +238,7 @@ def _measure(place: _Place, args: argparse.Namespace, has_gpu: bool) -> None:
             timeout=timeout,
         )
         comm = Communicator(device, timeout=timeout)
-        report = measure_link(comm, sizes=args.sizes, seconds=args.seconds, say=say)
+        report = _measure_link(comm, args, say)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise RuntimeError(
@@ -296,55 +254,37 @@ def _measure(place: _Place, args: argparse.Namespace, has_gpu: bool) -> None:
 
 def _tell(report: LinkReport, title: str, args: argparse.Namespace) -> None:
     rate = round(report.link_rate / 1e9, 3)
-    if args.rates is not None:
-        write_rates(args.rates, {"link_gb_per_s": rate})
-    if args.json:
-        print(json.dumps({"ranks": title, **_as_dict(report), "link_gb_per_s": rate}, indent=2))
-        return
     for_plan = f"--link-gb-per-s {rate:g}"
     if args.rates is not None:
+        write_rates(args.rates, {"link_gb_per_s": rate})
         for_plan += f", or --rates {args.rates}"
-    print(f"{_as_text(report, title)}\nlightning-zero plan: {for_plan}")
-
-
-def _as_dict(report: LinkReport) -> dict[str, Any]:
-    return {
-        "timings": [
+    if args.json:
+        timings = [
             {
                 **vars(timing),
                 "algorithm_gib_per_s": timing.algorithm_rate / _GIB,
                 "bus_gib_per_s": timing.bus_rate / _GIB,
             }
             for timing in report.timings
-        ],
-        "latency_seconds": report.latencies,
-    }
-
-
-def _as_text(report: LinkReport, title: str) -> str:
-    latencies = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in report.latencies.items())
-    return "\n".join(
-        [
-            title,
-            table([_HEADER, *map(_row, report.timings)]),
-            f"latency: {latencies}",
-            paragraph(
-                "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, "
-                "bus bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce "
-                "2 (N-1)/N."
-            ),
         ]
-    )
-
-
-_HEADER = ["collective", "MiB", "us", "algorithm GiB/s", "bus GiB/s"]
-
-
-def _row(timing: Timing) -> list[str]:
-    return [
-        timing.collective,
-        f"{timing.nbytes / _MIB:.2f}",
-        f"{1e6 * timing.seconds:.0f}",
-        f"{timing.algorithm_rate / _GIB:.2f}",
-        f"{timing.bus_rate / _GIB:.2f}",
+        found = {"ranks": title, "timings": timings, "latency_seconds": report.latencies}
+        print(json.dumps({**found, "link_gb_per_s": rate}, indent=2))
+        return
+    header = ["collective", "MiB", "us", "algorithm GiB/s", "bus GiB/s"]
+    rows = [
+        [
+            timing.collective,
+            f"{timing.nbytes / _MIB:.2f}",
+            f"{1e6 * timing.seconds:.0f}",
+            f"{timing.algorithm_rate / _GIB:.2f}",
+            f"{timing.bus_rate / _GIB:.2f}",
+        ]
+        for timing in report.timings
     ]
+    latencies = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in report.latencies.items())
+    legend = paragraph(
+        "As in nccl-tests: MiB of the whole tensor, algorithm bandwidth these over time, bus "
+        "bandwidth what each of N ranks sends: (N-1)/N of them, in an all_reduce 2 (N-1)/N."
+    )
+    print(title, table([header, *rows]), f"latency: {latencies}", legend, sep="\n")
+    print(f"lightning-zero plan: {for_plan}")

@@ -28,11 +28,6 @@ _RELEASE_BYTES = 32 * 1024**2  # written between two releases of mapped memory
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the checkpoint.
-
-    Returns:
-        0.
-    """
     checkpoint, out = locate(args.checkpoint), locate(args.out)
     _check_places(checkpoint, out, args)
     max_shard_bytes = _max_shard_bytes(args, out)

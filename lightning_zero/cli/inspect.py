@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import Place, files_below, locate
-from lightning_zero.checkpoint.source import find_damage, has_checksums
-from lightning_zero.checkpoint.summary import format_of, summarize
+from lightning_zero.checkpoint.atomic import files_below, locate
+from lightning_zero.checkpoint.source import find_damage, format_of, has_checksums, summarize
 from lightning_zero.layout.sizes import in_words
 from lightning_zero.observe.tables import table
 
@@ -26,17 +25,14 @@ _FACTS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is in the checkpoint.
-
-    Returns:
-        0; 1 where some of it is damaged.
-    """
+    """Prints what is in the checkpoint; 1 where some of it is damaged."""
     name: str = args.checkpoint
     path = locate(name)
     if not path.exists():
         raise FileNotFoundError(f"{name} does not exist.")
     damage = find_damage(name) if args.verify else []
-    found: dict[str, Any] = {"path": name, "format": format_of(path), "files": _files(path)}
+    files = {path.name: path.stat().st_size} if path.is_file() else files_below(path)
+    found: dict[str, Any] = {"path": name, "format": format_of(path), "files": files}
     if args.verify:
         found |= {"has_checksums": has_checksums(path), "damage": damage}
     if not damage:
@@ -44,11 +40,6 @@ def run(args: argparse.Namespace) -> int:
         found |= summarize(opened)
     print(json.dumps(found, indent=2) if args.json else _text(found))
     return 1 if damage else 0
-
-
-def _files(path: Place) -> dict[str, int]:
-    """Bytes by file name."""
-    return {path.name: path.stat().st_size} if path.is_file() else files_below(path)
 
 
 def _text(found: Mapping[str, Any]) -> str:

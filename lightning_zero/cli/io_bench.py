@@ -12,8 +12,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -29,17 +28,9 @@ from lightning_zero.observe.tables import table
 from lightning_zero.tiers.disk import file_system_of, free_bytes
 from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
-from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
+from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 
-__all__ = [
-    "DiskReport",
-    "Rates",
-    "TierSettings",
-    "measure_disk",
-    "as_text",
-    "run",
-    "tier_rates",
-]
+__all__ = ["DiskReport", "DiskRates", "TierSettings", "as_text", "run"]
 
 _MIB = 2**20
 _GB = 1e9
@@ -50,15 +41,11 @@ _BLOCKS_MIB = (1, 2, 4, 8, 16)
 _THREADS = (1, 2, 4, 8)
 _ROUNDS = 3
 _BUFFERS = ((2, 16), (3, 16), (4, 16), (3, 32), (4, 32), (3, 64), (4, 64))  # count, MiB; ascending
-
-
 _Disk = tuple[NvmeStore, NvmeFile]
 
 
 @dataclass(frozen=True)
 class TierSettings:
-    """How the tier moves bytes."""
-
     block_bytes: int = 4 * _MIB
     num_threads: int = 4  # to read, and as many to write
     buffer_count: int = 4
@@ -71,11 +58,9 @@ class TierSettings:
 
     @property
     def buffers(self) -> tuple[int, int]:
-        """Count and bytes."""
         return self.buffer_count, self.buffer_bytes
 
     def describe(self) -> str:
-        """In a few words."""
         return (
             f"{self.num_threads} threads each way, blocks of {self.block_bytes // _MIB} MiB, "
             f"{self.buffer_count} buffers of {self.buffer_bytes // _MIB} MiB"
@@ -83,7 +68,7 @@ class TierSettings:
 
 
 @dataclass(frozen=True)
-class Rates:
+class DiskRates:
     """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
 
     read: float
@@ -93,15 +78,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class DiskReport:
-    """What `measure_disk` found."""
-
     path: Path
     file_system: str
     is_direct: bool
     nbytes: int  # of the file that was read and written
     settings: TierSettings  # the smallest that come near the best
     sweep: tuple[tuple[TierSettings, float], ...]  # mixed bytes per second
-    tier: Rates
+    tier: DiskRates
 
     def as_dict(self) -> dict[str, object]:
         """For JSON; rates in GB/s, 10^9 bytes."""
@@ -123,20 +106,13 @@ class DiskReport:
         }
 
 
-def measure_disk(
-    path: Path,
-    *,
-    nbytes: int,
-    seconds: float = 1.0,
-    say: Callable[[str], None] = lambda _: None,
-) -> DiskReport:
-    """Measure the disk of `path` with a file of its own, which goes whatever happens.
+def _measure_disk(path: Path, nbytes: int, seconds: float) -> DiskReport:
+    """With a file of its own, which goes whatever happens.
 
     Args:
         path: An existing directory.
         nbytes: Of the file; larger than the caches of the disk, if these shall not count.
         seconds: That each of about 20 measurements takes.
-        say: Told what is measured, line by line.
 
     Raises:
         OSError: The disk cannot be used, or fails.
@@ -149,26 +125,22 @@ def measure_disk(
             f"a file of {nbytes} bytes would fill {path}, where {free_bytes(path)} bytes are free; "
             f"measure with at most {int((1 - _LEAST_FREE) * free_bytes(path))}"
         )
-    say(f"writing files of {nbytes / _GB:.1f} GB")
-    settings, sweep = _sweep(path, nbytes, seconds, say)
+    _say(f"writing files of {nbytes / _GB:.1f} GB")
+    settings, sweep = _sweep(path, nbytes, seconds)
     with _opened(path, nbytes, settings) as (store, file):
-        say("reading, writing and both")
-        tier = tier_rates(store, file, settings, seconds=2 * seconds)
+        _say("reading, writing and both")
+        ways: list[dict[str, bool]] = [{"is_written": False}, {"is_read": False}, {}]
+        buffers = _noisy_buffers(settings)
+        rates = [
+            _rate(store, settings, _jobs(file, settings, **way), buffers, 2 * seconds)
+            for way in ways
+        ]
         kind, is_direct = file_system_of(path), store.is_direct
-    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, tier)
+    return DiskReport(path, kind, is_direct, nbytes, settings, sweep, DiskRates(*rates))
 
 
-def tier_rates(
-    store: NvmeStore, file: NvmeFile, settings: TierSettings, *, seconds: float
-) -> Rates:
-    """Rates of jobs that only read, only write, and do both, with no work between."""
-    reads = _jobs(file, settings, is_written=False)
-    writes = _jobs(file, settings, is_read=False)
-    both = _jobs(file, settings)
-    buffers = _noisy_buffers(settings)
-    return Rates(
-        *(_rate(store, settings, jobs, buffers, seconds) for jobs in (reads, writes, both))
-    )
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -186,13 +158,16 @@ def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
 
 
 def _sweep(
-    path: Path, nbytes: int, seconds: float, say: Callable[[str], None]
+    path: Path, nbytes: int, seconds: float
 ) -> tuple[TierSettings, tuple[tuple[TierSettings, float], ...]]:
     """Threads, then block size, then buffers; each time the smallest that is good enough."""
     tried: dict[TierSettings, float] = {}
 
     def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
-        """Measured by turns: what a disk gives changes with what it gave before."""
+        """The first of `candidates`, which ascend in cost, that comes near the best.
+
+        Measured by turns: what a disk gives changes with what it gave before.
+        """
         pools = {each.buffers: _noisy_buffers(each) for each in candidates}
         rounds = [
             [
@@ -203,9 +178,10 @@ def _sweep(
         ]
         rates = dict(zip(candidates, map(median, zip(*rounds, strict=True)), strict=True))
         for settings, rate in rates.items():
-            say(f"{rate / _GB:6.2f} GB/s mixed with {settings.describe()}")
+            _say(f"{rate / _GB:6.2f} GB/s mixed with {settings.describe()}")
         tried.update(rates)
-        return _smallest_good(rates)
+        enough = _GOOD_ENOUGH * max(rates.values())
+        return next(settings for settings, rate in rates.items() if rate >= enough)
 
     numbers = [TierSettings(num_threads=number) for number in _THREADS]
     with contextlib.ExitStack() as stack:
@@ -219,19 +195,13 @@ def _sweep(
     return best, tuple(tried.items())
 
 
-def _smallest_good(rates: dict[TierSettings, float]) -> TierSettings:
-    """The first of `rates`, which ascend in cost, that comes near the best."""
-    enough = _GOOD_ENOUGH * max(rates.values())
-    return next(settings for settings, rate in rates.items() if rate >= enough)
-
-
 def _jobs(
     file: NvmeFile, settings: TierSettings, *, is_read: bool = True, is_written: bool = True
-) -> list[Job]:
+) -> list[Task]:
     """Jobs over all of a file, a buffer each, that do nothing."""
     size = settings.buffer_bytes
     return [
-        Job(
+        Task(
             [FileRange(file, start, min(size, file.nbytes - start), is_written, is_read)],
             lambda views: None,
         )
@@ -242,7 +212,7 @@ def _jobs(
 def _rate(
     store: NvmeStore,
     settings: TierSettings,
-    jobs: Sequence[Job],
+    jobs: Sequence[Task],
     buffers: Sequence[Tensor],
     seconds: float,
 ) -> float:
@@ -277,22 +247,9 @@ def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
-
-    Returns:
-        0.
-
-    Raises:
-        OSError: The disk cannot be used.
-        ValueError: The file would be too small, or fill the disk.
-    """
     check_rates(args.rates)
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     with _terminated_as_exit():
-        report = measure_disk(args.path, nbytes=args.size, seconds=args.seconds, say=say)
+        report = _measure_disk(args.path, args.size, args.seconds)
     print(json.dumps(report.as_dict(), indent=2) if args.json else as_text(report))
     if args.rates is not None:
         write_rates(args.rates, {"io_gb_per_s": round(report.tier.mixed / _GB, 3)})
@@ -300,7 +257,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(report: DiskReport) -> str:
-    """What was found, for people."""
     rates = {name: f"{rate / _GB:.2f}" for name, rate in vars(report.tier).items()}
     best = report.settings
     direct = "O_DIRECT" if report.is_direct else "through the page cache, which flatters a disk"
@@ -316,7 +272,7 @@ def as_text(report: DiskReport) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _terminated_as_exit() -> Iterator[None]:
     """Let SIGTERM unwind, so that the file goes."""
 

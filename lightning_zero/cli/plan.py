@@ -1,16 +1,35 @@
-"""`lightning-zero plan`: what every stage and offload would take, before a job is submitted."""
+"""`lightning-zero plan`: what every stage and offload would take, before a job is submitted.
+
+What is planned is a model built without memory, a step of it, and settings; `plan_result` shows
+what was found.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib
+import inspect
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from lightning_zero.cli.plan_source import PRECISIONS, Precision, Source, of_arguments
-from lightning_zero.cli.plan_text import Row, as_dict, as_text, best_of
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_zero.cli.options import PRECISIONS
+from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
 from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
@@ -20,6 +39,9 @@ from lightning_zero.layout.recompute import find_checkpointed, outermost
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.trial import find_whole_tensors
 from lightning_zero.planner import (
+    SHAPES,
+    Decoder,
+    DecoderShape,
     Job,
     Machine,
     Rates,
@@ -29,35 +51,36 @@ from lightning_zero.planner import (
     estimate,
     find_repeats,
     make_optimizers,
+    shape_of_hugging_face,
     stretched,
     trace_step,
 )
+from lightning_zero.strategy.schema import register
+from lightning_zero.strategy.settings import auto_base
 
-__all__ = ["run"]
+__all__ = ["Source", "of_arguments", "run"]
+
+_CONF = Path(__file__).parents[1] / "conf"
+_Traces = tuple[StepTrace | None, StepTrace | None]  # as the module is, and with checkpointing
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans the job that `args` name, and prints what was found.
-
-    Returns:
-        0; 1 where nothing fits.
-    """
+    """Plans the job that `args` name, and prints what was found; 1 where nothing fits."""
     if args.plot is not None:
-        from lightning_zero.cli.plan_plot import check_plot
-
         check_plot(args.plot)
     source = of_arguments(args)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
         raise ValueError(f"precision {name!r} is none of {', '.join(PRECISIONS)}.")
-    precision = PRECISIONS[name]
-    if precision.module is not None:
-        source.module.to(precision.module)
     config = source.config
-    if config.param_dtype is None:
-        config = config.replace(param_dtype=precision.param)
-    if precision.autocast is not None:
+    autocast: torch.dtype | None = None
+    if name.endswith("-mixed"):
+        autocast = getattr(torch, PRECISIONS[name])
+        if config.param_dtype is None:
+            config = config.replace(param_dtype=autocast)
         config = config.under_autocast()
+    elif PRECISIONS[name]:
+        source.module.to(getattr(torch, PRECISIONS[name]))
     machine = _machine(args, source)
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
     dtypes = ZeroConfig(param_dtype=config.param_dtype, keep_float32=config.keep_float32)
@@ -66,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
     again = find_checkpointed(source.module, config.runs_again)
-    traces, note = _traces(source, whole, again, () if again else blocks, precision)
+    traces, note = _traces(source, whole, again, () if again else blocks, autocast)
     job = Job(
         source.module,
         optimizers,
@@ -74,7 +97,14 @@ def run(args: argparse.Namespace) -> int:
         whole_tensors=find_whole_tensors(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
-    rows = _rows(job, config, machine, traces)
+    plain, checkpointed = (replace(job, trace=trace) for trace in traces)
+    rows = [
+        Row(
+            estimate(choice, plain, machine),
+            None if traces[1] is None else estimate(choice, checkpointed, machine),
+        )
+        for choice in all_choices(config)
+    ]
     facts = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -91,8 +121,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(as_text(facts, rows, machine, best, note))
     if args.plot is not None:
-        from lightning_zero.cli.plan_plot import draw
-
         title = f"{source.title}, {name}, {machine.num_ranks} ranks"
         draw(rows, best["choice"] if best else None, machine, title, args.plot)
         print(f"plot: {args.plot}", file=sys.stderr)
@@ -103,9 +131,10 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
     num_ranks = args.ranks or source.settings.get("ranks")
     if not num_ranks:
         raise ValueError("say for how many ranks, such as --ranks 8.")
-    per_node = args.ranks_per_node or source.settings.get("ranks_per_node") or min(num_ranks, 8)
-    if args.ranks and not args.ranks_per_node:
-        per_node = min(num_ranks, 8)
+    per_node = args.ranks_per_node
+    if not per_node and not args.ranks:
+        per_node = source.settings.get("ranks_per_node")
+    per_node = per_node or min(num_ranks, 8)
     if num_ranks % per_node:
         raise ValueError(
             f"--ranks {num_ranks} are not on machines of {per_node} each; set --ranks-per-node."
@@ -113,6 +142,9 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
     device_bytes = args.device_memory
     if args.on_cpu and device_bytes is None and args.host_memory is not None:
         device_bytes = args.host_memory // per_node
+    # As the command line says, else a file, else as assumed.
+    rates = read_rates(args.rates) if args.rates is not None else {}
+    rates |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
     return Machine(
         num_ranks,
         per_node,
@@ -120,17 +152,8 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
         args.host_memory,
         args.disk,
         is_apart=not args.on_cpu,
-        rates=_rates(args),
+        rates=replace(Rates(), **{NAMES[name]: rate * 1e9 for name, rate in rates.items()}),
     )
-
-
-def _rates(args: argparse.Namespace) -> Rates:
-    """As the command line says, else a file, else as assumed."""
-    measured = read_rates(args.rates) if args.rates is not None else {}
-    given = {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
-    fields = dict(zip(NAMES, ("link", "cpu_link", "nvme", "memory"), strict=True))
-    used = {fields[name]: rate * 1e9 for name, rate in {**measured, **given}.items()}
-    return dataclasses.replace(Rates(), **used)
 
 
 def _traces(
@@ -138,16 +161,11 @@ def _traces(
     plan: Plan,
     again: Sequence[str],
     blocks: Sequence[str],
-    precision: Precision,
-) -> tuple[tuple[StepTrace | None, StepTrace | None], str]:
+    autocast: torch.dtype | None,
+) -> tuple[_Traces, str]:
     """The step as it is, and with activation checkpointing; and what cannot be told.
 
-    Args:
-        source: The module and its step.
-        plan: Of its units.
-        again: What runs again in any case.
-        blocks: What may run again.
-        precision: Of the step.
+    `again` runs again in any case, `blocks` may.
     """
     if source.step is None:
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
@@ -164,7 +182,7 @@ def _traces(
                 step,
                 units=[name for name in units if name not in gone],
                 dtypes=dtypes,
-                autocast=precision.autocast,
+                autocast=autocast,
                 checkpointed=[name for name in checkpointed if name not in gone],
             )
 
@@ -184,17 +202,254 @@ def _traces(
         return (plain, None), f"activation checkpointing is not counted: {error}"
 
 
-def _rows(
-    job: Job,
-    config: ZeroConfig,
-    machine: Machine,
-    traces: tuple[StepTrace | None, StepTrace | None],
-) -> list[Row]:
-    plain, checkpointed = (dataclasses.replace(job, trace=trace) for trace in traces)
-    return [
-        Row(
-            estimate(choice, plain, machine),
-            None if traces[1] is None else estimate(choice, checkpointed, machine),
+# -------------------------------------------------------------------- what is planned
+
+Step = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is to be planned.
+
+    Attributes:
+        title: For people.
+        module: On the meta device.
+        step: Computes a loss; None: nothing is known about inputs.
+        config: Sizes, and where they say so the folder and buffers of files.
+        settings: What a Hydra configuration says of `ranks`, `ranks_per_node`, `precision` and
+            `micro_batches`; None where it does not.
+    """
+
+    title: str
+    module: nn.Module
+    step: Step | None
+    config: ZeroConfig = field(default_factory=ZeroConfig)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def of_arguments(args: argparse.Namespace) -> Source:
+    """Builds what the command line names.
+
+    Raises:
+        ValueError: There is no such preset, module, class or setting, or it cannot be built.
+    """
+    if args.overrides and not args.config_name:
+        raise ValueError(
+            f"{args.overrides[0]!r} is an override of a Hydra configuration, and there is none; "
+            "use --config-name, or --arg for arguments of --module."
         )
-        for choice in all_choices(config)
-    ]
+    if args.model:
+        return _shape(args.model, args.batch, args.context)
+    if args.module:
+        return _class(args.module, args.arg, args.input)
+    return _hydra(args)
+
+
+def _shape(name: str, batch: int | None, context: int | None) -> Source:
+    context = context or 1024
+    shape = SHAPES.get(name) or _shape_in(Path(name))
+    if shape.context:  # learned positions
+        shape = replace(shape, context=context)
+    with torch.device("meta"):
+        module = Decoder(shape)
+    size = (batch or 1, context)
+
+    def step(model: nn.Module) -> Tensor:
+        ids = torch.zeros(size, dtype=torch.long)
+        logits = model(ids)
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+    return Source(f"{name}, batch {size[0]} x {size[1]} tokens", module, step)
+
+
+def _shape_in(path: Path) -> DecoderShape:
+    """As a `config.json` of Hugging Face says, or that of a folder."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"there is no model {str(path)!r}; there are {', '.join(SHAPES)}, and any config.json "
+            "of Hugging Face, or folder that holds one."
+        )
+    try:
+        config = json.loads(file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"expected an object, got {config!r:.40}.")
+        return shape_of_hugging_face(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source:
+    module_name, _, class_name = path.partition(":")
+    if not class_name:
+        raise ValueError(f"expected a module and a class as in my.code:Model, got {path!r}.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as for `python -m`
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"module {module_name} cannot be imported ({error}); name it as Python would, from "
+            "this folder or PYTHONPATH."
+        ) from error
+    factory = getattr(found, class_name, None)
+    if factory is None:
+        near = [
+            name
+            for name, kind in vars(found).items()
+            if inspect.isclass(kind) and issubclass(kind, nn.Module)
+            if kind.__module__ == module_name
+        ]
+        raise ValueError(
+            f"module {module_name} has no class {class_name}; it has {', '.join(near) or 'none'}."
+        )
+    for text in arguments:
+        if "=" not in text:
+            raise ValueError(f"--arg must be NAME=VALUE, got {text!r}.")
+    try:
+        keywords: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(arguments)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"--arg must be NAME=VALUE: {error}") from error
+    module = _build(class_name, lambda: factory(**keywords))
+    step = _on_shapes(inputs) if inputs else _on_example(module)
+    return Source(class_name, module, step)
+
+
+def _build(title: str, make: Callable[[], Any]) -> nn.Module:
+    """On the meta device, where nothing takes memory."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = make()
+            if isinstance(module, nn.Module) and not any(True for _ in module.parameters()):
+                getattr(module, "configure_model", lambda: None)()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if text.startswith("Error locating target"):
+            reason = " ".join(str(error.__cause__ or text).split())
+            raise ValueError(
+                f"{title} cannot be imported ({reason[:300]}); put the folder of its code on "
+                "PYTHONPATH."
+            ) from error
+        raise ValueError(
+            f"{title} cannot be built on the meta device, where tensors have no values "
+            f"({type(error).__name__}: {text[:300]}); give its arguments with --arg "
+            "or as overrides, and let weights be loaded in setup()."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{title} is a {type(module).__name__}, expected a torch.nn.Module.")
+    return module
+
+
+def _on_shapes(inputs: Sequence[str]) -> Step:
+    made = [_parse_input(text) for text in inputs]
+
+    def step(model: nn.Module) -> Tensor:
+        return _as_loss(model(*(torch.zeros(shape, dtype=dtype) for shape, dtype in made)))
+
+    return step
+
+
+def _parse_input(text: str) -> tuple[tuple[int, ...], torch.dtype]:
+    size, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    if not isinstance(dtype, torch.dtype) or not all(part.isdigit() for part in size.split("x")):
+        raise ValueError(
+            f"expected an input as 8x3x224x224 or 8x1024:int64, got {text!r}; one --input for each "
+            "argument of forward."
+        )
+    return tuple(map(int, size.split("x"))), dtype
+
+
+def _on_example(module: nn.Module) -> Step | None:
+    """Lightning's own attribute for this, where a module has it."""
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        return None
+
+    def step(model: nn.Module) -> Tensor:
+        real = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), example)
+        if isinstance(real, Mapping):
+            return _as_loss(model(**real))
+        return _as_loss(model(*real) if isinstance(real, tuple) else model(real))
+
+    return step
+
+
+def _as_loss(output: Any) -> Tensor:
+    """Of what a model gives, one number on which every output depends."""
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise ValueError("the model's outputs do not depend on any trained parameter.")
+    return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+
+
+# -------------------------------------------------------------------- Hydra
+
+
+def _hydra(args: argparse.Namespace) -> Source:
+    folder = Path(args.config_dir).resolve() if args.config_dir else _CONF.resolve()
+    if not folder.is_dir():
+        raise ValueError(f"--config-dir {folder} is no folder.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    register()  # what the files of conf refer to
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+            config = compose(args.config_name, overrides=args.overrides)
+        for part in ("model", "trainer"):
+            if part not in config:
+                raise ValueError(f"{args.config_name} in {folder} has no `{part}`.")
+        module = _build("model", lambda: instantiate(config.model))
+        settings, base = _trainer_settings(config), _strategy_settings(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{error}; {error.__cause__ or ''}".strip("; ")) from error
+    batch = args.batch or OmegaConf.select(config, "data.batch_size")
+    context = args.context or OmegaConf.select(config, "data.context")
+    title = str(OmegaConf.select(config, "model._target_")).rpartition(".")[2]
+    step = _on_shapes(args.input) if args.input else _on_tokens(module, batch, context)
+    if step is not None and not args.input:
+        title += f", batch {batch} x {context} tokens"
+    return Source(title, module, step, base, settings)
+
+
+def _on_tokens(module: nn.Module, batch: int | None, context: int | None) -> Step | None:
+    """The training step of a language model, as `examples/language_model.py` has it."""
+    if not batch or not context or not hasattr(module, "training_step"):
+        return _on_example(module)
+
+    def step(model: Any) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no Trainer to log to
+            output = model.training_step(torch.zeros(batch, context + 1, dtype=torch.uint8), 0)
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        return loss
+
+    return step
+
+
+def _strategy_settings(config: DictConfig) -> ZeroConfig:
+    """Those of `trainer.strategy`, of whichever stage they are.
+
+    Raises:
+        ValueError: Settings that no stage takes together.
+    """
+    strategy = OmegaConf.select(config, "trainer.strategy")
+    given: dict[str, Any] = {}
+    for name in inspect.signature(ZeroConfig).parameters:
+        if name != "stage" and isinstance(strategy, DictConfig) and name in strategy:
+            value = strategy[name]
+            given[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return auto_base(given)
+
+
+def _trainer_settings(config: DictConfig) -> dict[str, Any]:
+    devices = OmegaConf.select(config, "trainer.devices", throw_on_resolution_failure=False)
+    nodes = OmegaConf.select(config, "trainer.num_nodes") or 1
+    return {
+        "ranks": devices * nodes if isinstance(devices, int) else None,
+        "ranks_per_node": devices if isinstance(devices, int) else None,
+        "precision": OmegaConf.select(config, "trainer.precision"),
+        "micro_batches": OmegaConf.select(config, "trainer.accumulate_grad_batches"),
+    }

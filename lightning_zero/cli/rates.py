@@ -9,8 +9,13 @@ from pathlib import Path
 
 __all__ = ["NAMES", "check_rates", "read_rates", "write_rates"]
 
-# GB are 10^9 bytes.
-NAMES = ("link_gb_per_s", "cpu_link_gb_per_s", "io_gb_per_s", "memory_gb_per_s")
+# As `Rates` of the planner calls them; GB are 10^9 bytes.
+NAMES = {
+    "link_gb_per_s": "link",
+    "cpu_link_gb_per_s": "cpu_link",
+    "io_gb_per_s": "nvme",
+    "memory_gb_per_s": "memory",
+}
 
 
 def read_rates(path: Path) -> dict[str, float]:

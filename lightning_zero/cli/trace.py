@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lightning_zero.observe.chrome import ON_CPU, chrome_trace
-from lightning_zero.observe.files import find_recordings, read_step, steps_in
-from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_timeline
+from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, write_trace
+from lightning_zero.observe.recordings import ON_CPU, find_recordings, read_step, steps_in
 from lightning_zero.observe.tables import table
 from lightning_zero.record.spans import Kind, Recording
 
 __all__ = ["run"]
 
 _GIB = 1024**3
-_HEADER = ("", "GiB", "in flight s", "hidden s", "exposed s", "GiB/s")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes traces and pictures, and prints what was hidden.
-
-    Returns:
-        0.
-    """
     folder = find_recordings(args.run_directory)
     out: Path = args.out or folder.parent
     for step in steps_in(folder) if args.step is None else [args.step]:
         recordings = read_step(folder, step)
         out.mkdir(parents=True, exist_ok=True)
-        paths = [out / f"trace_step_{step}.json"]
-        trace = chrome_trace(recordings)
-        paths[0].write_text(json.dumps(trace))
-        if has_matplotlib():
-            paths.append(out / f"trace_step_{step}.png")
-            plot_timeline(recordings, paths[1])
+        paths = write_trace(recordings, out)
         print("\n".join([*_text(recordings), *map(str, paths), ""]))
     if not has_matplotlib():
         print(f"no picture: {HOW_TO_DRAW}")
@@ -44,11 +31,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(recordings: Sequence[Recording]) -> Iterator[str]:
-    """The table, and how long ranks waited."""
     seconds = max(recording.seconds for recording in recordings)
     ranks = f"{len(recordings)} ranks, means over them" if len(recordings) > 1 else "1 rank"
     yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
-    lines = [list(_HEADER)]
+    lines = [["", "GiB", "in flight s", "hidden s", "exposed s", "GiB/s"]]
     for kind in Kind:
         rows = [_values(recording, kind) for recording in recordings]
         values = [fmean(column) for column in zip(*rows, strict=True)]

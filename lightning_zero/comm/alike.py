@@ -27,17 +27,13 @@ Facts = Mapping[str, Mapping[str, str]]  # by subject, such as "parameter 0.weig
 def compare(control: Control, facts: Facts, failure: Exception | None = None) -> None:
     """Raises on every rank where facts differ, or where any rank has failed. Collective.
 
-    Args:
-        control: Between the ranks.
-        facts: This rank's.
-        failure: Why this rank cannot go on by itself; raised here, after the others know it.
+    `failure` is why this rank cannot go on by itself; it is raised after the others know it.
 
     Raises:
         ValueError: Facts differ; names the first difference, by rank.
         OSError, RuntimeError: Another rank has failed; says which and how.
     """
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    own = _hash(facts, text)
+    own = _hash(facts, tell(failure))
     least, minus_most = control.min_ints([own, -own])
     if least == -minus_most:
         if failure is not None:
@@ -49,11 +45,7 @@ def compare(control: Control, facts: Facts, failure: Exception | None = None) ->
 
 
 def check_alike(everyone: Sequence[Facts]) -> None:
-    """Raises a ValueError that names the first difference between facts, if there is one.
-
-    Args:
-        everyone: The facts of every rank, by rank.
-    """
+    """Raises a ValueError that names the first difference between facts, given by rank."""
     difference = _first_difference(everyone)
     if difference is not None:
         raise ValueError(
@@ -63,7 +55,7 @@ def check_alike(everyone: Sequence[Facts]) -> None:
         )
 
 
-def _hash(facts: Facts, failure: str | None) -> int:
+def _hash(facts: Facts, failure: tuple[str, int | None] | None) -> int:
     ordered = [(subject, sorted(fields.items())) for subject, fields in facts.items()]
     digest = hashlib.sha256(repr((ordered, failure)).encode()).digest()
     return int.from_bytes(digest[:7], "big")  # it and its negative are int64

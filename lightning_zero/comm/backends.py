@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.comm.world import has_world
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.tensors.buffer import Scratch
 
-__all__ = [
-    "ClosedBackend",
-    "Backend",
-    "GlooAllReduce",
-    "DeviceBackend",
-    "GlooBackend",
-    "Source",
-    "backend_for",
-]
+__all__ = ["Backend", "Cuts", "DeviceBackend", "GlooBackend", "Source", "backend_for"]
 
 # New names of torch 2.13; 2.11 has only the old ones.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -33,96 +26,78 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-
 Source = Tensor | Callable[[Tensor], object]  # 1-D, or what fills a 1-D tensor on any stream
+Cuts = Sequence[int] | None  # elements of each rank's part; None: all alike
 
 
-class Backend(Protocol):
-    """How the data plane moves flat tensors. See `Communicator` for the arguments."""
+class Backend:
+    """How the data plane moves flat tensors. This one itself moves none: its groups are gone."""
 
-    def fill(
-        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
-    ) -> None:
+    def fill(self, whole: Tensor, source: Source, cuts: Cuts = None, name: str = "") -> None:
         """Takes this rank's part of `whole` from `source`, before its gather."""
 
-    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
+    def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
         """Fills `whole` in place from every rank's own part."""
+        raise _closed()
 
-    def reduce_scatter(
-        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
-    ) -> Pending:
-        """Leaves this rank's part of the mean in `out`."""
+    def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
+        """Leaves this rank's part of the mean in `out`, and anything in `whole`."""
+        raise _closed()
 
     def all_reduce(self, whole: Tensor) -> Pending:
         """Averages `whole` in place."""
+        raise _closed()
 
     def wait_for_sent(self) -> None:
         """Waits until `fill` has copied what it was given."""
 
 
+def _closed() -> RuntimeError:
+    return RuntimeError("the engine is closed; no collective is possible any more.")
+
+
 def backend_for(device: torch.device) -> str:
-    """The default group's backend for tensors of `device`; a group may have one for each kind."""
-    backend = str(dist.get_backend())
+    """The backend for tensors of `device`: the default group may have one for each kind."""
+    backend = str(dist.get_backend()) if has_world() else "undefined"
     if backend != "undefined":
         return backend
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-class ClosedBackend:
-    """Takes the place of an exchange whose group is gone."""
-
-    def fill(
-        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
-    ) -> None:
-        """Nothing: the gather that follows is refused."""
-
-    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
-        """See `Backend`."""
-        raise RuntimeError("the engine is closed; no collective is possible any more.")
-
-    def reduce_scatter(
-        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
-    ) -> Pending:
-        """See `Backend`."""
-        return self.all_gather(whole)
-
-    def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Backend`."""
-        return self.all_gather(whole)
-
-    def wait_for_sent(self) -> None:
-        """See `Backend`."""
-
-
 @dataclass
-class _Works:
-    """Gloo's work handles, and what remains to be done once they have arrived."""
+class _UnderWay:
+    """A collective, its tensors alive until it has arrived, and what remains to be done then."""
 
-    works: list[Any]
+    works: list[Any]  # gloo's handles
     tensors: tuple[Tensor, ...] = ()
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
+    event: streams.Event | None = None  # of a side stream, for which the current one waits
     marks: tuple[Mark, Mark] | None = None
 
     def wait(self) -> None:
-        """See `Pending`."""
         while self.works:  # gloo's may be waited for once only, also if a later one fails
             self.works.pop(0).wait()
         finish, self.finish = self.finish, None  # once only: it may send, too
         if finish is not None:
             finish()
-        self.tensors = ()
+        if self.event is not None:
+            streams.current(self.tensors[0].device).wait_event(self.event)
+        self.event, self.tensors = None, ()
 
 
-class GlooBackend:
+class GlooBackend(Backend):
     """Direct sends between every pair of ranks, for gloo.
 
     Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
     through a staging buffer. Here every rank sends each peer its part and adds what it receives, so
     that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in
-    the dtype of the result, the same on every run. An all-reduce is gloo's own.
+    the dtype of the result, the same on every run. An all-reduce is gloo's own, which goes on in
+    its threads whether anybody waits or not.
 
     Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast
-    on one machine, but N collectives whose roots take turns).
+    on one machine, but N collectives whose roots take turns). For the all-reduce a reduction and a
+    gather peer to peer: the gather could begin only when somebody waits, and ranks that wait at
+    different points of a backward would wait for each other.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -130,32 +105,30 @@ class GlooBackend:
         self._rank = rank
         self._size = size
         self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
-        self._summing = GlooAllReduce(group, size)
         # Tags pair messages: gathers count in even numbers, reductions in odd ones.
         self._gather_tag = 0
         self._reduce_tag = 1
 
-    def fill(
-        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
-    ) -> None:
-        """See `Backend`."""
+    def fill(self, whole: Tensor, source: Source, cuts: Cuts = None, name: str = "") -> None:
         own = _part(whole, self._rank, self._size, cuts)
         if isinstance(source, Tensor):
             own.copy_(source)
         else:
             source(own)
 
-    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
-        """See `Backend`."""
-        self._gather_tag += 2
-        return self._gather(whole, self._gather_tag, cuts)
-
-    def reduce_scatter(
-        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
-    ) -> Pending:
-        """See `Backend`."""
+    def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
         if self._size == 1:
-            return _Works([], (whole, out), lambda: _mean_in_rank_order([whole], out))
+            return _UnderWay([])
+        if whole.device.type != "cpu":
+            return self._staged(whole, lambda cpu: self.all_gather(cpu, cuts), whole.copy_)
+        parts = _parts(whole, self._size, cuts)
+        self._gather_tag += 2
+        works = self._trade([parts[self._rank]] * self._size, parts, self._gather_tag)
+        return _UnderWay(works, (whole,))
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
+        if self._size == 1:
+            return _UnderWay([], (whole, out), lambda: _mean_in_rank_order([whole], out))
         if whole.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._staged(
@@ -176,22 +149,13 @@ class GlooBackend:
                 if peer != self._rank:
                     self.scratch.give(part)
 
-        return _Works(works, (whole, out), finish)
+        return _UnderWay(works, (whole, out), finish)
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Backend`."""
-        return self._summing.all_reduce(whole) if self._size > 1 else _Works([])
-
-    def wait_for_sent(self) -> None:
-        """See `Backend`. Sources are copied at once here."""
-
-    def _gather(self, whole: Tensor, tag: int, cuts: Sequence[int] | None = None) -> Pending:
         if self._size == 1:
-            return _Works([])
-        if whole.device.type != "cpu":
-            return self._staged(whole, lambda cpu: self._gather(cpu, tag, cuts), whole.copy_)
-        parts = _parts(whole, self._size, cuts)
-        return _Works(self._trade([parts[self._rank]] * self._size, parts, tag), (whole,))
+            return _UnderWay([])
+        work = dist.all_reduce(whole, group=self._group, async_op=True)
+        return _UnderWay([work], (whole,), lambda: whole.mul_(1 / self._size))
 
     def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
         """Posts `sends[peer]` to and `receives[peer]` from each peer, the next neighbour first."""
@@ -215,51 +179,15 @@ class GlooBackend:
             pending.wait()
             finish(staged)
 
-        return _Works([], (whole, staged), copy_back)
+        return _UnderWay([], (whole, staged), copy_back)
 
 
-class GlooAllReduce:
-    """Gloo's own all-reduce, which goes on in its threads whether anybody waits or not.
-
-    Alternatives considered: a reduction and a gather peer to peer. The gather could begin only when
-    somebody waits, and ranks that wait at different points of a backward would wait for each other.
-    """
-
-    def __init__(self, group: Any, size: int) -> None:
-        self._group = group
-        self._size = size
-
-    def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Backend`."""
-        return _Summing(dist.all_reduce(whole, group=self._group, async_op=True), whole, self._size)
-
-
-class _Summing:
-    """A sum under way, which becomes a mean."""
-
-    marks: tuple[Mark, Mark] | None = None
-
-    def __init__(self, work: Any, tensor: Tensor, size: int) -> None:
-        self._work = work
-        self._tensor: Tensor | None = tensor
-        self._size = size
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        work, self._work = self._work, None  # gloo's may be waited for once only
-        if work is not None:
-            work.wait()
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None:
-            tensor.mul_(1 / self._size)
-
-
-def _parts(whole: Tensor, size: int, cuts: Sequence[int] | None) -> list[Tensor]:
+def _parts(whole: Tensor, size: int, cuts: Cuts) -> list[Tensor]:
     """Every rank's part of a flat tensor, views: equal ones, or as long as `cuts` says."""
     return list(whole.chunk(size) if cuts is None else whole.split(list(cuts)))
 
 
-def _part(whole: Tensor, rank: int, size: int, cuts: Sequence[int] | None) -> Tensor:
+def _part(whole: Tensor, rank: int, size: int, cuts: Cuts) -> Tensor:
     """One rank's part, without views of the others."""
     if cuts is None:
         numel = whole.numel() // size
@@ -288,22 +216,7 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
     out.mul_(1 / len(terms))
 
 
-@dataclass
-class _Event:
-    """A side stream's collective: (tensors, event), alive until the current stream waits for it."""
-
-    event: streams.Event | None
-    tensors: tuple[Tensor, ...] = ()
-    marks: tuple[Mark, Mark] | None = None
-
-    def wait(self) -> None:
-        """See `Pending`."""
-        if self.event is not None:
-            streams.current(self.tensors[0].device).wait_event(self.event)
-        self.event, self.tensors = None, ()
-
-
-class DeviceBackend:
+class DeviceBackend(Backend):
     """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
 
     Parts of different lengths go through the calls that take lists: NCCL has one broadcast or
@@ -342,12 +255,10 @@ class DeviceBackend:
         self._gather_stream = streams.make_stream(device, is_high_priority=True)
         self._reduce_stream = streams.make_stream(device, is_high_priority=True)
         # NCCL scales before it adds, so that a sum of float16 does not overflow.
-        self._has_mean = group is not None and backend_for(device) == "nccl"
+        self._has_mean = backend_for(device) == "nccl"
+        self._op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
 
-    def fill(
-        self, whole: Tensor, source: Source, cuts: Sequence[int] | None = None, name: str = ""
-    ) -> None:
-        """See `Backend`."""
+    def fill(self, whole: Tensor, source: Source, cuts: Cuts = None, name: str = "") -> None:
         own = _part(whole, self._rank, self._size, cuts)
         with self._on(self._copy_stream):
             if isinstance(source, Tensor):
@@ -358,8 +269,7 @@ class DeviceBackend:
         if self._gather_stream is not None and self._copy_stream is not None:
             self._gather_stream.wait_stream(self._copy_stream)
 
-    def all_gather(self, whole: Tensor, cuts: Sequence[int] | None = None) -> Pending:
-        """See `Backend`."""
+    def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
         with self._on(self._gather_stream):
             began = self._recorder.mark()
             if self._group is not None:
@@ -369,41 +279,34 @@ class DeviceBackend:
                 else:
                     parts = _parts(whole, self._size, cuts)
                     dist.all_gather(parts, own, group=self._gather_group)
-            return self._event(self._gather_stream, began, whole)
+            return self._under_way(self._gather_stream, began, whole)
 
-    def reduce_scatter(
-        self, whole: Tensor, out: Tensor, cuts: Sequence[int] | None = None
-    ) -> Pending:
-        """See `Backend`."""
+    def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is None:
                 out.copy_(whole)
-                return self._event(self._reduce_stream, began, whole, out)
+                return self._under_way(self._reduce_stream, began, whole, out)
             source = whole.to(out.dtype)
-            op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
             if cuts is None:
-                _reduce_scatter_single(out, source, op=op, group=self._group)
+                _reduce_scatter_single(out, source, op=self._op, group=self._group)
             else:
                 parts = _parts(source, self._size, cuts)
-                dist.reduce_scatter(out, parts, op=op, group=self._group)
+                dist.reduce_scatter(out, parts, op=self._op, group=self._group)
             if not self._has_mean:
                 out.mul_(1 / self._size)
-            return self._event(self._reduce_stream, began, whole, out)
+            return self._under_way(self._reduce_stream, began, whole, out)
 
     def all_reduce(self, whole: Tensor) -> Pending:
-        """See `Backend`."""
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is not None:
-                op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
-                dist.all_reduce(whole, op=op, group=self._group)
+                dist.all_reduce(whole, op=self._op, group=self._group)
                 if not self._has_mean:
                     whole.mul_(1 / self._size)
-            return self._event(self._reduce_stream, began, whole)
+            return self._under_way(self._reduce_stream, began, whole)
 
     def wait_for_sent(self) -> None:
-        """See `Backend`."""
         if self._copy_stream is not None:
             self._copy_stream.synchronize()
 
@@ -412,7 +315,10 @@ class DeviceBackend:
             stream.wait_stream(streams.current(stream.device))
         return streams.on(stream)
 
-    def _event(self, stream: streams.Stream | None, began: Mark | None, *tensors: Tensor) -> _Event:
+    def _under_way(
+        self, stream: streams.Stream | None, began: Mark | None, *tensors: Tensor
+    ) -> Pending:
         ended = self._recorder.mark()
         event = stream.record_event() if stream is not None else None
-        return _Event(event, tensors, (began, ended) if began and ended else None)
+        marks = (began, ended) if began and ended else None
+        return _UnderWay([], tensors, event=event, marks=marks)

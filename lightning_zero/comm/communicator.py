@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
-from uuid import uuid4
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,38 +25,22 @@ from torch import Tensor
 
 from lightning_zero.comm.backends import (
     Backend,
-    ClosedBackend,
+    Cuts,
     DeviceBackend,
-    GlooAllReduce,
     GlooBackend,
     Source,
     backend_for,
 )
-from lightning_zero.comm.channel import Channel
-from lightning_zero.comm.control import Control
-from lightning_zero.comm.groups import Axes, cut_connections, open_axes
-from lightning_zero.comm.watchdog import Watchdog
+from lightning_zero.comm.control import Channel, Control
+from lightning_zero.comm.watchdog import Watchdog, next_name
+from lightning_zero.comm.world import cut_connections, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
-from lightning_zero.record.recorder import Pending, Recorder
+from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
 
-__all__ = ["AllReduce", "Communicator", "Pending", "replica_backend"]
-
-
-class AllReduce(Protocol):
-    """Averages over the ranks that hold the same shard."""
-
-    def all_reduce(self, whole: Tensor) -> Pending:
-        """Averages `whole` in place."""
-
-
-def replica_backend(group: Any, mesh: Mesh, device: torch.device, recorder: Recorder) -> AllReduce:
-    """How a shard is averaged over `group`, on a stream of its own where there are streams."""
-    if backend_for(device) == "gloo":
-        return GlooAllReduce(group, mesh.num_replicas)
-    return DeviceBackend(None, group, mesh.replica_rank, mesh.num_replicas, device, recorder)
+__all__ = ["Communicator", "Pending"]
 
 
 class Communicator:
@@ -73,27 +57,19 @@ class Communicator:
         watchdog: Tells of the failures of other ranks; None: one of its own.
         report_after_s: Of a watchdog of its own.
 
-    Attributes:
-        rank: In the world, as agreements count.
-        size: Of the world.
-        mesh: Which ranks share shards with this one, and which hold the same.
-        rallies: After an exception on one rank all ranks are brought together by `rally`, or end.
-        recorder: Of what goes on in this process.
-        control: What ranks tell each other.
-        meet: Brings the ranks together before a collective on request, and finds out those that do
-            not come; whoever decides on the order of collectives puts it here.
-
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
         ValueError: The group size does not divide the world size.
     """
 
-    rank: int
-    size: int
-    mesh: Mesh
-    rallies: bool
-    recorder: Recorder
-    control: Control
+    rank: int  # in the world, as agreements count
+    size: int  # of the world
+    mesh: Mesh  # which ranks share shards with this one, and which hold the same
+    rallies: bool  # after an exception on one rank all are brought together by `rally`, or end
+    recorder: Recorder  # of what goes on in this process
+    control: Control  # what ranks tell each other
+    # Brings the ranks together before a collective on request, and finds out those that do not
+    # come; whoever decides on the order of collectives puts it here.
     meet: Callable[[str], object]
 
     def __init__(
@@ -106,51 +82,39 @@ class Communicator:
         watchdog: Watchdog | None = None,
         report_after_s: float | None = None,
     ) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if not is_distributed and launched > 1:
+        if not has_world() and launched > 1:
             raise RuntimeError(
                 f"{launched} ranks were launched, but there is no process group, so that each "
                 "would train alone; call torch.distributed.init_process_group() before Engine(...)."
             )
-        self.rank = dist.get_rank() if is_distributed else 0
-        self.size = dist.get_world_size() if is_distributed else 1
+        if watchdog is not None:
+            watchdog.raise_if_failed()
+        self.rank = dist.get_rank() if has_world() else 0
+        self.size = world_size()
         self.device = device
         self.meet = lambda name: None
+        self.rallies = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = Scratch(device)
         self._timeout = timeout
-        if watchdog is not None:
-            watchdog.raise_if_failed()
-        self._group: Any = None  # small sums and broadcasts
-        self._axes: Axes | None = None  # data; the group above among them
+        self._group: Any = None  # of all ranks, for data
+        self._groups: list[Any] = []  # that one and those along the axes; as they are destroyed
+        self._backend = Backend()  # along the shard axis
+        self._replicas: Backend | None = None  # along the replica axis
         self._is_aborted = False  # by this rank
         self._is_cut = False  # nothing collective is possible
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
-        self._replicas: AllReduce | None = None
-        self._backend: Backend = ClosedBackend()
+        name = "" if self.rallies else next_name(self.rank)  # before one rank alone can fail
         self._open_group()
-        # The fake backend stands for N ranks in one process; gloo would wait for the others.
-        backend = "fake" if is_distributed and backend_for(device) == "fake" else "gloo"
-        self.control = Control(
-            self.recorder,
-            rank=self.rank,
-            size=self.size,
-            backend=backend,
-            timeout=timeout,
-            watchdog=watchdog or Watchdog("", rank=self.rank, size=1),
-        )
-        self._owns_watchdog = watchdog is None
-        self.rallies = watchdog is not None
-        if self._owns_watchdog:
-            name = self.control.broadcast_object(uuid4().hex)
-            self.control.watchdog = Watchdog(
-                name, rank=self.rank, size=self.size, report_after_s=report_after_s
-            )
-            end = weakref.finalize(self, self.control.watchdog.stop)
+        self.control = Control(self.recorder, rank=self.rank, size=self.size, timeout=timeout)
+        if watchdog is None:
+            watchdog = Watchdog(name, rank=self.rank, size=self.size, report_after_s=report_after_s)
+            end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the process ends the watch
-        self.control.watchdog.on_failure(self._cut)
+        self.control.watchdog = watchdog
+        watchdog.on_failure(self._cut)
         try:
             if compare is not None:
                 compare(self.control)
@@ -158,7 +122,7 @@ class Communicator:
         except BaseException:
             self.close()
             raise
-        self._backend = self._open_backend()
+        self._open_axes()
 
     def free_scratch(self) -> None:
         """Frees what was kept for the next reduction."""
@@ -167,35 +131,35 @@ class Communicator:
             self._backend.scratch.clear()
 
     def _open_group(self) -> None:
-        """Makes the group of all ranks for data. Collective."""
-        if dist.is_available() and dist.is_initialized():
+        """Collective."""
+        if has_world():
             self._group = dist.new_group(timeout=self._timeout)
-            self._axes = Axes(self._group, shard=self._group)  # until there are others
+            self._groups = [self._group]
 
-    def _open_backend(self) -> Backend:
-        """Makes the groups along the axes of the mesh. Collective."""
-        mesh = self.mesh
-        if self._group is None and self.device.type == "cuda":
-            return DeviceBackend(None, None, 0, 1, self.device, self.recorder)
-        if self._group is None:
-            return GlooBackend(None, 0, 1)
-        is_gloo = backend_for(self.device) == "gloo"
-        axes = self._axes = open_axes(
-            mesh, self._group, has_gather_group=not is_gloo, timeout=self._timeout
-        )
-        if axes.replica is not None:
-            self._replicas = replica_backend(axes.replica, mesh, self.device, self.recorder)
-        if is_gloo:
-            return GlooBackend(axes.shard, mesh.shard_rank, mesh.num_shards)
-        groups, own = (axes.gather, axes.shard), mesh.shard_rank
-        return DeviceBackend(*groups, own, mesh.num_shards, self.device, self.recorder)
+    def _open_axes(self) -> None:
+        """Makes the groups along the axes of the mesh, in one order on all ranks. Collective."""
+        mesh, shard = self.mesh, self._group
+        gather = replica = None
+        if self._group is not None:
+            along = partial(dist.new_subgroups_by_enumeration, timeout=self._timeout)
+            if mesh.num_replicas > 1:
+                shard, _ = along(mesh.groups())
+            if backend_for(self.device) != "gloo":
+                gather, _ = along(mesh.groups())
+            if mesh.num_replicas > 1:
+                replica, _ = along(mesh.replicas())
+                self._replicas = self._along(replica, mesh.replica_rank, mesh.num_replicas)
+            made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
+            self._groups = [*made, self._group]
+        self._backend = self._along(shard, mesh.shard_rank, mesh.num_shards, gather)
+
+    def _along(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
+        if backend_for(self.device) == "gloo":
+            return GlooBackend(group, rank, size)
+        return DeviceBackend(gather_group, group, rank, size, self.device, self.recorder)
 
     def all_gather(
-        self,
-        whole: Tensor,
-        name: str = "",
-        source: Source | None = None,
-        cuts: Sequence[int] | None = None,
+        self, whole: Tensor, name: str = "", source: Source | None = None, cuts: Cuts = None
     ) -> Pending:
         """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
 
@@ -212,15 +176,15 @@ class Communicator:
         return self._issue(Kind.GATHER, name, sent, self._backend.all_gather, whole, cuts)
 
     def reduce_scatter(
-        self, whole: Tensor, out: Tensor, name: str = "", cuts: Sequence[int] | None = None
+        self, whole: Tensor, out: Tensor, name: str = "", cuts: Cuts = None
     ) -> Pending:
         """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
 
         Args:
             whole: 1-D, all shards. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
-            name: Bucket, for profiler and recorder.
-            cuts: Elements of each rank's shard; None: all alike.
+            name: See `all_gather`.
+            cuts: See there.
         """
         # Elsewhere than peer to peer they travel in the dtype of the sum.
         dtype = whole.dtype if isinstance(self._backend, GlooBackend) else out.dtype
@@ -254,24 +218,17 @@ class Communicator:
     def sum_over_shards_(self, tensor: Tensor, name: str = "a sum over shards") -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
 
-        Replicas hold equal shards, of which the first counts.
-
-        Args:
-            tensor: Of any shape and dtype.
-            name: What it is of: the same on every rank.
+        Replicas hold equal shards, of which the first counts. `name`, what it is of, is the same on
+        every rank.
         """
         if self.mesh.replica_rank:
             tensor.zero_()
         return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name)
 
     def max_(self, tensor: Tensor, name: str = "a maximum over ranks") -> Tensor:
-        """Takes the elementwise maximum of a small tensor over ranks in place and waits.
+        """Likewise the elementwise maximum over ranks.
 
         A NaN of any rank stays one, which backends do not promise.
-
-        Args:
-            tensor: Of any shape and dtype.
-            name: What it is of: the same on every rank.
         """
         if not tensor.is_floating_point():
             return self._all_reduce_small(tensor, dist.ReduceOp.MAX, name)
@@ -303,28 +260,21 @@ class Communicator:
         return channel
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Makes the other ranks fail where they wait for this one. Does not wait for them.
+        """Makes the other ranks fail where they wait for this one, and read of `error`.
 
-        Args:
-            error: Why; they read of it.
+        Does not wait for them.
         """
         if not self.control.is_open or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True
         self.control.watchdog.abort(error)
         self._cut()  # also where nobody could be told
-        self._close_channels()
         self._close_data()
 
     def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
-        """After an exception: waits until every rank has come here, then makes fresh groups.
+        """After an exception, `error`: waits until every rank has come here, makes fresh groups.
 
-        Args:
-            deadline: How long to wait.
-            error: The exception of this rank.
-
-        Returns:
-            Whether all came in time. If not, no collective is possible any more.
+        Returns whether all came in time. If not, no collective is possible any more.
         """
         if self.size == 1:
             return True
@@ -337,7 +287,7 @@ class Communicator:
         self._forgotten.clear()
         self._open_group()
         self.control.open()
-        self._backend = self._open_backend()
+        self._open_axes()
         self._is_aborted = self._is_cut = False
         self.control.watchdog.on_failure(self._cut)
         return True
@@ -345,11 +295,10 @@ class Communicator:
     def _cut(self) -> None:
         """Whoever waits for another rank waits no longer. From any thread."""
         self._is_cut = True
-        axes = self._axes
         cuts = [self.control.cut]
         if self.control.watchdog.is_lost:  # else a session under way comes to its end
             cuts += [channel.cut for channel in self._channels]
-        cuts.append(partial(cut_connections, axes.groups if axes else ()))
+        cuts.append(partial(cut_connections, self._groups))
         for cut in cuts:
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
                 cut()
@@ -372,28 +321,24 @@ class Communicator:
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""
         self._close_groups()
-        if self._owns_watchdog:
+        if not self.rallies:  # the watch is its own
             self.control.watchdog.leave()
             self.control.watchdog.stop()
 
     def _close_groups(self) -> None:
         self.control.watchdog.forget(self._cut)
         self._close_data()
-        self._close_channels()
         self.control.close()
 
-    def _close_channels(self) -> None:
+    def _close_data(self) -> None:
         for channel in self._channels:
             channel.close()
-
-    def _close_data(self) -> None:
-        self._backend = ClosedBackend()
-        self._replicas = None
-        for group in self._axes.groups if self._axes is not None else ():
+        self._backend, self._replicas = Backend(), None
+        for group in self._groups:
             # Those of NCCL are gone once they are cut.
             if dist.is_initialized() and not (self._is_cut and self.device.type == "cuda"):
                 dist.destroy_process_group(group)
-        self._group = self._axes = None
+        self._group, self._groups = None, []
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         if self._group is not None and self.size > 1:
@@ -407,20 +352,17 @@ class Communicator:
         return tensor
 
 
+@dataclass
 class _Awaited:
     """A collective for which the host waits."""
 
-    def __init__(
-        self, pending: Pending, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self.marks = pending.marks
-        self._pending = pending
-        self._waiting = waiting
+    pending: Pending
+    waiting: Callable[[], AbstractContextManager[None]]
+    marks: tuple[Mark, Mark] | None = None  # the recorder has had them
 
     def wait(self) -> None:
-        """See `Pending`."""
-        with self._waiting():
-            self._pending.wait()
+        with self.waiting():
+            self.pending.wait()
 
 
 def _sent(nbytes: int, size: int) -> int:

@@ -1,65 +1,35 @@
-"""The other ranks' processes on this node, as the kernel sees them."""
+"""The other ranks' processes on this node, as the kernel sees them, and the store of all ranks.
+
+Only the thread of a watchdog uses these.
+"""
 
 from __future__ import annotations
 
 import os
+import queue
 import selectors
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Peer", "Peers", "Roll", "how_ended"]
+import torch.distributed as dist
+
+__all__ = ["HostedStore", "Peer", "Peers", "Roll", "how_ended", "store_of_ranks"]
 
 _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
 _MEET_S = 3.0  # for rank 0, which begins about now
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
-
-
-class Roll:
-    """Lines in a store, to which every rank appends, in an order that is the same for all.
-
-    Args:
-        key: Of the first of them, without its number.
-    """
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._num_read = 0
-
-    def append(self, store: Any, line: str) -> None:
-        """Once: a line that is there already is left alone."""
-        number = self._num_read
-        while store.compare_set(f"{self._key}/{number}", "", line).decode() != line:
-            number += 1
-
-    def read(self, store: Any) -> Iterator[str]:
-        """Those that have come since the last time."""
-        while store.check([key := f"{self._key}/{self._num_read}"]):
-            self._num_read += 1
-            yield store.get(key).decode()
-
-
-@dataclass(eq=False)
-class Peer:
-    """A process of another rank.
-
-    Attributes:
-        rank: In the world.
-        pid: On this node.
-        gone_at: When it was found to have ended, `time.monotonic()`.
-        how: Such as "was killed by SIGKILL"; None: nobody has told.
-    """
-
-    rank: int
-    pid: int
-    gone_at: float | None = None
-    how: str | None = None
+_LATE_S = 0.05  # of an answer of the store
+_Request = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
 def how_ended(code: int) -> str:
@@ -71,18 +41,26 @@ def how_ended(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-class Peers:
-    """Finds the processes, and waits for one of them to end.
+@dataclass(eq=False)
+class Peer:
+    """A process of another rank."""
 
-    Of one thread, but for `wake`, and for `announce`, which comes first.
-    """
+    rank: int
+    pid: int
+    descriptor: int | None = None  # where the kernel has one, and until it has ended
+    gone_at: float | None = None  # when it was found to have ended, time.monotonic()
+    how: str | None = None  # such as "was killed by SIGKILL"; None: nobody has told
+
+
+class Peers:
+    """Finds the processes, and waits for one of them to end. Of one thread, but for `wake`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._peers: dict[Peer, int | None] = {}  # and a file descriptor, where the kernel has one
+        self._peers: list[Peer] = []
         self._roll = Roll(f"lightning_zero/node/{_node()}")
         self._rank = -1
         self._until = 0.0
@@ -95,7 +73,7 @@ class Peers:
         self._rank = rank
         self._until = time.monotonic() + _LOOK_FOR_S
         with suppress(RuntimeError):
-            self._roll.append(store, f"{rank} {os.getpid()}")
+            self._take_up(self._roll.append(store, f"{rank} {os.getpid()}"))
             if rank == 0:
                 store.set(_RANK_0_IS_HERE, "")
             else:
@@ -105,19 +83,18 @@ class Peers:
 
     def find(self, store: Any) -> None:
         """Takes up those that have announced themselves since the last time."""
-        if time.monotonic() > self._until:
-            return
-        for line in self._roll.read(store):
-            rank, pid = map(int, line.split())
-            if rank != self._rank:
-                self._take_up(Peer(rank, pid))
+        if time.monotonic() <= self._until:
+            self._take_up(self._roll.read(store))
 
-    def _take_up(self, peer: Peer) -> None:
-        descriptor = None
-        with suppress(OSError, AttributeError):  # not Linux, or forbidden: see `wait`
-            descriptor = os.pidfd_open(peer.pid)
-            self._selector.register(descriptor, selectors.EVENT_READ, peer)
-        self._peers[peer] = descriptor
+    def _take_up(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            rank, pid = map(int, line.split())
+            if rank == self._rank:
+                continue
+            self._peers.append(peer := Peer(rank, pid))
+            with suppress(OSError, AttributeError):  # not Linux, or forbidden: see `wait`
+                peer.descriptor = os.pidfd_open(pid)
+                self._selector.register(peer.descriptor, selectors.EVENT_READ, peer)
 
     def wait(self, seconds: float) -> None:
         """Until one has ended or `wake` is called, at most so long."""
@@ -128,17 +105,16 @@ class Peers:
             else:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
-        for peer, descriptor in self._peers.items():
-            if descriptor is None and peer.gone_at is None and not _exists(peer.pid):
+        for peer in self._peers:
+            if peer.descriptor is None and peer.gone_at is None and not _exists(peer.pid):
                 self._note_end(peer)
 
     def _note_end(self, peer: Peer) -> None:
         peer.gone_at = time.monotonic()
-        descriptor = self._peers[peer]
-        if descriptor is not None:
-            self._selector.unregister(descriptor)
-            os.close(descriptor)
-            self._peers[peer] = None
+        if peer.descriptor is not None:
+            self._selector.unregister(peer.descriptor)
+            os.close(peer.descriptor)
+            peer.descriptor = None
 
     def wake(self) -> None:
         """Ends a `wait`. From any thread."""
@@ -156,13 +132,12 @@ class Peers:
 
     def drop(self, peer: Peer) -> None:
         """Forgets one that has ended."""
-        del self._peers[peer]
+        self._peers.remove(peer)
 
     def close(self) -> None:
-        """Lets go of all."""
-        for descriptor in self._peers.values():
-            if descriptor is not None:
-                os.close(descriptor)
+        for peer in self._peers:
+            if peer.descriptor is not None:
+                os.close(peer.descriptor)
         self._peers.clear()
         self._selector.close()
         self._waker.close()
@@ -194,3 +169,84 @@ def _exists(pid: int) -> bool:
     except OSError:
         pass
     return True
+
+
+class Roll:
+    """Lines in a store, to which every rank appends, in an order that is the same for all.
+
+    They are numbered: the first number that nobody has set is the next.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key  # of the lines, without their number
+        self.num_read = 0
+
+    def append(self, store: Any, line: str) -> Iterator[str]:
+        """Appends, if it is not there yet, and reads up to there: to be iterated to its end."""
+        read = ""
+        while read != line:
+            read = store.compare_set(f"{self._key}/{self.num_read}", "", line).decode()
+            self.num_read += 1
+            yield read
+
+    def read(self, store: Any) -> Iterator[str]:
+        """Those that have come since the last time."""
+        while store.check([key := f"{self._key}/{self.num_read}"]):
+            self.num_read += 1
+            yield store.get(key).decode()
+
+
+class HostedStore:
+    """The ranks' store as a client sees it that must not wait for ever; of one thread.
+
+    One of the ranks has it in its process. A request to it has no time limit: where that process
+    dies while forks of it, such as workers of a data loader, hold its connections open, no answer
+    comes and no end either. So another thread, which may stay behind, waits for the answer.
+    """
+
+    def __init__(self, store: Any, is_gone: Callable[[], bool]) -> None:
+        self._store = store  # a client that nobody else uses
+        self._is_gone = is_gone  # whether that process is; asked while an answer is late
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="lightning-zero-store").start()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The requests of a store: `check`, `get`, `set`, `add`, `compare_set`, `wait`."""
+        return partial(self._ask, name)
+
+    def close(self) -> None:
+        """No request comes any more."""
+        self._requests.put(None)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """Raises RuntimeError, as the store does, where its process is gone."""
+        answer: Future[Any] = Future()
+        self._requests.put((answer, name, arguments))
+        while not wait([answer], timeout=_LATE_S).done:
+            if self._is_gone():
+                raise RuntimeError("the process that has the ranks' store is gone.")
+        return answer.result()
+
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            answer, name, arguments = request
+            try:
+                answer.set_result(getattr(self._store, name)(*arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+        self._store = None
+
+
+def store_of_ranks(rank: int, is_rank_0_gone: Callable[[], bool]) -> Any:
+    """The store of WORLD, by a connection of its own: a request waits for the one before it."""
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = default.clone()
+    return HostedStore(store, is_rank_0_gone) if rank and _is_with_rank_0(store) else store
+
+
+def _is_with_rank_0(store: Any) -> bool:
+    """Whether it goes with the process of rank 0; else it is in files, or torchrun has it."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return hasattr(store, "port") and not is_torchruns

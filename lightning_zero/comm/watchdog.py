@@ -1,8 +1,7 @@
 """Who has failed, and what everybody is doing: a thread in each rank, on a store of its own.
 
-[Note: News] The ranks share a log in the store that they have met by. Its entries are numbered; one
-is appended by setting the first number that nobody has set, so that all ranks read the same entries
-in the same order:
+[Note: News] The ranks share a log in the store that they have met by, a `Roll`, so that all ranks
+read the same entries in the same order:
 
     abort    a rank has raised an exception
     dead     the process of a rank has ended while others need it
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,17 +35,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.doing import Wait, Waits
-from lightning_zero.comm.groups import cut_connections
-from lightning_zero.comm.peers import Peers, Roll, how_ended
-from lightning_zero.comm.rank_store import HostedStore, store_of_ranks
-from lightning_zero.comm.reports import Reports
+from lightning_zero.comm.peers import HostedStore, Peers, Roll, how_ended, store_of_ranks
+from lightning_zero.comm.reports import News, Reports, Wait, Waits
+from lightning_zero.comm.world import cut_connections, world_size
 
 __all__ = [
     "PeerAbortedError",
     "RanksApartError",
     "Verdict",
     "Watchdog",
+    "end_at_exit",
     "next_name",
     "summary",
 ]
@@ -77,17 +75,10 @@ class PeerAbortedError(RanksApartError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the ranks cannot go on together.
+    """Why the ranks cannot go on together."""
 
-    Attributes:
-        rank: Who is the cause; None: nobody alone.
-        text: What happened, a clause with its subject, such as "rank 1 was killed by SIGKILL".
-        is_dead: That rank's process has ended.
-    """
-
-    rank: int | None
-    text: str
-    is_dead: bool = False
+    rank: int | None  # who is the cause; None: nobody alone
+    text: str  # a clause with its subject, such as "rank 1 was killed by SIGKILL"
 
 
 class Watchdog:
@@ -97,11 +88,10 @@ class Watchdog:
     other ranks there is nothing to watch.
 
     Args:
-        name: Of the log in the store.
+        name: Of its keys in the store.
         rank: Of this process.
         size: Number of ranks.
-        report_after_s: Seconds of waiting for other ranks after which all tell what they are doing;
-            None: never.
+        report_after_s: See `Reports`.
         rallies: Until `leave`, the ranks come together after a failure in `rally` or not at all, so
             that nobody may wait elsewhere. Otherwise collectives on other groups that begin after
             a failure are left alone, as long as all ranks live.
@@ -143,7 +133,7 @@ class Watchdog:
         self._store: Any = None  # None: there is none any more
         self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
-        self._num_read = 0
+        self._news = Roll(f"{self._name}/news")
         self._roll_of_ends = Roll("lightning_zero/ends")  # of all runs
         self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
         self._peers: Peers  # where there is a thread
@@ -155,7 +145,7 @@ class Watchdog:
             self._peers.announce(rank, self._store)
             self._thread = _Thread(self)
             self._thread.start()
-            _stop_at_exit(self)
+            end_at_exit(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in another process say, watches nobody."""
@@ -181,10 +171,9 @@ class Watchdog:
         return self._death is not None or self._is_cut
 
     def on_failure(self, cut: Callable[[], None]) -> None:
-        """From now on `cut` is called at a verdict, from another thread: nobody may wait longer.
+        """From now on `cut`, a method, is called at a verdict, from another thread.
 
-        Args:
-            cut: A method, which keeps its object alive no longer than others do.
+        It ends every wait, and is held no longer than its object lives.
         """
         with self._lock:
             self._cuts.append(weakref.WeakMethod(cut))
@@ -196,7 +185,7 @@ class Watchdog:
 
     def describe_by(self, describe: Callable[[], str]) -> None:
         """From now on `describe`, a method, tells what the engine does, from another thread."""
-        self._reports.describe_by(describe)
+        self._reports.describe = weakref.WeakMethod(describe)
 
     @contextmanager
     def waiting(
@@ -207,13 +196,7 @@ class Watchdog:
         is_for_data: bool = False,
         is_one_way: bool = False,
     ) -> Iterator[None]:
-        """Around waiting for other ranks.
-
-        Args:
-            name: What for, as in "rank 0 waits for the gather of layers.3".
-            is_engines: On a group that is cut by what was given to `on_failure`.
-            is_for_data: Much may be under way, so that a long wait is no sign of a fault.
-            is_one_way: Likewise; and others may be done with it, and gone.
+        """Around waiting for other ranks: see `Wait`.
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
@@ -221,7 +204,7 @@ class Watchdog:
         """
         if self._death is not None or self._aborts:
             self.raise_if_failed()
-        wait = Wait(name, time.monotonic(), is_engines, is_for_data or is_one_way, is_one_way)
+        wait = Wait(name, time.monotonic(), is_engines, is_for_data, is_one_way)
         with self._waits.announced(wait):
             try:
                 yield
@@ -245,7 +228,7 @@ class Watchdog:
         )
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
-        """Raises PeerAbortedError where there is a verdict."""
+        """Raises the PeerAbortedError of a verdict, if there is one."""
         verdict = self.verdict
         if verdict is not None:
             raise self._apart or PeerAbortedError(self._explain(verdict)) from cause
@@ -292,16 +275,14 @@ class Watchdog:
     def rally(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has come here, also without any connection.
 
-        Returns:
-            Whether all came in time: the same on every rank that comes.
+        Returns whether all came in time: the same on every rank that comes.
         """
         if not self._is_on_watch() or self.is_lost:
             self._order(partial(self._decide, self._epoch, 0.0))  # nobody shall wait there
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
-        with self._waits.announced(
-            Wait("the other ranks to come together again", time.monotonic())
-        ):
+        wait = Wait("the other ranks to come together again", time.monotonic())
+        with self._waits.announced(wait):
             outcome = self._order(partial(self._come, epoch))
             while outcome is None and self._is_on_watch():
                 time.sleep(0.02)
@@ -387,7 +368,8 @@ class Watchdog:
         while not self._orders.empty():
             self._orders.get()()
         if self._store is not None:
-            self._read_news()
+            for text in self._news.read(self._store):
+                self._take(text)
             self._peers.find(self._store)
 
     def _drop_store(self) -> None:
@@ -404,25 +386,19 @@ class Watchdog:
 
     # ---------------------------------------------------------------- news
 
-    def _append(self, entry: dict[str, Any]) -> None:
+    def _append(self, entry: News) -> None:
         """Appends to the log, and reads it up to there."""
-        mine = json.dumps({**entry, "epoch": self._epoch, "by": self._rank}).encode()
-        while self._store is not None:
-            key = f"{self._name}/news/{self._num_read}"
-            found = self._store.compare_set(key, "", mine.decode())
-            self._take_next(found)
-            if found == mine:
-                return
-            if entry["kind"] == "report" and json.loads(found)["kind"] == "report":
-                return  # another rank has asked the same
+        mine = json.dumps({**entry, "epoch": self._epoch, "by": self._rank})
+        if self._store is None:
+            return
+        for found in self._news.append(self._store, mine):
+            news = self._take(found)
+            if entry["kind"] == news["kind"] == "report":
+                return  # also if another rank has asked the same
 
-    def _read_news(self) -> None:
-        while self._store.check([key := f"{self._name}/news/{self._num_read}"]):
-            self._take_next(self._store.get(key))
-
-    def _take_next(self, text: bytes) -> None:
-        number, self._num_read = self._num_read, self._num_read + 1
-        news = json.loads(text)
+    def _take(self, text: str) -> News:
+        """Does what an entry of the log, just read, calls for."""
+        number, news = self._news.num_read - 1, json.loads(text)
         kind, by = news["kind"], news["by"]
         if kind == "abort":
             verdict = Verdict(by if news.get("is_own", True) else None, news["text"])
@@ -431,14 +407,16 @@ class Watchdog:
         elif kind == "dead":
             self._bury(news["rank"], news["text"])
         elif kind == "report":
-            self._reports.answer(self._store, number, news, self._append)
+            for entry in self._reports.answer(self._store, number, news):
+                self._append(entry)
+        return dict(news)
 
     def _bury(self, rank: int | None, text: str) -> None:
         if self._death is None:
             before = self._aborts.get(self._epoch)
             if before is not None and before.rank == rank:
                 text = before.text
-            self._death = Verdict(rank, text, is_dead=True)
+            self._death = Verdict(rank, text)
             self._judge()
 
     def _judge(self) -> None:
@@ -479,12 +457,12 @@ class Watchdog:
         if self._store is None:
             return
         if end is not None:
-            self._roll_of_ends.append(self._store, f"{self._rank} {end}")
+            self._note_ends(self._roll_of_ends.append(self._store, f"{self._rank} {end}"))
         if end is not None or self.verdict is None:
             self._store.set(f"{self._name}/left/{self._rank}", "")
 
-    def _read_ends(self) -> None:
-        for line in self._roll_of_ends.read(self._store) if self._store is not None else ():
+    def _note_ends(self, lines: Iterable[str]) -> None:
+        for line in lines:
             rank, _, end = line.partition(" ")
             self._ends.setdefault(int(rank), end)
 
@@ -496,8 +474,8 @@ class Watchdog:
         now, wait, gone = time.monotonic(), self._waits.of_main(), self._peers.gone()
         if not self._is_needed and not self._waits and wait is None:
             return
-        if gone or wait is not None:
-            self._read_ends()
+        if self._store is not None and (gone or wait is not None):
+            self._note_ends(self._roll_of_ends.read(self._store))
         for peer in gone:
             how = peer.how or self._how_ended(peer.pid)
             assert peer.gone_at is not None
@@ -532,12 +510,14 @@ class Watchdog:
                 self._wake_main(wait, verdict, judged_at)
             return
         if self._store is not None:
-            self._reports.look(self._store, wait, self._append)
+            for entry in self._reports.look(self._store, wait):
+                self._append(entry)
 
     def _wake_main(self, wait: Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""
         is_together_or_not = self._rallies and self._is_needed
-        if not (is_together_or_not or verdict.is_dead or wait.since < judged_at):
+        is_dead = verdict is self._death
+        if not (is_together_or_not or is_dead or wait.since < judged_at):
             return
         waited_s = time.monotonic() - max(judged_at, wait.since)
         if waited_s > _SETTLE_S and not self._is_cut:
@@ -559,8 +539,8 @@ class _Thread(threading.Thread):
 
 def next_name(rank: int) -> str:
     """Of a watchdog that every rank makes at the same point, before they could agree on one."""
-    if not dist.is_initialized():
-        return ""
+    if world_size() == 1 or dist.get_backend() == "fake":
+        return ""  # there is nothing to watch
     store = dist.distributed_c10d._get_default_store()
     return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
 
@@ -582,13 +562,16 @@ def _say(text: str) -> None:
     print(f"lightning_zero: {text}", file=sys.stderr, flush=True)
 
 
-def _stop_at_exit(watchdog: Watchdog) -> None:
-    """A thread that calls into torch while the interpreter ends would crash it."""
-    reference = weakref.ref(watchdog)
+def end_at_exit(owner: Any) -> None:
+    """Calls `owner.end_with_process` when this process ends, if it has not gone before.
 
-    def stop() -> None:
+    A thread that is in torch while the interpreter ends would crash it.
+    """
+    reference = weakref.ref(owner)
+
+    def end() -> None:
         if (alive := reference()) is not None:
             alive.end_with_process()
 
-    atexit.register(stop)
-    weakref.finalize(watchdog, atexit.unregister, stop).atexit = False  # else it may come first
+    atexit.register(end)
+    weakref.finalize(owner, atexit.unregister, end).atexit = False  # else it may come first

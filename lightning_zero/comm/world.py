@@ -1,13 +1,14 @@
 """Collectives on WORLD, the process group that Lightning makes and the engine never uses.
 
 For what comes before an engine and its groups, and for what Lightning itself asks of a strategy.
-Without a process group the world is this process alone. They wait as long as it was made to.
+Without a process group the world is this process alone. They wait as long as it was made to. Other
+groups end here only: `cut_connections`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "as_wait_report_s",
     "broadcast_object",
     "check_backend",
+    "cut_connections",
     "failing_together",
     "gather_objects",
     "has_world",
@@ -38,12 +40,7 @@ _T = TypeVar("_T")
 
 
 def as_timeout(value: object) -> timedelta | None:
-    """What a user gave as the timeout of collectives; None: the backend's.
-
-    Raises:
-        TypeError: Neither a `timedelta` nor a number of seconds.
-        ValueError: Not positive, or without end.
-    """
+    """What a user gave as the timeout of collectives; None: the backend's."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
@@ -64,12 +61,7 @@ def as_timeout(value: object) -> timedelta | None:
 
 
 def as_wait_report_s(value: object) -> float | None:
-    """What a user gave as the seconds of a wait that is reported; None: never.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Not positive.
-    """
+    """What a user gave as the seconds of a wait that is reported; None: never."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -84,12 +76,7 @@ def as_wait_report_s(value: object) -> float | None:
 
 
 def check_backend(value: object) -> None:
-    """Whether torch knows the backend that a user gave, such as "gloo" or "cpu:gloo,cuda:nccl".
-
-    Raises:
-        TypeError: No name.
-        ValueError: An unknown one.
-    """
+    """Refuses a backend of a user's, such as "cpu:gloo,cuda:nccl", that torch does not know."""
     if value is None or not dist.is_available():
         return
     if not isinstance(value, str):
@@ -108,7 +95,6 @@ def check_backend(value: object) -> None:
 
 
 def has_world() -> bool:
-    """Whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -118,16 +104,11 @@ def is_world(group: Any) -> bool:
 
 
 def world_size() -> int:
-    """Ranks of the default process group."""
     return dist.get_world_size() if has_world() else 1
 
 
 def wait_for_world(device: torch.device) -> None:
-    """Waits until every rank has come here. Collective: every rank.
-
-    Args:
-        device: Where this rank computes.
-    """
+    """Waits until every rank, which computes on `device`, has come here. Collective: every rank."""
     if has_world():
         on_nccl = dist.get_backend() == "nccl"
         dist.barrier(device_ids=[device.index] if on_nccl else None)
@@ -183,15 +164,10 @@ def tell(failure: Exception | None) -> tuple[str, int | None] | None:
 def raise_together(
     failure: Exception | None, told: Sequence[tuple[str, int | None] | None], what: str
 ) -> None:
-    """Raises on every rank where any has failed.
-
-    Args:
-        failure: This rank's.
-        told: By rank, what each could `tell`.
-        what: See `failing_together`.
+    """Raises on every rank where any has failed, as `told` by each; see `failing_together`.
 
     Raises:
-        Exception: `failure`, where there is one.
+        Exception: `failure`, this rank's, where there is one.
         OSError: Another rank's was one; of the same number.
         RuntimeError: Another rank's was none. Both say which rank failed and how.
     """
@@ -204,6 +180,49 @@ def raise_together(
 
 
 def leave_world() -> None:
-    """Destroys the default process group, if there is one. Local."""
+    """Destroys it, if there is one. Local."""
     if has_world():
         dist.destroy_process_group()
+
+
+def cut_connections(groups: Iterable[Any]) -> None:
+    """Ends what is under way on groups, on this rank: gloo's connections close, NCCL aborts.
+
+    NCCL's groups end all together: one alone may wait for a kernel that waits for another's
+    (https://github.com/pytorch/pytorch/issues/119797). Groups that are destroyed are left out.
+    """
+    known: list[tuple[Any, set[str]]] = []
+    for group in groups:
+        with suppress(RuntimeError, ValueError):
+            dist.get_backend(group)  # raises where it is destroyed
+            # Of a group with one for each kind of device the name tells none of them.
+            devices = group._device_types
+            known.append((group, {group._get_backend(d).name().lower() for d in devices}))
+    of_nccl = [group for group, backends in known if "nccl" in backends]
+    if of_nccl:
+        backend = of_nccl[0]._get_backend(torch.device("cuda"))
+        backend._group_start()
+        for group in of_nccl:
+            with suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._abort_process_group(group)
+        backend._group_end()
+    for group, backends in known:
+        if "gloo" in backends:
+            _close_pairs(group)
+
+
+def _close_pairs(group: Any) -> None:
+    """Closes a group's connections of gloo.
+
+    Destroying the group does not while anything, a transfer or a traceback, refers to it. A receive
+    that times out closes those with all peers; where the peer has gone it fails, and closes none.
+    """
+    nothing = torch.empty(1)
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return

@@ -2,9 +2,8 @@
 
 Imports record, layout, tensors, comm and tiers.
 
-    schedule      `Schedule`: the step as hooks call it
-    unit          modules that are gathered together
-    gathering     which units are whole, and what is gathered ahead
+    schedule      `Schedule`: the step as hooks call it; buffers such as batch norm's
+    gathering     units: which are whole, and what is gathered ahead
     reducing      what of a backward is averaged, and when it is shown
     hooks         where modules and autograd call the schedule
     bucket        `Bucket`: parameters that travel together, what they point at; `Masters`
@@ -16,7 +15,6 @@ Imports record, layout, tensors, comm and tiers.
     lockstep      `uneven_calls`: forwards whose number differs by rank
     building      sharding while `configure_model` builds
     materialize   memory for modules built on the meta device
-    module_buffers  buffers such as batch norm's, shared as data parallel shares them
     mixed_dtypes  layers that keep float32 parameters
     step_worker   the thread that steps beside the next forward
 

@@ -11,7 +11,6 @@ from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
-from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import has_placement, placement_of
 
 __all__ = ["full_grad", "gathered"]
@@ -67,13 +66,12 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    name = bucket.plan.layout.slots[placement.index].name
-    bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {name}")
+    bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
     mean = bucket.grads.shard
     assert mean is not None
-    if not bucket.plan.stage.has_shard(State.OPTIM):
+    if bucket.steps_whole:
         return bucket.grads.slices[placement.index].clone()
     return bucket.masters.gather_parts(mean).views[placement.index].clone()
 
@@ -149,11 +147,7 @@ _Changes = dict[tuple[int, str], bytes]
 
 
 class _Shown:
-    """A bucket whose parameters show their masters, whole, to be written to.
-
-    Args:
-        bucket: Is gathered and shown. Collective.
-    """
+    """A bucket whose parameters show their masters, whole, to be written to. Collective."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -163,24 +157,18 @@ class _Shown:
         bucket.masters.show(self._exact.views)
 
     def hide(self) -> None:
-        """The parameters are again what they were."""
         self._data = [parameter.data for parameter in self._bucket.parameters]
         self._bucket.masters.hide()
 
-    def take_replaced(self) -> None:
-        """Copies what was put in the place of a parameter's data."""
-        slots = self._bucket.plan.layout.slots
-        for slot, view, data in zip(slots, self._exact.views, self._data, strict=True):
-            if not is_same_memory(data, view):
-                view.copy_(whole_values(data, slot))
-
     def changes(self) -> dict[str, bytes]:
-        """By name, a digest of every parameter that this rank has changed."""
-        slots = self._bucket.plan.layout.slots
+        """By name, a digest of every parameter whose values or data this rank has changed."""
         changed: dict[str, bytes] = {}
-        for slot, view, before in zip(slots, self._exact.views, self._prints, strict=True):
+        for index, slot in enumerate(self._bucket.plan.layout.slots):
+            view, data = self._exact.views[index], self._data[index]
+            if not is_same_memory(data, view):  # something was put in its place
+                view.copy_(whole_values(data, slot))
             flat = view.reshape(-1)
-            if not before.matches(flat):
+            if not self._prints[index].matches(flat):
                 changed[slot.name] = Fingerprint(flat).digest()
         return changed
 
@@ -204,7 +192,6 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
     changes: _Changes = {}
     with failing_together("take the new values", control.gather_objects):
         for number, one in enumerate(shown):
-            one.take_replaced()
             changes.update({(number, name): of for name, of in one.changes().items()})
     _check_one_writer(control.gather_objects((from_rank, changes)))
     for one in shown:
@@ -214,8 +201,7 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
 def _check_one_writer(told: Sequence[tuple[int, _Changes]]) -> None:
     """Raises, alike on every rank, where more than the changes of one rank would be kept.
 
-    Args:
-        told: By rank, its `from_rank` and what it has changed.
+    `told`: by rank, its `from_rank` and what it has changed.
     """
     asked = [from_rank for from_rank, _ in told]
     if len(set(asked)) > 1:

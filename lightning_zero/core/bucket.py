@@ -43,18 +43,12 @@ from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, widest
 from lightning_zero.tensors.cut import Cut
-from lightning_zero.tensors.guarded import (
-    Placement,
-    guard,
-    point,
-    set_placement,
-    unguard,
-)
+from lightning_zero.tensors.guarded import Placement, guard, point, set_placement, unguard
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
-from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
+from lightning_zero.tiers.storage import ShardStore
 
 __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 
@@ -72,30 +66,27 @@ class Bucket:
     """Parameters that travel together, from setup to teardown.
 
     Attributes:
-        plan: Layout, dtypes and stage.
         parameters: The module's own parameter objects, by slot.
-        grads: Their gradients.
         cuts: By slot, which elements each rank steps.
         is_gathered_before_use: PARAM rests as a shard.
         is_whole: The values of all elements are at hand or on their way.
-        shards: What of it rests on this rank.
-        masters: The same in full precision, and whole.
+        watcher: Is told when that changes.
         whole: The whole buffer; holds memory while the parameters are whole.
         offloaded_grad: Where gradients rest that are not on the device.
-        comm: Between the ranks that have a shard of it.
-        device: Where the module computes.
         own_dtypes: Dtype of each parameter before this bucket took it over.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
         prints: By slot, of whole values that somebody looks at without a right to write; None where
             nobody does, or where the engine has written to them since.
         lockstep: The engine's `Lockstep`, once it is there.
+        steps_whole: OPTIM rests whole: every rank steps all elements.
+        owned: Elements of a slot, counted from its own first one, that this rank steps.
     """
 
     lockstep: Any
     prints: list[Fingerprint] | None = None
     phase: Phase
     is_whole: bool
-    _watcher: Callable[[bool], None] | None = None
+    watcher: Callable[[bool], None] | None = None
 
     def __init__(
         self,
@@ -126,8 +117,8 @@ class Bucket:
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
             )
         self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
-        offloaded, settle = self.offloaded_grad, self.wait_for_step
-        self.grads = Gradients(plan, parameters, comm, grad_dtype, offloaded, self.cuts, settle)
+        offloaded, wait = self.offloaded_grad, self.wait_for_step
+        self.grads = Gradients(plan, parameters, comm, grad_dtype, offloaded, self.cuts, wait)
         self._pending: Pending | None = None
         # A worker steps this bucket: waits for it, and returns why it has failed.
         self._stepping: Callable[[], BaseException | None] | None = None
@@ -138,37 +129,29 @@ class Bucket:
         else:
             self.whole = FlatBuffer(plan.layout, plan.dtype, self.device)
         self.shards = Shards(plan, self.whole, queue.storage, comm.mesh.shard_rank)
+        self.steps_whole, self.owned = self.shards.steps_whole, self.shards.owned
         self.masters = Masters(self)
         self._take_over(filled)
 
     # ---------------------------------------------------------------- taken over and given back
 
     def _take_over(self, filled: FlatBuffer | None) -> None:
-        """Copies rank 0's values in and makes the parameters views of the flat space. Collective.
-
-        Args:
-            filled: Some of the parameters lie in it already.
-        """
+        """Copies rank 0's values in; the parameters become views of the whole. Collective."""
         plan, shards = self.plan, self.shards
         exact = self._exact_copy(filled)
         self.comm.broadcast_(exact.tensor)
         if exact is not self.whole:
             self.whole.tensor.copy_(exact.tensor)
         shards.take_params()
-        is_trained = any(p.requires_grad for p in self.parameters)
-        if shards.has_own_master and (is_trained or plan.loses_bits):
-            rank = self.comm.mesh.shard_rank
-            shards.take_master(exact.tensor if self.steps_whole else exact.shard(rank))
-        for index, (slot, parameter) in enumerate(
-            zip(plan.layout.slots, self.parameters, strict=True)
-        ):
-            shape = torch.Size(slot.shape)
-            own_class = type(parameter)
+        if plan.begins_with_master:
+            shards.take_master(shards.own_part(exact))
+        for index, parameter in enumerate(self.parameters):
+            slot = plan.layout.slots[index]
             placement = Placement(
                 name=slot.name,
-                shape=shape,
+                shape=torch.Size(slot.shape),
                 dtype=plan.dtype,
-                own_class=own_class,
+                own_class=type(parameter),
                 bucket=self,
                 index=index,
                 make_whole=self.use,
@@ -182,17 +165,15 @@ class Bucket:
         shards.mark_written()
 
     def give_back(self, device: torch.device | None) -> None:
-        """Makes every parameter a whole tensor of its own on `device`. Collective.
+        """Makes every parameter a whole tensor of its own, in its own dtype. Collective.
 
-        Each is in its own dtype. None: without values, see tensors/meta.py.
+        On `device`; None: without values, see tensors/meta.py.
         """
         self.finish_gather()
         self.grads.drop()
         views = self.masters.exact_views() if device is not None else []
-        for index, (slot, parameter) in enumerate(
-            zip(self.plan.layout.slots, self.parameters, strict=True)
-        ):
-            dtype = self.own_dtypes[index]
+        for index, parameter in enumerate(self.parameters):
+            slot, dtype = self.plan.layout.slots[index], self.own_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:
@@ -222,22 +203,16 @@ class Bucket:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         is_whole = phase in (Phase.GATHERING, Phase.WHOLE)
-        if self._watcher is not None and is_whole != self.is_whole:
-            self._watcher(is_whole)
+        if self.watcher is not None and is_whole != self.is_whole:
+            self.watcher(is_whole)
         self.is_whole = is_whole
-
-    def tell(self, watcher: Callable[[bool], None]) -> None:
-        """`watcher` is told when the parameters become whole, and when they cease to be."""
-        self._watcher = watcher
 
     def gather(self) -> None:
         """Issues the gather of whole parameters. Collective: also where they are whole already.
 
         A rank that has them sends its shard again to those that have not, and receives what it has.
-
-        Raises:
-            RuntimeError: Inside a transform of torch.func that differentiates, whose functions must
-                not write to memory: also the parameters given to it would be slices.
+        Refused inside a transform of torch.func that differentiates, whose functions must not write
+        to memory: also the parameters given to it would be slices.
         """
         if self.is_whole:
             self.finish_gather()
@@ -285,7 +260,7 @@ class Bucket:
         """
         if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
             return
-        if _transforms() is not None:
+        if _transforms_under_way() is not None:
             return
         self.finish_gather()
         self.absorb_changes()
@@ -350,21 +325,11 @@ class Bucket:
 
     # ---------------------------------------------------------------- the step
 
-    @property
-    def steps_whole(self) -> bool:
-        """OPTIM rests whole: every rank steps all elements."""
-        return self.shards.steps_whole
-
-    def owned(self, index: int) -> range:
-        """Elements of slot `index`, counted from its own first one, that this rank steps."""
-        return self.shards.owned(index)
-
     def begin_step(self, stepping: Callable[[], BaseException | None] | None = None) -> None:
         """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
 
-        Args:
-            stepping: Waits until a worker has ended the step, see `StepLoop.add`; None: the caller
-                ends it.
+        `stepping` waits until a worker has ended the step, see `StepLoop.add`; None: the caller
+        ends it.
         """
         self.finish_gather()
         self.absorb_changes()
@@ -384,11 +349,7 @@ class Bucket:
             self._pending = self.gather_in_place(self.whole.tensor)
 
     def wait_for_step(self) -> None:
-        """Waits until a worker has stepped this bucket.
-
-        Raises:
-            RuntimeError: The step failed.
-        """
+        """Waits until a worker has stepped this bucket; raises if that step failed."""
         if self._stepping is None:
             return
         with self.comm.recorder.span(Kind.STEP, self.plan.name, is_wait=True):
@@ -430,11 +391,7 @@ class Bucket:
             return self.parameters[index].data
 
     def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change this rank's elements of slot `index`, as `look_at_rest` shows them.
-
-        Raises:
-            RuntimeError: The parameter is whole at this moment.
-        """
+        """Lets `write` change what `look_at_rest` shows of this rank's elements."""
         self.settle()
         self.release()
         if self.phase is not Phase.SHARD:
@@ -448,13 +405,8 @@ class Bucket:
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of a guarded one, slot `index`. Local.
 
-        Args:
-            index: The slot.
-            values: Of the whole shape, plain or sharded; collective where that is cut at other
-                places. Or this rank's elements, 1-D.
-
-        Raises:
-            ValueError: Of another shape.
+        `values` have the whole shape, plain or sharded (collective where that is cut at other
+        places), or are this rank's elements, 1-D. Any other shape is a ValueError.
         """
         self.release()  # what was gathered before its use is gathered again
         slot, cut = self.plan.layout.slots[index], self.cuts[index]
@@ -477,8 +429,7 @@ class Bucket:
     def absorb_changes(self) -> None:
         """Takes what somebody has written to whole parameters, or put in their place, into masters.
 
-        Raises:
-            ValueError: Data of another shape was put there; the parameter shows its own again.
+        Data of another shape is a ValueError; the parameter then shows its own again.
         """
         self.take_rewritten()
         self.shards.absorb_changes()
@@ -517,9 +468,7 @@ class Bucket:
     def cancel_gather(self, *, is_lost: bool) -> None:
         """Forgets a gather whose group is gone.
 
-        Args:
-            is_lost: No gather can complete the parameters any more: they stay guarded. Else
-                `gather_again` follows, one gather on every rank, whatever each was waiting for.
+        If all `is_lost`, the parameters stay guarded; else `gather_again` follows on every rank.
         """
         if self.phase is not Phase.GATHERING:
             return
@@ -539,15 +488,13 @@ class Bucket:
             self.end_step()
 
 
-def _transforms() -> list[Any] | None:
-    """The transforms of torch.func that are under way, the innermost last; None: none."""
-    stack: list[Any] | None = torch._C._functorch.get_interpreter_stack()
-    return stack
+# The transforms of torch.func, the innermost last; None: none.
+_transforms_under_way: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
 
 
 def _differentiates() -> bool:
     kinds = torch._C._functorch.TransformType
-    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _transforms() or ())
+    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _transforms_under_way() or ())
 
 
 @dataclass(frozen=True)
@@ -558,13 +505,11 @@ class _RestingPart:
     index: int
 
     def read(self) -> Tensor:
-        """See `Part`."""
         self.bucket.settle()
         part = self.bucket.shards.look(self.index)
         return part.read() if isinstance(part, LazyTensor) else part.detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        """See `Part`."""
         self.bucket.change_at_rest(self.index, write)
 
 
@@ -572,18 +517,10 @@ class Masters:
     """All elements of one bucket in full precision, this rank's or whole.
 
     Where there is no master, these are the parameters themselves.
-
-    Args:
-        bucket: Has its shards.
-
-    Attributes:
-        plan: Of the bucket.
-        is_shown: The parameters point at what `show` was given, to be written to.
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self.is_shown = False
-        self.plan = bucket.plan
+        self.is_shown = False  # the parameters point at what `show` was given, to be written to
         self._bucket = bucket
         self._shards = bucket.shards
         self._stepped: Tensor | None = None  # 1-D, own part, master dtype; inside a step
@@ -591,10 +528,7 @@ class Masters:
     # ---------------------------------------------------------------- this rank's elements
 
     def exact(self) -> Tensor:
-        """The elements that this rank steps, in the fullest precision there is: 1-D. Local.
-
-        A view of memory, a copy of a file.
-        """
+        """The elements that this rank steps: 1-D, a view of memory or a copy of a file. Local."""
         store = self._store()
         return store.fetch(0, store.numel)
 
@@ -605,8 +539,7 @@ class Masters:
         under way, which is waited for.
         """
         store = self._store()
-        parts = [self._shards.own_ranges[index] for index in range(len(self._bucket.parameters))]
-        return [store.look(part.start, part.stop) for part in parts]
+        return [store.look(part.start, part.stop) for part in self._shards.own_ranges]
 
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
@@ -617,9 +550,8 @@ class Masters:
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
         """Takes new values for masters and parameters, each rank its own elements. Collective.
 
-        Args:
-            read: Given a slot and the elements `owned` of it, returns those, in any floating dtype,
-                or None to leave the slot as it is. The same slots on every rank.
+        `read`, given a slot and the elements `owned` of it, returns those, in any floating dtype,
+        or None to leave the slot as it is. The same slots on every rank.
         """
         exact = self.exact()
         with torch.no_grad():
@@ -647,8 +579,7 @@ class Masters:
         bucket = self._bucket
         bucket.finish_gather()
         bucket.absorb_changes()
-        is_exact = self._shards.master is None or not self._shards.has_own_master
-        if is_exact and bucket.is_whole:
+        if self._shards.own_master is None and bucket.is_whole:
             return bucket.whole.views
         return self.gather_whole().views
 
@@ -661,26 +592,20 @@ class Masters:
         bucket = self._bucket
         bucket.wait_for_all_steps()  # their gathers and this one must have one order on all ranks
         with torch.no_grad():
-            exact = FlatBuffer(self.plan.layout, part.dtype, bucket.device)
-            if bucket.steps_whole:
-                exact.tensor.copy_(part)
-            else:
-                exact.shard(bucket.comm.mesh.shard_rank).copy_(part)
+            exact = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
+            self._shards.own_part(exact).copy_(part)
+            if not bucket.steps_whole:
                 bucket.gather_in_place(exact.tensor).wait()
         return exact
 
     def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """By slot, whole n-D optimizer states from every rank's slices. Collective.
 
-        The inverse of slicing.
-
-        Args:
-            slices: By slot, 1-D as `slice_state` made them; None counts as zeros.
+        Those are 1-D as `slice_state` made them, by slot; None counts as zeros.
         """
-        bucket, layout = self._bucket, self.plan.layout
-        dtype = next((part.dtype for part in slices if part is not None), self.plan.master_dtype)
-        own = layout.numel if bucket.steps_whole else len(layout.shard(bucket.comm.mesh.shard_rank))
-        joined = torch.zeros(own, dtype=dtype, device=bucket.device)
+        bucket = self._bucket
+        dtype = next((part.dtype for part in slices if part is not None), bucket.plan.master_dtype)
+        joined = torch.zeros(self._shards.exact.numel, dtype=dtype, device=bucket.device)
         for target, part in zip(self._shards.cut(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
@@ -692,9 +617,8 @@ class Masters:
         bucket.prints = None
         bucket.comm.broadcast_(exact.tensor, from_rank)
         with torch.no_grad():
-            own = exact.tensor if bucket.steps_whole else exact.shard(bucket.comm.mesh.shard_rank)
             bucket.wait_for_sent()
-            self._shards.store_exact(own)
+            self._shards.store_exact(self._shards.own_part(exact))
             if bucket.whole.is_allocated:
                 bucket.whole.tensor.copy_(exact.tensor)
         self._shards.mark_written()
@@ -711,10 +635,9 @@ class Masters:
             parameter.data = view
 
     def show_own(self) -> Tensor:
-        """Points the parameters at this rank's elements in full precision, 1-D, until `hide`.
+        """Points the parameters at parts of `exact()`, by slot, until `hide`; returns it.
 
-        Returns:
-            `exact()`, of which those are parts. Where they are written to, `store` must follow.
+        Where they are written to, `store` must follow.
         """
         exact = self.exact()
         self._bucket.wait_for_sent()
@@ -722,7 +645,6 @@ class Masters:
         return exact
 
     def hide(self) -> None:
-        """Points the parameters back to where they were before `show`."""
         self._bucket.pins -= 1
         self.is_shown = False
         self._bucket.point_back()
@@ -741,7 +663,7 @@ class Masters:
         bucket.prints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
         if has_grads:
-            grads = bucket.grads.fetch_all(self.plan.master_dtype)
+            grads = bucket.grads.fetch_all(bucket.plan.master_dtype)
         bucket.wait_for_sent()
         master = self._shards.stepped()
         self._stepped = master.fetch(0, master.numel)
@@ -761,7 +683,7 @@ class Masters:
         self._stepped = None
         bucket.point_at_rest()
         bucket.grads.show()
-        if is_changed and self.plan.stage.gathers_after_step:
+        if is_changed and bucket.plan.stage.gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()
 

@@ -26,9 +26,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import Watchdog
+from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.tensors.guarded import (
     Placement,
     guard,
@@ -53,35 +53,31 @@ __all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_o
 
 
 class PartialParameter:
-    """One parameter that is being built: whole, or this rank's part of it.
-
-    Attributes:
-        name: For messages, such as `Linear.weight`.
-        index: Position in the order of registration, the same on every rank.
-        shape: Of the whole parameter.
-        part: 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
-        bits: Sum over the bits of the whole values that were cut last.
-    """
+    """One parameter that is being built: whole, or this rank's part of it."""
 
     def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
-        self.name = name
-        self.index = index
-        self.shape = parameter.shape
+        self.name = name  # for messages, such as `Linear.weight`
+        self.index = index  # in the order of registration, the same on every rank
+        self.shape = parameter.shape  # of the whole
+        # 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
         self.part: Tensor | None = None
-        self.bits = 0
+        self.bits = 0  # sum over those of the whole values that were cut last
+        # By which ranks compare that they have built alike.
+        self.facts = (
+            f"{name}, number {index + 1} of what configure_model has built",
+            {"shape": str(tuple(parameter.shape)), "dtype": str(parameter.dtype)},
+        )
         self._building = building
         self._parameter = weakref.ref(parameter)
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter, unless nobody has it any more."""
-        return self._parameter()
+        return self._parameter()  # unless nobody has it any more
 
     # What a guarded parameter asks of what holds it:
 
     @property
     def device(self) -> torch.device:
-        """Where it is when it is whole."""
         return self._building.device
 
     def look_at_rest(self, index: int) -> Tensor:
@@ -102,8 +98,6 @@ class PartialParameter:
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Not reached: who compares values uses them first, and they are whole then."""
         raise AssertionError(self.name)
-
-    # What a bucket asks:
 
     def read_into(self, view: Tensor) -> None:
         """Copies the whole values into `view`; the part is freed. Collective."""
@@ -152,18 +146,13 @@ _ATTRIBUTE = "_zero_piece"
 _WHOLE_NUMEL = 2**20  # whole at a time, besides the module that is being built
 _SMALL_NUMEL = 2**12  # not worth cutting
 _DONE = 2**31  # the request of a rank that asks for nothing
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Building:
     """The parameters of a module that is being built, until an engine takes them over.
 
-    Every rank makes it, at the same point. Collective.
-
-    Args:
-        device: Where the module is built and will compute.
-        timeout: Of collectives; None: the backend's.
-        watchdog: Tells of the failures of other ranks; None: one of its own.
+    Every rank makes it, at the same point. Collective. The module is built on `device`, where it
+    will compute.
     """
 
     def __init__(
@@ -176,7 +165,6 @@ class Building:
         self.device = device
         self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
         self._pieces: list[PartialParameter] = []
-        self._facts: list[tuple[str, dict[str, str]]] = []  # of each piece
         self._whole: dict[PartialParameter, None] = {}  # the last used at the end
         self._current: nn.Module | None = None  # the module that registers parameters
         self._is_busy = False  # calls of torch are our own
@@ -202,11 +190,9 @@ class Building:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def cutting(self) -> Iterator[None]:
+    def cutting(self) -> AbstractContextManager[object]:
         """Around code that uses parameters one after another: what it has used is cut again."""
-        with _Uses(self):
-            yield
+        return _Uses(self)
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
@@ -224,11 +210,10 @@ class Building:
     def settle(self) -> None:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
 
-        Raises:
-            ValueError: Ranks have built different parameters or values.
+        Raises where ranks have built different parameters or values.
         """
         self._meet()
-        compare(self._comm.control, dict(self._facts))
+        compare(self._comm.control, dict(piece.facts for piece in self._pieces))
         in_parts = self._comm.control.union([piece.part is not None for piece in self._pieces])
         for piece, is_in_parts in zip(self._pieces, in_parts, strict=True):
             if is_in_parts and piece.part is None and piece.parameter is not None:
@@ -282,7 +267,6 @@ class Building:
         piece = PartialParameter(self, name, len(self._pieces), parameter)
         parameter.__dict__[_ATTRIBUTE] = piece
         self._pieces.append(piece)
-        self._facts.append(_facts_of(piece, parameter.dtype))
         self._whole[piece] = None
 
     # ---------------------------------------------------------------- cutting
@@ -317,7 +301,7 @@ class Building:
     def _cut(self, piece: PartialParameter, parameter: nn.Parameter) -> None:
         piece.shape = parameter.shape
         flat = parameter.detach().reshape(-1)
-        piece.bits = int(flat.view(_WORDS[flat.element_size()]).sum(dtype=torch.int64))
+        piece.bits = int(sum_of_bits(flat))
         piece.part = self._part_of(flat)
         placement = Placement(
             piece.name,
@@ -326,7 +310,7 @@ class Building:
             type(parameter),
             piece,
             0,
-            partial(self._use, piece),
+            lambda _: self.make_whole(piece),
         )
         set_placement(parameter, placement)
         parameter.data = piece.part
@@ -341,9 +325,6 @@ class Building:
         return part
 
     # ---------------------------------------------------------------- use
-
-    def _use(self, piece: PartialParameter, name: str) -> None:
-        self.make_whole(piece)
 
     def make_whole(self, piece: PartialParameter) -> None:
         """Gathers `piece`, and what other ranks ask for before. Collective."""
@@ -370,11 +351,7 @@ class Building:
         self._whole[piece] = None
 
     def gather(self, piece: PartialParameter) -> Tensor:
-        """All values of `piece`: 1-D, new, on the device. Collective.
-
-        Raises:
-            RuntimeError: It is gone on this rank, and another asks for it.
-        """
+        """All values of `piece`: 1-D, new, on the device. Collective."""
         part, parameter = piece.part, piece.parameter
         if part is None:
             if parameter is None:
@@ -388,17 +365,14 @@ class Building:
     def _round(self, request: int) -> int:
         agreed = self._comm.control.agree(request)
         if agreed < _DONE:
-            self._check_alike(agreed)
+            # Before a gather: it has the same shape on every rank, where it exists.
+            compare(self._comm.control, dict(piece.facts for piece in self._pieces[agreed:][:1]))
             piece = self._pieces[agreed]
             values, parameter = self.gather(piece), piece.parameter
             if piece.part is not None and parameter is not None:
                 self.free(piece)
                 parameter.data = values.view(piece.shape)
         return agreed
-
-    def _check_alike(self, index: int) -> None:
-        """Before a gather: the piece has the same shape on every rank, where it exists."""
-        compare(self._comm.control, dict(self._facts[index : index + 1]))
 
     def _meet(self) -> None:
         """Takes part in what other ranks still ask for, until all are done."""
@@ -425,11 +399,6 @@ class _Uses(TorchFunctionMode):
         if used:
             self._building.used(used)
         return func(*args, **kwargs)
-
-
-def _facts_of(piece: PartialParameter, dtype: torch.dtype) -> tuple[str, dict[str, str]]:
-    subject = f"{piece.name}, number {piece.index + 1} of what configure_model has built"
-    return subject, {"shape": str(tuple(piece.shape)), "dtype": str(dtype)}
 
 
 def _is_ours_alone(parameter: nn.Parameter) -> bool:

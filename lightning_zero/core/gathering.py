@@ -1,4 +1,4 @@
-"""Whole units: which are at hand, ahead of use or for other ranks, and how much room there is.
+"""Units: what is gathered and released together, at hand, ahead of use or for other ranks.
 
 In which order they are gathered is decided in layout/order.py.
 """
@@ -8,49 +8,103 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
 
-from lightning_zero.core.unit import Unit
-from lightning_zero.layout.ahead import gather_ahead
+from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import Order, gather_ahead
+from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Gathering"]
+__all__ = ["Call", "Gathering", "Unit"]
+
+
+class Call:
+    """One forward of a unit."""
+
+    is_done = False  # backward has left it
+
+
+class Unit:
+    """Buckets that are gathered before a module's forward and released after it.
+
+    Attributes:
+        index: Position in the layout; the root is 0.
+        module: Whose forward uses the parameters; None for the root.
+        buckets: The buckets whose parameters rest as shards.
+        is_whole: All of them are whole, or on their way.
+        is_held: Stays whole until the end of the step: the root, and what is used out of turn.
+        num_awaited: Forwards whose inputs, when their gradients come, tell that backward is done.
+        calls: The forwards under way.
+        entered: The forwards that backward has entered and, as far as can be told, not left.
+    """
+
+    def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
+        self.name = plan.name
+        self.index = index
+        self.buckets = [bucket for bucket in buckets if bucket.is_gathered_before_use]
+        self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
+        self.is_held = index == 0
+        self.num_awaited = 0
+        self.calls: list[Call] = []
+        self.entered: set[Call] = set()
+        self.module: nn.Module | None = None
+        self._num_whole = sum(bucket.is_whole for bucket in self.buckets)
+        self.is_whole = self._num_whole == len(self.buckets)
+        self._whole_units: set[Unit] = set()
+        for bucket in self.buckets:
+            bucket.watcher = self._count
+
+    def join(self, whole_units: set[Unit]) -> None:
+        """Keeps `whole_units` right as to this one, if it has buckets."""
+        self._whole_units = whole_units
+        if self.is_whole and self.buckets:
+            whole_units.add(self)
+
+    def _count(self, is_whole: bool) -> None:
+        self._num_whole += 1 if is_whole else -1
+        self.is_whole = self._num_whole == len(self.buckets)
+        change = self._whole_units.add if self.is_whole else self._whole_units.discard
+        change(self)
+
+    @property
+    def has_done_backward(self) -> bool:
+        """Nothing in this backward needs its parameters again: all have their gradients."""
+        if self.num_awaited > 0 or self.is_held:
+            return False
+        return all(
+            bucket.grads.has_all and all(p.requires_grad for p in bucket.parameters)
+            for bucket in self.buckets
+        )
+
+    def owns(self, tensor: Tensor) -> bool:
+        """`tensor` is a view of whole parameters, which are freed on release."""
+        return any(bucket.owns(tensor) for bucket in self.buckets)
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
 
 
 class Gathering:
-    """The units of one engine.
-
-    Args:
-        units: The root first.
-        order: Of all ranks; decides.
-        recorder: Is told whether prefetches came in time.
-        config: How far to gather ahead.
-
-    Attributes:
-        units: The root first.
-        is_needed: Some rest as shards.
-    """
+    """The units of one engine, the root first; the recorder hears of prefetches that come late."""
 
     def __init__(
         self, units: Sequence[Unit], order: Order, recorder: Recorder, config: ZeroConfig
     ) -> None:
         self.units = list(units)
-        self.is_needed = any(unit.buckets for unit in units)
+        self.is_needed = any(unit.buckets for unit in units)  # some rest as shards
         self._order = order
         self._recorder = recorder
         self._config = config
-        self._is_backward = False
+        self._is_backward = False  # units are asked for from the end of the layout on
         self._unclaimed: dict[Unit, None] = {}  # gathered for other ranks, or ahead; in order
         self._whole: set[Unit] = set()
         for unit in units:
             unit.join(self._whole)
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
 
-    # ---------------------------------------------------------------- passes
-
     def begin_backward(self) -> None:
-        """From now on units are asked for from the end of the layout on. Local."""
         self._is_backward = True
 
     def forget(self) -> None:
@@ -60,12 +114,6 @@ class Gathering:
         for unit in self.units:
             unit.num_awaited = 0
             unit.entered.clear()
-
-    def stays_after_forward(self, unit: Unit) -> bool:
-        """Backward begins with `unit`."""
-        return self._order.is_last_of_forward(unit.index)
-
-    # ---------------------------------------------------------------- whole units
 
     def unshard_held(self) -> None:
         """Makes those whole that stay so throughout a step."""
@@ -85,7 +133,8 @@ class Gathering:
         while not unit.is_whole:
             self._order.want(unit.index, is_backward=self._is_backward)
         self._unclaimed.pop(unit, None)
-        unit.finish_gather()
+        for bucket in unit.buckets:
+            bucket.finish_gather()
         self.prefetch()
 
     def _drop_unclaimed(self, wanted: Unit) -> None:
@@ -116,7 +165,8 @@ class Gathering:
             is_kept: It stays whole until its use, or that of another; else it is for other ranks.
         """
         was_whole = unit.is_whole
-        unit.gather()
+        for bucket in unit.buckets:
+            bucket.gather()
         if was_whole:
             return
         if is_kept or self._order.is_last_of_forward(unit.index):

@@ -21,9 +21,6 @@ has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
 an `OffloadedGrad` right after its reduction, while backward goes on; `publish`, at the end of
 backward, waits for it. `shard` is then what the store shows: a CPU tensor, or one that is read when
 it is used.
-
-Where groups of ranks hold shards of their own, the mean over a group is completed over its replicas
-in the last micro-batch: see `ReplicaMean`.
 """
 
 from __future__ import annotations
@@ -42,67 +39,10 @@ from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tensors.sharded import ShardedTensor
-from lightning_zero.tiers import ShardStore
 from lightning_zero.tiers.grad_offload import OffloadedGrad
+from lightning_zero.tiers.storage import ShardStore
 
-__all__ = ["Gradients", "ReplicaMean"]
-
-
-class ReplicaMean:
-    """How far the shard of one bucket has come. See [Note: Partial means].
-
-    Attributes:
-        is_partial: What rests is this group's; the same on every rank, unless a user has zeroed
-            gradients on some.
-    """
-
-    def __init__(self, comm: Communicator, name: str) -> None:
-        self.is_partial = False
-        self._comm = comm
-        self._name = name
-        self._pending: Pending | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        """Somebody else writes to the shard."""
-        return self._pending is not None
-
-    def add(self) -> None:
-        """A mean over the group has been added."""
-        self.is_partial = self._comm.mesh.num_replicas > 1
-
-    def begin(self, shard: Tensor) -> None:
-        """Issues the average of `shard`, in place. Collective."""
-        if self._pending is None and self._comm.mesh.num_replicas > 1:
-            self._pending = self._comm.average_replicas(shard, self._name)
-
-    def finish(self) -> None:
-        """Waits for what `begin` issued. At the end of backward only: others come late to it."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            self.is_partial = False
-
-    def average_offloaded(self, offloaded: OffloadedGrad, numel: int) -> None:
-        """Averages a shard that does not rest on the device, where it rests. Collective; waits."""
-
-        def average(values: Tensor) -> None:
-            travelling = values.to(self._comm.device)
-            self._comm.average_replicas(travelling, self._name).wait()
-            if travelling is not values:
-                values.copy_(travelling)
-
-        if self._comm.mesh.num_replicas > 1:
-            with torch.no_grad():
-                offloaded.apply_(average, 0, numel)
-            self.is_partial = False
-
-    def drop(self) -> None:
-        """Forgets what is under way, after an exception."""
-        if self._pending is not None:
-            self._comm.forget(self._pending)
-        self._pending = None
-        self.is_partial = False
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -116,7 +56,8 @@ class Gradients:
             There is one from the first reduction until `.grad` of every parameter is None, as
             `zero_grad` leaves it, and `free_zeroed` looks. A view of `whole` where GRAD is whole
             and dtypes agree.
-        replicas: Whether that is the mean over all ranks, or over this group so far.
+        is_partial: That is this group's so far, see [Note: Partial means]; the same on every rank,
+            unless a user has zeroed gradients on some.
         slices: The part of `shard` for each slot; n-D views where the mean is whole.
         is_local: By slot: `whole` holds a gradient of this parameter.
         is_reduced: By slot: `shard` holds the mean gradient of this parameter.
@@ -131,18 +72,11 @@ class Gradients:
         dtype: torch.dtype,
         offloaded: OffloadedGrad | None,
         cuts: Sequence[Cut],
-        settle: Callable[[], None],
+        wait_for_step: Callable[[], None],
     ) -> None:
-        """Of `parameters`, by slot.
+        """Of `parameters`, by slot, as `cuts`; the mean rests in `offloaded`, if not on the device.
 
-        Args:
-            plan: Of the bucket.
-            parameters: Whose gradients these are.
-            comm: Averages them.
-            dtype: Of the mean.
-            offloaded: Where the mean rests, if not on the device.
-            cuts: By slot, how the mean is cut where it is sharded.
-            settle: Waits until a worker has stepped with these gradients.
+        `wait_for_step` waits until a worker has stepped with these gradients.
         """
         self._plan = plan
         self._parameters = list(parameters)
@@ -150,7 +84,7 @@ class Gradients:
         self.dtype = dtype
         self._offloaded = offloaded
         self._cuts = list(cuts)
-        self.settle = settle
+        self.wait_for_step = wait_for_step
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._is_whole_mean = not plan.stage.has_shard(State.OPTIM)
         self._rank = comm.mesh.shard_rank
@@ -159,7 +93,9 @@ class Gradients:
         self.whole: FlatBuffer | None = None
         self.shard: Tensor | None = None
         self.slices: list[Tensor] = []
-        self.replicas = ReplicaMean(comm, plan.name)
+        self.is_partial = False
+        self._has_replicas = comm.mesh.num_replicas > 1
+        self._average: Pending | None = None  # over replicas, of `shard`, in place
         self.is_local = [False] * len(self._parameters)
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
@@ -168,8 +104,7 @@ class Gradients:
         self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
         self._holds_mean = False  # `shard` has a value to which a further mean is added
         self._carry: Tensor | None = None  # that value, while `whole` is written over it
-        self._out: Tensor | None = None
-        self._pending: Pending | None = None
+        self._reduction: tuple[Tensor, Pending] | None = None  # under way, with its result
         # The mean of other ranks, and its average over replicas: see `reduce_for_others`.
         self._of_others: tuple[Tensor, Pending | None] | None = None
 
@@ -178,9 +113,7 @@ class Gradients:
     def prepare(self, *, outlives_backward: bool, expected: Sequence[bool] | None = None) -> None:
         """Before a backward: takes what is reduced out of autograd's sight, forgets what is zeroed.
 
-        Args:
-            outlives_backward: This backward will not be reduced by itself.
-            expected: By slot: its gradient is likely to come; None: where it is wanted.
+        `expected`, by slot: its gradient is likely to come; None: where it is wanted.
         """
         for index, grad in enumerate(self._grads()):
             if grad is None:
@@ -213,7 +146,7 @@ class Gradients:
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not beside a step."""
         rests_alone = self._offloaded is None and not self._is_whole_mean and not self._is_in_place
-        if self.shard is None or not rests_alone or self.replicas.is_under_way:
+        if self.shard is None or not rests_alone or self._average is not None:
             return
         if [grad for grad in self._grads() if grad is not None]:
             return
@@ -226,16 +159,15 @@ class Gradients:
             return [parameter.grad for parameter in self._parameters]
 
     def receive(self, index: int) -> bool:
-        """Takes over the gradient that autograd has just accumulated into slot `index`.
+        """Takes the gradient that autograd has just accumulated into slot `index`.
 
-        Returns:
-            Whether it was the last one that this backward can bring.
+        Returns whether it was the last one that this backward can bring.
         """
         parameter = self._parameters[index]
         grad = parameter.grad
         if grad is None:
             return False  # frozen since its forward: autograd has left it out
-        is_open = self.whole is not None and self._is_sharded and self._pending is None
+        is_open = self.whole is not None and self._is_sharded and self._reduction is None
         whole = self.whole if is_open else self._open()
         assert whole is not None
         view = whole.views[index]
@@ -267,42 +199,36 @@ class Gradients:
             # A gradient that comes after this one is a new one, in a buffer of its own.
             self._parameters[index].grad = None
             self.is_local[index] = False
+        name, flat = self._plan.name, whole.tensor
         if self._is_whole_mean:
-            self._out = whole.tensor
-            self._pending = self._comm.all_reduce(whole.tensor, self._plan.name)
+            self._reduction = flat, self._comm.all_reduce(flat, name)
             return
         if self._is_in_place:
-            self._out = whole.shard(self._rank)
+            out = whole.shard(self._rank)
         elif self.shard is None or self._holds_mean or self._offloaded is not None:
-            self._out = torch.empty(self._numel, dtype=self.dtype, device=whole.tensor.device)
+            out = torch.empty(self._numel, dtype=self.dtype, device=flat.device)
         else:
-            self._out = self.shard
-        self._pending = self._comm.reduce_scatter(
-            whole.tensor, self._out, self._plan.name, cuts=self._plan.layout.cuts
-        )
+            out = self.shard
+        cuts = self._plan.layout.cuts
+        self._reduction = out, self._comm.reduce_scatter(flat, out, name, cuts=cuts)
 
     def reduce_for_others(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this one. Collective; waits.
 
         What they have is added when this rank comes to its backward, or to its end: until then
-        users see and zero what there was.
-
-        Args:
-            averages: The others go on to average over replicas.
+        users see and zero what there was. The others may go on to average over replicas.
         """
-        layout, scratch = self._plan.layout, self._comm.scratch
+        layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
         whole = scratch.take(layout.numel, self._plan.dtype).zero_()
-        numel = len(layout.shard(self._comm.mesh.shard_rank))
-        out = torch.empty(numel, dtype=self.dtype, device=whole.device)
-        name = self._plan.name
+        out = torch.empty(self._numel, dtype=self.dtype, device=whole.device)
         self._comm.reduce_scatter(whole, out, name, cuts=layout.cuts).wait()
         scratch.give(whole)
         average = None
-        if averages and self._offloaded is None and self._comm.mesh.num_replicas > 1:
-            if self.replicas.is_partial and self.shard is not None:
+        if averages and self._offloaded is None and self._has_replicas:
+            if self.is_partial and self.shard is not None:
                 out.add_(self.shard)  # of earlier micro-batches
                 self.shard.zero_()
-                self.replicas.is_partial = False
+                self.is_partial = False
             average = self._comm.average_replicas(out, name)
         self._of_others = (out, average)
 
@@ -311,21 +237,20 @@ class Gradients:
             return
         out, average = self._of_others
         self._of_others = None
-        is_partial = average is None or self.replicas.is_partial
+        is_partial = average is None or self.is_partial
         if average is not None:
             average.wait()
         self._add(out)
-        self.replicas.is_partial &= is_partial
+        self.is_partial &= is_partial
 
     def finish(self) -> None:
         """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
-        if self._pending is None:
+        if self._reduction is None:
             return
-        self._pending.wait()
-        self.replicas.finish()  # a second reduction in one backward: it is added to a mean at rest
-        out = self._out
-        assert out is not None
-        self._pending = self._out = None
+        out, pending = self._reduction
+        pending.wait()
+        self._finish_average()  # a second reduction in one backward: it is added to a mean at rest
+        self._reduction = None
         self._add(out)
         self._close()
 
@@ -342,32 +267,50 @@ class Gradients:
         elif out is not self.shard:
             self.shard.add_(out)
         self._holds_mean = True
-        self.replicas.add()
+        self.is_partial = self._has_replicas
 
     def begin_average(self) -> None:
         """Issues the average over replicas, where it can travel beside backward. Collective."""
-        if self._offloaded is None and self.shard is not None:
-            self.replicas.begin(self.shard)
+        has_begun = self._average is not None or not self._has_replicas
+        if not has_begun and self._offloaded is None and self.shard is not None:
+            self._average = self._comm.average_replicas(self.shard, self._plan.name)
+
+    def _finish_average(self) -> None:
+        """At the end of backward only: others come late to it."""
+        if self._average is not None:
+            self._average.wait()
+            self._average = None
+            self.is_partial = False
 
     def average(self) -> None:
         """Completes the mean over all ranks. Collective, at the end of backward; waits."""
-        if self._of_others is not None and not self.replicas.is_partial:
+        if self._of_others is not None and not self.is_partial:
             self._take_from_others()  # the others have averaged it before
             return
         if self._offloaded is not None:
-            self.replicas.average_offloaded(self._offloaded, self._numel)
+            self._average_offloaded(self._offloaded)
         elif self.shard is None:  # zeroed on this rank alone: the others average theirs
             self._adopt(self._zeros())
         self.begin_average()
-        self.replicas.finish()
+        self._finish_average()
         self._take_from_others()
 
-    def publish(self, touched: Sequence[bool]) -> None:
-        """Shows users their gradients: `.grad` of every parameter that any rank has touched.
+    def _average_offloaded(self, offloaded: OffloadedGrad) -> None:
+        """Averages a shard over replicas where it rests. Collective; waits."""
 
-        Args:
-            touched: By slot, the same on every rank.
-        """
+        def average(values: Tensor) -> None:
+            travelling = values.to(self._comm.device)
+            self._comm.average_replicas(travelling, self._plan.name).wait()
+            if travelling is not values:
+                values.copy_(travelling)
+
+        if self._has_replicas:
+            with torch.no_grad():
+                offloaded.apply_(average, 0, self._numel)
+            self.is_partial = False
+
+    def publish(self, touched: Sequence[bool]) -> None:
+        """Shows `.grad` of every parameter that any rank has touched: `touched`, by slot."""
         self._take_from_others()
         if self._offloaded is not None:
             self._offloaded.settle()
@@ -421,13 +364,8 @@ class Gradients:
     def put(self, index: int, grad: Tensor) -> None:
         """`parameter.grad = grad` of slot `index`, which is guarded. Local.
 
-        Args:
-            index: The slot.
-            grad: Of the whole shape, plain, of which this rank takes its elements when it steps,
-                or sharded. Ranks should set equal ones.
-
-        Raises:
-            ValueError: Of another shape.
+        `grad` has the whole shape: plain, of which this rank takes its elements when it steps, or
+        sharded. Ranks should set equal ones.
         """
         slot = self._plan.layout.slots[index]
         if tuple(grad.shape) != slot.shape:
@@ -464,24 +402,19 @@ class Gradients:
     def apply_(
         self, change: Callable[[Tensor], object], indices: Sequence[int] | None = None
     ) -> None:
-        """Changes mean gradients in place, wherever they rest.
+        """Changes mean gradients elementwise and in place, wherever they rest.
 
-        Args:
-            change: Changes a tensor elementwise, in place.
-            indices: Slots that have a gradient; None: all at once, with padding, which must stay
-                zero.
+        `indices`: slots that have a gradient; None: all at once, with padding, which must stay
+        zero.
         """
         assert self.shard is not None
-        if indices is None and self._offloaded is not None:
-            self._offloaded.apply_(change, 0, self._numel)
-        elif indices is None:
-            change(self.shard)
-        for index in indices or ():
-            if self._offloaded is None:
-                change(self.slices[index])
-            else:
-                part = self._parts[index]
-                self._offloaded.apply_(change, part.start, part.stop)
+        if self._offloaded is None:
+            for part in [self.shard] if indices is None else [self.slices[i] for i in indices]:
+                change(part)
+        else:
+            whole = [range(self._numel)]
+            for own in whole if indices is None else [self._parts[i] for i in indices]:
+                self._offloaded.apply_(change, own.start, own.stop)
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
         """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
@@ -495,14 +428,14 @@ class Gradients:
         """Forgets everything, after an exception or a teardown; every `.grad` is None."""
         if self._offloaded is not None:
             self._offloaded.drop()
-        if self._pending is not None:
-            self._comm.forget(self._pending)
+        if self._reduction is not None:
+            self._comm.forget(self._reduction[1])
             self.whole = None  # others may still write to it
-        self.replicas.drop()
-        if self._of_others is not None and self._of_others[1] is not None:
-            self._comm.forget(self._of_others[1])
-        self._pending = self._out = self._carry = self._of_others = None
-        self._holds_mean = False
+        for average in (self._average, self._of_others and self._of_others[1]):
+            if average is not None:
+                self._comm.forget(average)
+        self._reduction = self._average = self._carry = self._of_others = None
+        self._holds_mean = self.is_partial = False
         self._expected = set()
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None
@@ -545,7 +478,7 @@ class Gradients:
         if self._is_in_place and self._holds_mean:
             assert self.shard is not None
             self._carry = self.shard
-            if self.replicas.is_under_way:  # it keeps its memory: waiting here might be for ever
+            if self._average is not None:  # it keeps its memory: waiting here might be for ever
                 self.whole = FlatBuffer(self._plan.layout, self.dtype, self._comm.device)
             else:
                 self._carry = self.shard.clone()
@@ -574,7 +507,7 @@ class Gradients:
     def _forget_zeroed(self) -> None:
         """Takes gradients that a user has zeroed out of the mean to which others are added."""
         if not any(self.is_reduced):
-            self._holds_mean = self.replicas.is_partial = False
+            self._holds_mean = self.is_partial = False
             self._carry = None
             if self._offloaded is None and not self._is_whole_mean:
                 self.shard, self.slices, self._views = None, [], []
@@ -613,21 +546,17 @@ class Gradients:
         ):
             return
         self.shard = mean
-        self.slices = self._cut(mean) if self._offloaded is None else self._look()
+        if self._offloaded is None:
+            self.slices = self._cut(mean)
+        else:
+            self.slices = [self._offloaded.look(part.start, part.stop) for part in self._parts]
         if self._is_whole_mean:
             self._views = [part.detach() for part in self.slices]
         else:
-            self._views = [self._wrap(index) for index in range(len(self.slices))]
-
-    def _wrap(self, index: int) -> ShardedTensor:
-        mean = self.slices[index]
-        part = _MeanPart(self, index, mean)
-        return ShardedTensor.of(part, self._cuts[index], "p.grad", mean)
-
-    def _look(self) -> list[Tensor]:
-        """By slot, what the store shows of the mean."""
-        assert self._offloaded is not None
-        return [self._offloaded.look(part.start, part.stop) for part in self._parts]
+            self._views = [
+                ShardedTensor.of(_MeanPart(self, index, part), cut, "p.grad", part)
+                for index, (part, cut) in enumerate(zip(self.slices, self._cuts, strict=True))
+            ]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
         if not self._is_whole_mean:
@@ -669,12 +598,10 @@ class _MeanPart:
     values: Tensor
 
     def read(self) -> Tensor:
-        """See `Part`."""
         return self.values.read() if isinstance(self.values, LazyTensor) else self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        """See `Part`."""
-        self.grads.settle()
+        self.grads.wait_for_step()
         if self.grads.slices and self.grads.slices[self.index] is self.values:
             self.grads.apply_(write, [self.index])
         else:

@@ -19,90 +19,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.gathering import Call, Unit
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
-from lightning_zero.core.unit import Call, Unit
-from lightning_zero.tensors.guarded import has_foreign, has_placement
+from lightning_zero.core.schedule import Schedule, is_compiled
 
-__all__ = ["Events", "Hooks", "check_all_hooked", "compiled_modules", "is_compiled"]
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """`torch.compile(module)`, `module.compile()` or a compiled method on the instance."""
-    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-        return True
-    return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
-
-
-def compiled_modules(root: nn.Module) -> list[nn.Module]:
-    """Of `root` and the modules inside it."""
-    return [module for module in root.modules() if is_compiled(module)]
-
+__all__ = ["Hooks"]
 
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-class Events(Protocol):
-    """Who decides on what the hooks tell."""
-
-    def before_root(self) -> None:
-        """The whole module is called."""
-
-    def after_root(self, *, has_failed: bool) -> None:
-        """The call has ended, perhaps by an exception."""
-
-    def before_forward(self, unit: Unit) -> None:
-        """The module of `unit` is called."""
-
-    def after_forward(self, unit: Unit) -> None:
-        """The call has ended."""
-
-    def hold(self, unit: Unit, reason: str) -> None:
-        """It cannot be seen when backward uses `unit`."""
-
-    def before_backward_of(self, unit: Unit, call: Call) -> None:
-        """Backward has come to an output of `call`, one of `unit`."""
-
-    def after_backward_of(self, unit: Unit, call: Call) -> None:
-        """The gradients of all inputs of `call` are there."""
-
-    def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """`parameter`, slot `index` of `bucket`, has got a gradient."""
-
-
 class Hooks:
-    """All hooks of one engine, until `detach`. See [Note: What a hook may trust].
+    """All hooks of one engine, until `detach`. See [Note: What a hook may trust]."""
 
-    Args:
-        module: The whole module.
-        units: The root first.
-        buckets: In layout order.
-        events: Is told.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[Unit],
-        buckets: Sequence[Bucket],
-        events: Events,
-    ) -> None:
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], schedule: Schedule) -> None:
         self._module = module
         self._buckets = buckets
-        self._events = events
+        self._schedule = schedule
         self._handles: list[Any] = []
         self._handled: BaseException | None = None  # when the module was called
         add, eager = self._handles.append, torch.compiler.disable
         add(module.register_forward_pre_hook(eager(self._before_root), prepend=True))
         add(module.register_forward_hook(eager(self._after_root), always_call=True))
-        for unit in units[1:]:
+        for unit in schedule.units[1:]:
             if not unit.buckets:
                 continue
             owner = unit.module = module.get_submodule(unit.name)
@@ -110,20 +55,19 @@ class Hooks:
             after = eager(self._after_forward(unit))
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             add(owner.register_forward_hook(after, always_call=True))
-        for compiled in compiled_modules(module):
+        for compiled in filter(is_compiled, module.modules()):
             before = eager(_before_compiled(compiled, buckets))
             add(compiled.register_forward_pre_hook(before, prepend=True))
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
-                    hook = partial(events.on_gradient, bucket, index)
+                    hook = partial(schedule.on_gradient, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch registers on these only
                     add(parameter.register_post_accumulate_grad_hook(hook))
                     parameter.requires_grad_(was_trained)
 
     def detach(self) -> None:
-        """Removes every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -131,23 +75,24 @@ class Hooks:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if module is self._module:
             self._handled = sys.exc_info()[1]
-            self._events.before_root()
+            self._schedule.open()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._module:
             # torch calls this after an exception too, with no output, while it is being handled.
             error = sys.exc_info()[1] if output is None else None
-            has_failed = error is not self._handled  # which a caller is handling all the while
+            if error is self._handled:
+                error = None  # a caller is handling it all the while
             self._handled = None
-            self._events.after_root(has_failed=error is not None and has_failed)
-            if error is not None and has_failed:
+            self._schedule.after_root(has_failed=error is not None)
+            if error is not None:
                 explain_dtype_error(error, module, self._buckets)
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
-            self._events.before_forward(unit)
+            self._schedule.before_forward(unit)
             call = Call()
             unit.calls.append(call)
             if torch.is_grad_enabled() and not unit.is_held:
@@ -166,10 +111,10 @@ class Hooks:
             call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
             leaves = tree_leaves(output)
             if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
-                self._events.hold(unit, f"module {unit.name} returns a view of its parameters")
+                self._schedule.hold(unit, f"module {unit.name} returns a view of its parameters")
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
-            self._events.after_forward(unit)
+            self._schedule.after_forward(unit)
 
         return hook
 
@@ -184,7 +129,7 @@ class Hooks:
         def arrived(key: int, _: Tensor) -> None:
             left.discard(key)
             if not left:
-                self._events.after_backward_of(unit, call)
+                self._schedule.after_backward_of(unit, call)
 
         for key, tensor in {id(tensor): tensor for tensor in inputs}.items():
             tensor.register_hook(partial(arrived, key))
@@ -192,30 +137,11 @@ class Hooks:
     def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
         wanting = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
         for tensor in wanting:
-            tensor.register_hook(lambda _: self._events.before_backward_of(unit, call))
+            tensor.register_hook(lambda _: self._schedule.before_backward_of(unit, call))
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
-            self._events.hold(unit, reason)
-
-
-def check_all_hooked(module: nn.Module) -> None:
-    """Looks for trainable parameters that have come to `module` after its hooks.
-
-    Raises:
-        RuntimeError: There is one.
-    """
-    with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
-        if not has_foreign(module):
-            return
-        for name, parameter in module.named_parameters():
-            if not has_placement(parameter) and parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was put into the module after the engine was built: its "
-                    "gradient would be averaged by nobody. Put it there before (in Lightning, in "
-                    "configure_model or setup), or write into the parameter that was there: "
-                    "parameter.data = values."
-                )
+            self._schedule.hold(unit, reason)
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:

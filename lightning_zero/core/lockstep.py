@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -66,17 +65,15 @@ def lockstep(module: nn.Module) -> AbstractContextManager[None]:
 
 
 class Lockstep:
-    """The loops of one engine. See [Note: Lockstep].
-
-    Attributes:
-        is_in_loop: Between `begin_loop` and `end_loop`.
-    """
+    """The loops of one engine. See [Note: Lockstep]."""
 
     def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
-        self.is_in_loop = False
+        self.is_in_loop = False  # between `begin_loop` and `end_loop`
         self._schedule = schedule
-        self._order = schedule.order
+        self._order = order = schedule.order
         self._comm = comm
+        self.meet_for, self.pass_boundary = order.meet_for, order.pass_boundary  # see `Order`
+        self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
         comm.meet = self._order.announce
@@ -148,37 +145,11 @@ class Lockstep:
         self.is_in_loop = False
         self._loosen()
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable object, on every rank. Collective, outside of a loop."""
-        return self._comm.control.gather_objects(value)
-
     def meet_in_loop(self, name: str) -> None:
         """As `meet_for`, but only inside a loop, where another rank may have left it."""
         if self.is_in_loop or self._depth:
             self.meet_for(name)
 
-    def meet_for(self, name: str) -> int | None:
-        """Before something that all ranks do together, such as another collective.
-
-        Args:
-            name: What that is: the same on every rank.
-
-        Returns:
-            The lowest wish of any rank; see `wishes`.
-
-        Raises:
-            RuntimeError: Another rank has come to something else.
-        """
-        return self._order.meet_for(name)
-
     def wishes(self, wish: Callable[[], int | None]) -> None:
         """From now on `wish` tells what this rank wishes, of less than 62 bits, if anything."""
         self._order.wish = wish
-
-    def pass_boundary(self, name: str) -> int | None:
-        """Between two batches: the lowest wish of any rank. Collective, but waits for nobody.
-
-        Args:
-            name: What comes: the same on every rank.
-        """
-        return self._order.pass_boundary(name)

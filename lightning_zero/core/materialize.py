@@ -37,24 +37,14 @@ __all__ = ["check_can_materialize", "materialize"]
 _NUM_NAMED = 8  # in an error
 
 
-# ---------------------------------------------------------------- who initialises what
-
-
 @dataclass(frozen=True)
 class _Visit:
-    """A module with tensors of its own on the meta device.
+    """A module with tensors of its own on the meta device."""
 
-    Attributes:
-        name: Qualified name.
-        module: The module.
-        initializers: Called one after another; none where all values are awaited.
-        is_awaited: A checkpoint has values for all of its tensors on the meta device.
-    """
-
-    name: str
+    name: str  # qualified
     module: nn.Module
-    initializers: tuple[Callable[[], Any], ...]
-    is_awaited: bool
+    initializers: tuple[Callable[[], Any], ...]  # none where all values are awaited
+    is_awaited: bool  # a checkpoint has values for all of its tensors on the meta device
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -97,11 +87,7 @@ def _initializers(around: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]:
 
 
 def check_can_materialize(module: nn.Module) -> None:
-    """Whether every module with tensors on the meta device can be initialised. Local.
-
-    Raises:
-        ValueError: Some cannot; names them.
-    """
+    """Raises, with names, where modules on the meta device cannot be initialised. Local."""
     lacking = [v for v in _visits(module) if not v.is_awaited and not v.initializers]
     if not lacking:
         return
@@ -117,9 +103,6 @@ def check_can_materialize(module: nn.Module) -> None:
         "class, or _init_weights(self, module) in a module around them, build them on a real "
         "device, or load a checkpoint that holds them."
     )
-
-
-# ---------------------------------------------------------------- the walk
 
 
 class _Materializer:
@@ -219,16 +202,9 @@ def materialize(
 ) -> Iterator[tuple[int, FlatBuffer | None]]:
     """Yields every bucket as soon as its parameters have values: its index in `plans`.
 
-    Collective: every rank, which must build the bucket before it asks for the next. See [Note:
-    Initialised in place].
-
-    Yields:
-        The index, and the buffer in which its parameters lie already (in the widest dtype of the
-        plan and of the parameters), or None.
-
-    Raises:
-        ValueError: A module leaves a parameter without values, or a tensor on the meta device that
-            is neither a parameter nor a buffer.
+    With it comes the buffer in which its parameters lie already (in the widest dtype of the plan
+    and of the parameters), or None. Collective: every rank, which must build the bucket before it
+    asks for the next. See [Note: Initialised in place].
     """
     walk = _Materializer(root, plans, device, comm)
     for index, count in enumerate(walk.waits_for):

@@ -1,4 +1,7 @@
-"""What to say of an error about dtypes where parameters were cast to `param_dtype`."""
+"""What to say of an error about dtypes where parameters were cast to `param_dtype`.
+
+Apart, since hooks on a module and contexts of the engine both come across such errors.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,8 @@ _NUM_NAMED = 3
 def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence[Bucket]) -> None:
     """Adds to the text of `error` the module it comes from, its cast parameters, and the setting.
 
-    Nothing is done where it says nothing of dtypes, or no parameter was cast.
-
-    Args:
-        error: While it is handled, with its traceback.
-        root: The whole module.
-        buckets: Of all its parameters.
+    Nothing is done where it says nothing of dtypes, or no parameter was cast. It is to be handled
+    at this moment, with its traceback; `buckets` hold all parameters of `root`.
     """
     text = str(error)
     is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import widest
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
@@ -32,11 +31,7 @@ def total_norm(
 ) -> Tensor:
     """Norm of all mean gradients seen as one vector: 0-dim. Collective: every rank.
 
-    Args:
-        buckets: Whose gradients have been reduced.
-        comm: Adds up over ranks.
-        parameters: Only gradients of these; None: all.
-        order: p of the p-norm; `math.inf` for the largest magnitude.
+    Of those of `parameters` only, if given. `order`: p of the p-norm; may be `math.inf`.
     """
     buckets = list(buckets)
     norms = [norm for bucket in buckets for norm in _own_norms(bucket, comm, parameters, order)]
@@ -50,11 +45,6 @@ def grad_norms(
 
     One small all-reduce for all of them; nothing is gathered. Buckets without a gradient are left
     out. In order 2, the root of the sum of squares is `total_norm`.
-
-    Args:
-        buckets: Whose gradients have been reduced.
-        comm: Adds up over ranks.
-        order: p of the p-norm; `math.inf` for the largest magnitude.
     """
     buckets = list(buckets)
     dtype = _dtype(buckets)
@@ -154,7 +144,7 @@ def _owned_parts(
         return
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
     assert grads.shard is not None
-    is_whole = not bucket.plan.stage.has_shard(State.OPTIM)
+    is_whole = bucket.steps_whole
     if len(slots) == len(bucket.parameters):
         owned = layout.shard(rank)
         yield grads.shard[owned.start : owned.stop] if is_whole else grads.shard

@@ -22,41 +22,30 @@ Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout or
 
 
 class Reducing:
-    """The gradients of one engine, from the first of a backward to the mean.
-
-    Args:
-        buckets: In layout order.
-        order: Of all ranks.
-        comm: Between them.
-        config: Of the engine.
-
-    Attributes:
-        under_way: The bucket whose reduction is under way.
-        is_mid_step: The last backward ends no step, and nobody has asked for its means since.
-        has_stepped: An optimizer has, since the last backward.
-    """
+    """The gradients of one engine, from the first of a backward to the mean."""
 
     def __init__(
         self, buckets: Sequence[Bucket], order: Order, comm: Communicator, config: ZeroConfig
     ) -> None:
-        self._buckets = list(buckets)
+        self._buckets = list(buckets)  # in layout order
         self._order = order
         self._comm = comm
         self._config = config
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         self._is_open = False  # a backward is under way on this rank
         self._trainable: Trainable = ()  # in this backward
-        self._ends_step = True  # no further micro-batch will follow
+        # The backward that comes, or is under way, is that of the last micro-batch.
+        self.ends_step = True
         self._sequence = list(reversed(self._buckets))  # of reductions where there is no plan
         self._is_sequence_agreed = False
         self._arrived: list[Bucket] = []  # order of completion in this backward
         self._reduced: set[Bucket] = set()  # in this backward, also before this rank came to it
         # What the last agreed backward touched, by what was trainable in it (GANs take turns).
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
-        self.under_way: Bucket | None = None
-        self.has_stepped = False
-        self._has_local = False  # the last backward left gradients local
-        self._has_partial = False  # or reduced within the group only
+        self.under_way: Bucket | None = None  # whose reduction is
+        self.has_stepped = False  # an optimizer has, since the last backward
+        # The last backward ends no step, and nobody has asked for its means since: they are local,
+        # or the group's.
         self.is_mid_step = False
 
     def step_order(self) -> Sequence[Bucket]:
@@ -66,9 +55,10 @@ class Reducing:
         """
         return list(reversed(self._sequence))
 
-    def reduces(self, *, ends_step: bool) -> bool:
-        """Whether a backward ends in reductions."""
-        return ends_step or self._config.states.reduces_every_backward
+    @property
+    def reduces(self) -> bool:
+        """The backward ends in reductions."""
+        return self.ends_step or self._config.states.reduces_every_backward
 
     def trainable(self) -> Trainable:
         """What is trained at this moment."""
@@ -77,19 +67,16 @@ class Reducing:
 
     # ---------------------------------------------------------------- one backward
 
-    def begin(self, trainable: Trainable, *, ends_step: bool) -> None:
+    def begin(self, trainable: Trainable) -> None:
         """Before a backward: what is reduced is out of autograd's sight."""
         self._is_open, self.has_stepped = True, False
-        self._ends_step = ends_step
         self._arrived = []
         self._trainable = trainable
-        touched = self._touched.get(self._trainable)
+        touched = self._touched.get(self._trainable, {})
+        outlives_backward = not self.reduces
         for bucket in self._buckets:
             bucket.wait_for_step()
-            expected = touched.get(bucket) if touched is not None else None
-            bucket.grads.prepare(
-                outlives_backward=not self.reduces(ends_step=ends_step), expected=expected
-            )
+            bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
 
     def eager(self, trainable: Trainable) -> list[int]:
         """Buckets that every rank reduces in a backward without a plan, in this order."""
@@ -99,26 +86,21 @@ class Reducing:
     def complete(self, bucket: Bucket) -> None:
         """`bucket` has all its gradients: it is reduced, when those before it in the order are."""
         self._arrived.append(bucket)
-        if self.reduces(ends_step=self._ends_step):
+        if self.reduces:
             self._order.ready(self._numbers[bucket])
 
-    def end(self, *, ends_step: bool) -> None:
+    def end(self) -> None:
         """After a backward: means are there, or what is local is shown. Collective."""
-        self._ends_step = ends_step
-        reduces = self.reduces(ends_step=ends_step)
-        if reduces:
+        if self.reduces:
             if len(self._touched) > _MOST_KNOWN:  # each step trains something else
                 self._touched.clear()
-            self._touched[self._trainable] = self._reduce_the_rest(completes=ends_step)
+            self._touched[self._trainable] = self._reduce_the_rest(completes=self.ends_step)
         else:
             for bucket in self._buckets:
                 bucket.grads.show()  # means of earlier backwards, which this one has not touched
         self._is_open = False
         self._reduced = set()
-        self.is_mid_step = not ends_step
-        self._has_local = not reduces
-        has_replicas = self._comm.mesh.num_replicas > 1
-        self._has_partial = has_replicas and reduces and not ends_step
+        self.is_mid_step = not self.ends_step
         self._comm.free_scratch()
 
     def reset(self) -> None:
@@ -127,7 +109,7 @@ class Reducing:
         self._touched.clear()  # perhaps not on all ranks the same
         self.under_way = None
         self._reduced = set()
-        self._is_open = self.is_mid_step = self._has_local = self._has_partial = False
+        self._is_open = self.is_mid_step = False
 
     def recover(self) -> None:
         """When all ranks have come together again: what they agreed on may not be alike."""
@@ -136,19 +118,13 @@ class Reducing:
 
     # ---------------------------------------------------------------- one bucket
 
-    def reduce(self, bucket: Bucket, *, ends_step: bool) -> None:
-        """Issues the reduction of `bucket`, with what there is. Collective.
-
-        Args:
-            bucket: Which.
-            ends_step: No further micro-batch will follow; outside of a backward of this rank.
-        """
-        if not self._is_open:
-            averages = ends_step and self._config.overlap_comm
-            bucket.grads.reduce_for_others(averages=averages)
+    def reduce(self, bucket: Bucket) -> None:
+        """Issues the reduction of `bucket`, with what there is. Collective."""
+        if self._is_open:
+            self._reduce(bucket)
+        else:
+            bucket.grads.reduce_for_others(averages=self.ends_step and self._config.overlap_comm)
             self._reduced.add(bucket)
-            return
-        self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         self.finish()
@@ -163,7 +139,7 @@ class Reducing:
         if self.under_way is None:
             return
         self.under_way.grads.finish()
-        if self._ends_step and self._config.overlap_comm:
+        if self.ends_step and self._config.overlap_comm:
             self.under_way.grads.begin_average()
         self.under_way = None
 
@@ -173,18 +149,14 @@ class Reducing:
         """By bucket, what came late and what is this group's; by slot, what was touched."""
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
-        partial = [bucket.grads.replicas.is_partial for bucket in buckets]
+        partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
         return bytes([*late, *partial, *own])
 
     def _reduce_the_rest(self, *, completes: bool) -> dict[Bucket, list[bool]]:
-        """Agrees on what anybody touched and reduces what has not been. Collective.
+        """Agrees on what anybody touched, by slot, and reduces what has not been. Collective.
 
-        Args:
-            completes: Average over replicas, too: no further micro-batch will follow.
-
-        Returns:
-            What anybody touched, by slot.
+        `completes`: average over replicas, too: no further micro-batch will follow.
         """
         buckets = self._buckets
         mask = [bool(flag) for flag in self._order.end(self._mask, self.finish)]
@@ -212,7 +184,7 @@ class Reducing:
 
     def _agree_on_sequence(self) -> None:
         """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""
-        if not self._is_sequence_agreed and self._ends_step:
+        if not self._is_sequence_agreed and self.ends_step:
             mine = [self._numbers[bucket] for bucket in dict.fromkeys(self._arrived)]
             first = [self._buckets[index] for index in self._comm.control.broadcast_object(mine)]
             rest = [bucket for bucket in self._sequence if bucket not in first]
@@ -227,20 +199,22 @@ class Reducing:
 
     def reduce_local(self) -> None:
         """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""
-        if self._has_local:
+        if not self.is_mid_step:
+            return
+        if not self._config.states.reduces_every_backward:
             for bucket in self._buckets:
                 bucket.grads.prepare(outlives_backward=False)  # what was zeroed is not reduced
             self._reduced = set()
-            self._ends_step = True
+            self.ends_step = True
             self._reduce_the_rest(completes=True)
             self._comm.free_scratch()
-        elif self._has_partial:
+        elif self._comm.mesh.num_replicas > 1:
             mask = self._order.end(self._mask, self.finish)
             self._order.conclude(is_complete=True)
             for bucket, is_partial in zip(self._buckets, mask[len(self._buckets) :], strict=False):
                 if is_partial:
                     bucket.grads.average()
-        self.is_mid_step = self._has_local = self._has_partial = False
+        self.is_mid_step = False
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

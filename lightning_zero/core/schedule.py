@@ -36,22 +36,20 @@ from contextlib import contextmanager
 from enum import Enum
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.profiler import record_function
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.gathering import Gathering
-from lightning_zero.core.hooks import Hooks, check_all_hooked, is_compiled
-from lightning_zero.core.module_buffers import SharedBuffers
+from lightning_zero.core.gathering import Call, Gathering, Unit
 from lightning_zero.core.reducing import Reducing
-from lightning_zero.core.unit import Call, Unit
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.order import Order
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.guarded import BetweenStepsError
+from lightning_zero.tensors.guarded import BetweenStepsError, has_foreign, has_placement
 
-__all__ = ["Moment", "Schedule"]
+__all__ = ["Moment", "Schedule", "is_compiled"]
 
 
 class Moment(Enum):
@@ -63,17 +61,63 @@ class Moment(Enum):
     LOST = "after other ranks were lost"
 
 
+class SharedBuffers:
+    """Buffers such as BatchNorm's statistics, which all ranks have from rank 0.
+
+    Attributes:
+        are_fresh: No forward has changed them since they were copied, or a backward needs them.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
+        self.are_fresh = False
+        self._module = module
+        self._comm = comm
+        self._is_on = is_on and comm.size > 1  # else each rank keeps its own
+        self._has_shared = False  # by the last `refresh`
+
+    @property
+    def is_due(self) -> bool:
+        """`refresh` is collective."""
+        if self.are_fresh or not self._is_on:
+            return False
+        return next(self._module.buffers(), None) is not None
+
+    def refresh(self) -> None:
+        """Copies rank 0's to all ranks, unless they are fresh. Collective."""
+        self._has_shared = not self.are_fresh
+        if self._has_shared:
+            self._share()
+        self.are_fresh = True
+
+    def share_again(self) -> None:
+        """After each rank has written to those that `refresh` has copied, if any. Collective."""
+        has_shared, self._has_shared = self._has_shared, False
+        if has_shared:
+            self._share()
+
+    def _share(self) -> None:
+        if not self._is_on:
+            return
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._module.buffers():
+            if buffer.layout is not torch.strided:
+                continue  # no backend sends it: each rank has its own
+            groups.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in groups.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            self._comm.broadcast_(flat.view(torch.uint8))  # backends do not know every dtype
+            if self._comm.rank:
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.detach().copy_(part.view_as(buffer))
+
+
 class Schedule:
     """What happens at which moment of a step; hooks on the module and the loop tell the moments.
 
     Attributes:
-        moment: What the loop is doing.
         units: The root first.
-        order: Of all ranks.
-        gathering: Makes units whole.
-        reducing: Reduces gradients.
         shared: Buffers.
-        hooks: On the module.
         is_accumulating: Forwards from now on are of micro-batches that end no step.
     """
 
@@ -97,7 +141,6 @@ class Schedule:
         )
         self.gathering = Gathering(units, self.order, comm.recorder, config)
         self.reducing = Reducing(buckets, self.order, comm, config)
-        self._ends_step = True  # the backward that comes, or is under way
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
@@ -109,7 +152,6 @@ class Schedule:
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
-        self.hooks = Hooks(module, units, buckets, self)
         self._last_used = ""  # the unit whose forward or backward has begun last
         comm.control.watchdog.describe_by(self._describe)
 
@@ -133,7 +175,7 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
-        self._ends_step = not self.is_accumulating
+        ends_step = self.reducing.ends_step = not self.is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
@@ -141,7 +183,7 @@ class Schedule:
                 self.order.begin("a forward")
         elif self.gathering.is_needed or self.reducing.has_stepped:
             # Where nothing is gathered before use, a forward after a step waits for its gathers.
-            kind = f"a forward and its backward{'' if self._ends_step else ', of several'}"
+            kind = f"a forward and its backward{'' if ends_step else ', of several'}"
             self.order.begin(kind, self.reducing.trainable())
 
     def prepare(self) -> None:
@@ -150,26 +192,15 @@ class Schedule:
             self.order.confirm()  # else others might still ask this rank for a gather
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # their gathers have one order with what comes now
-        self._wait_for_gathers_of_steps()
-        if self._is_compiled:
-            self._finish_gathers()
         for bucket in self._buckets:
+            if self.gathering.is_needed and bucket.plan.stage.gathers_after_step:
+                # A worker must not gather while units are gathered: the order would differ by rank.
+                bucket.wait_for_step()
+            if self._is_compiled and not bucket.is_gathered_before_use:
+                bucket.finish_gather()  # See [Note: Graphs end at hooks]
             bucket.take_rewritten()
             bucket.free_zeroed()
         self.shared.refresh()
-
-    def _wait_for_gathers_of_steps(self) -> None:
-        """A worker must not gather while units are gathered: the order would differ by rank."""
-        if self.gathering.is_needed:
-            for bucket in self._buckets:
-                if bucket.plan.stage.gathers_after_step:
-                    bucket.wait_for_step()
-
-    def _finish_gathers(self) -> None:
-        """Waits for the gathers after the last step. See [Note: Graphs end at hooks]."""
-        for bucket in self._buckets:
-            if not bucket.is_gathered_before_use:
-                bucket.finish_gather()
 
     def close(self) -> None:
         """Ends what `open` began. Without gradients nothing stays whole; else backward follows."""
@@ -177,18 +208,13 @@ class Schedule:
         if self._depth or self.moment is not Moment.FORWARD:
             return
         self._recorder.phase(None)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._awaits_backward:
             self.gathering.release_all()
-            if not self._awaits_backward:  # of a forward before this one
-                self.moment = Moment.IDLE
-        elif not self._awaits_backward:
-            for unit in self.units:
-                unit.release()
+        if not self._awaits_backward:  # of this forward, or one before it
             self.moment = Moment.IDLE
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """`open` and `close` around code that uses the module."""
         try:
             self.open()
             yield
@@ -197,12 +223,8 @@ class Schedule:
             raise
         self.close()
 
-    def before_root(self) -> None:
-        """The whole module is called."""
-        self.open()
-
     def after_root(self, *, has_failed: bool) -> None:
-        """The call has ended, perhaps by an exception."""
+        """A call of the whole module has ended, perhaps by an exception; `open` began it."""
         if has_failed and self._depth == 1 and self.moment is Moment.FORWARD:
             self.reset()
         else:
@@ -211,19 +233,15 @@ class Schedule:
     def _describe(self) -> str:
         """What the loop is doing, for people; from any thread."""
         in_pass = self.moment in (Moment.FORWARD, Moment.BACKWARD)
-        return (
-            f"{self.moment.value}{f' of {self._last_used}' * (in_pass and bool(self._last_used))}"
-        )
+        return self.moment.value + f" of {self._last_used}" * (in_pass and bool(self._last_used))
 
     def before_forward(self, unit: Unit) -> None:
-        """The module of `unit` is called."""
         self._last_used = unit.name
         self.gathering.unshard(unit)
         self._recorder.enter(Kind.FORWARD, unit.name)
         self._awaits_backward = True
 
     def after_forward(self, unit: Unit) -> None:
-        """The call has ended."""
         self._recorder.leave(Kind.FORWARD, unit.name)
         if not self._stays_after_forward(unit):
             unit.release()
@@ -235,7 +253,7 @@ class Schedule:
             return False
         if self._config.reshard_after_forward is False:
             return True
-        return self.gathering.stays_after_forward(unit)
+        return self.order.is_last_of_forward(unit.index)  # backward begins with it
 
     # ---------------------------------------------------------------- out of turn
 
@@ -251,9 +269,7 @@ class Schedule:
     def use_out_of_turn(self, bucket: Bucket, name: str) -> None:
         """Somebody reads parameter `name` outside the forward of its unit.
 
-        Raises:
-            BetweenStepsError: Outside a step, where ranks do not act in lockstep.
-            RuntimeError: After other ranks were lost.
+        A BetweenStepsError outside a step, where ranks do not act in lockstep.
         """
         if self.moment is Moment.LOST:
             raise RuntimeError(
@@ -279,11 +295,7 @@ class Schedule:
 
     @contextmanager
     def backward_context(self, *, reduces: bool) -> Iterator[None]:
-        """Around `loss.backward()`: prepares gradients, and ends with reduced ones.
-
-        Args:
-            reduces: Reduce now, or leave gradients local where the stage can keep them whole.
-        """
+        """Around `loss.backward()`; if it does not reduce, gradients stay local where they can."""
         try:
             self._begin_backward(reduces)
             yield
@@ -294,14 +306,14 @@ class Schedule:
 
     def _begin_backward(self, reduces: bool) -> None:
         if not self.reducing.is_mid_step:  # once for each step: it looks at every parameter
-            check_all_hooked(self._module)
+            _check_all_hooked(self._module)
         self.moment = Moment.BACKWARD
         self._recorder.phase(Kind.BACKWARD)
-        self._ends_step = reduces
+        self.reducing.ends_step = reduces
         trainable = self.reducing.trainable()
-        if self.reducing.reduces(ends_step=reduces):
+        if self.reducing.reduces:
             self.order.turn(trainable, "a backward", self.reducing.eager(trainable))
-        self.reducing.begin(trainable, ends_step=reduces)
+        self.reducing.begin(trainable)
         self.gathering.begin_backward()
         self.gathering.unshard_held()
 
@@ -320,7 +332,6 @@ class Schedule:
             self.gathering.unshard(unit)
 
     def after_backward_of(self, unit: Unit, call: Call) -> None:
-        """The gradients of all inputs of `call` are there."""
         unit.num_awaited -= 1
         call.is_done = True
         unit.entered.discard(call)
@@ -332,11 +343,7 @@ class Schedule:
             self.gathering.prefetch()
 
     def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """`parameter`, slot `index` of `bucket`, has got a gradient.
-
-        Raises:
-            RuntimeError: By a backward that the engine does not know of.
-        """
+        """`parameter`, slot `index` of `bucket`, has got a gradient."""
         if self.moment is not Moment.BACKWARD:
             name = bucket.plan.layout.slots[index].name
             raise RuntimeError(
@@ -348,13 +355,13 @@ class Schedule:
             self.reducing.finish()  # a second gradient, after the first was sent off
         if bucket.grads.receive(index):
             unit = self._unit_of.get(bucket)
-            if unit is not None and _has_done_backward(unit):
+            if unit is not None and unit.has_done_backward:
                 self._recorder.leave(Kind.BACKWARD, unit.name)
                 unit.release()
             self.reducing.complete(bucket)
 
     def _end_backward(self) -> None:
-        self.reducing.end(ends_step=self._ends_step)
+        self.reducing.end()
         self.gathering.forget()
         self.gathering.release_all()
         self._awaits_backward = False
@@ -364,12 +371,10 @@ class Schedule:
     # ---------------------------------------------------------------- what the order decides
 
     def issue_gather(self, unit: int, *, is_kept: bool) -> None:
-        """See `Issuer`."""
         self.gathering.issue(self.units[unit], is_kept=is_kept)
 
     def issue_reduction(self, bucket: int) -> None:
-        """See `Issuer`."""
-        self.reducing.reduce(self._buckets[bucket], ends_step=self._ends_step)
+        self.reducing.reduce(self._buckets[bucket])
 
     # ---------------------------------------------------------------- failures
 
@@ -385,8 +390,7 @@ class Schedule:
     def come_to_rest(self) -> Exception | None:
         """As `reset`; what fails for one bucket keeps none from its rest.
 
-        Returns:
-            The first failure, such as data of a wrong shape in the place of a parameter's.
+        Returns the first failure, such as data of a wrong shape in the place of a parameter's.
         """
         self._awaits_backward = False
         self._depth = 0
@@ -435,6 +439,23 @@ def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | No
     return None
 
 
-def _has_done_backward(unit: Unit) -> bool:
-    """Nothing in this backward needs its parameters again."""
-    return unit.num_awaited <= 0 and not unit.is_held and unit.has_all_grads
+def is_compiled(module: nn.Module) -> bool:
+    """`torch.compile(module)`, `module.compile()` or a compiled method on the instance."""
+    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        return True
+    return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
+
+
+def _check_all_hooked(module: nn.Module) -> None:
+    """Raises for a trainable parameter that has come to `module` after its hooks."""
+    with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        if not has_foreign(module):
+            return
+        for name, parameter in module.named_parameters():
+            if not has_placement(parameter) and parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was put into the module after the engine was built: its "
+                    "gradient would be averaged by nobody. Put it there before (in Lightning, in "
+                    "configure_model or setup), or write into the parameter that was there: "
+                    "parameter.data = values."
+                )

@@ -22,7 +22,7 @@ from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
-from lightning_zero.tiers import InFile, InMemory, ParamReader, ShardStore, Storage
+from lightning_zero.tiers.storage import InFile, InMemory, ParamReader, ShardStore, Storage
 
 __all__ = ["SCALAR_KEYS", "Shards", "is_elementwise_state"]
 
@@ -41,14 +41,14 @@ class Shards:
     """The stores of one bucket's shards.
 
     Attributes:
-        plan: Layout, dtypes, stage and tiers.
-        storage: Makes the stores.
         steps_whole: OPTIM rests whole: every rank steps all elements.
+        own_whole: The part of the whole buffer that this rank steps: 1-D, a view.
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
         is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
-        param: What a gather sends: 1-D, own part, param dtype; None where nothing is gathered
-            before use.
+        follower: What follows the master, the parameters of this rank's elements: 1-D, own part,
+            param dtype; of the whole buffer, or `param`.
+        param: What a gather sends; None where nothing is gathered before use.
         master: What is stepped: 1-D, own part, master dtype; None until it is needed.
         reader: Reads a `param` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
@@ -59,8 +59,9 @@ class Shards:
         self.plan = plan
         self.storage = storage
         self.steps_whole = not plan.stage.has_shard(State.OPTIM)
-        self._whole = whole
         self._rank = rank
+        self.own_whole = self.own_part(whole)
+        self.has_own_master = plan.has_own_master
         self.own_ranges = plan.layout.parts(rank)
         layout, slots = plan.layout, plan.layout.slots
         self.step_shapes = tuple(layout.step_shape(slot, rank) for slot in slots)
@@ -69,8 +70,10 @@ class Shards:
             self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
             self.step_shapes = tuple(slot.shape for slot in slots)
             self.is_stepped = (True,) * len(slots)
-        self.param: ShardStore | None = None
-        self.master: ShardStore | None = None
+        self.follower: ShardStore
+        self.param: ShardStore | None
+        self.master: ShardStore | None
+        self.drop()
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.state_stores: dict[str, ShardStore] = {}
@@ -93,17 +96,11 @@ class Shards:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
         return [part[own.start : own.stop] for own in self.own_ranges]
 
-    @property
-    def own_whole(self) -> Tensor:
-        """The part of the whole buffer that this rank steps: 1-D, a view."""
-        return self._whole.tensor if self.steps_whole else self._whole.shard(self._rank)
+    def own_part(self, whole: FlatBuffer) -> Tensor:
+        """The part of a whole buffer that this rank steps: 1-D, a view."""
+        return whole.tensor if self.steps_whole else whole.shard(self._rank)
 
     # ---------------------------------------------------------------- parameters and master
-
-    @property
-    def has_own_master(self) -> bool:
-        """The master is another tensor than the parameters, in another dtype."""
-        return self.plan.has_own_master
 
     def take_master(self, values: Tensor) -> None:
         """Makes a store for a master of these `values`: 1-D, own part, copied."""
@@ -112,16 +109,14 @@ class Shards:
 
     def take_params(self) -> None:
         """Makes stores from the whole parameters, for all but a master of its own dtype."""
-        if not self.has_own_master:
-            self.master = InMemory(self.own_whole, Tier.DEVICE)
         if self.plan.stage.has_shard(State.PARAM):
-            copy = self.own_whole.clone()
-            self.param = self.storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
-            if not self.has_own_master:
-                self.master = self.param
-            if isinstance(self.param, InFile):
-                storage = self.storage
-                self.reader = ParamReader(self.param, storage.param_pool, storage.recorder)
+            copy, storage = self.own_whole.clone(), self.storage
+            param = storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
+            self.param = self.follower = param
+            if isinstance(param, InFile):
+                self.reader = ParamReader(param, storage.param_pool, storage.recorder)
+        if not self.has_own_master:
+            self.master = self.follower
 
     def stepped(self) -> ShardStore:
         """The master; made from the parameters where there is none yet."""
@@ -132,9 +127,9 @@ class Shards:
         return self.master
 
     @property
-    def follower(self) -> ShardStore:
-        """What follows the master: the parameters of this rank's elements."""
-        return self.param or InMemory(self.own_whole, Tier.DEVICE)
+    def own_master(self) -> ShardStore | None:
+        """The master, where it is another tensor than the parameters."""
+        return None if self.master is self.follower else self.master
 
     @property
     def exact(self) -> ShardStore:
@@ -158,13 +153,17 @@ class Shards:
         self.stop_reading()
         exact = self.exact.fetch(own.start, own.stop)
         write(exact)
-        self.exact.write(own.start, exact)
-        if self.follower is not self.exact:
-            self.follower.write(own.start, exact)
+        self._write(own.start, exact)
+
+    def _write(self, start: int, values: Tensor) -> None:
+        self.exact.write(start, values)
+        if self.own_master is not None:
+            self.follower.write(start, values)
 
     def drop(self) -> None:
-        """Frees parameters and master."""
+        """There are no shards beside the whole buffer."""
         self.param = self.master = None
+        self.follower = InMemory(self.own_whole, Tier.DEVICE)
 
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
@@ -174,11 +173,12 @@ class Shards:
 
     def cast_master(self) -> None:
         """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
-        if not self.has_own_master or self.master is None:
+        master = self.own_master
+        if master is None:
             return
         self.stop_reading()
         with record_function(f"zero::cast {self.plan.name}"):
-            self.follower.write(0, self.master.fetch(0, self.master.numel))
+            self.follower.write(0, master.fetch(0, master.numel))
         self.mark_written()
 
     def sent_params(self) -> Source | None:
@@ -196,9 +196,9 @@ class Shards:
     # ---------------------------------------------------------------- written by others
 
     @property
-    def _rests_whole_beside_master(self) -> bool:
-        is_whole = not self.plan.stage.has_shard(State.PARAM)
-        return is_whole and self.has_own_master and self.master is not None
+    def _master_beside_whole(self) -> ShardStore | None:
+        """The master, where it is another tensor than parameters that rest whole."""
+        return self.own_master if self.param is None else None
 
     def absorb_changes(self) -> None:
         """Takes elements that somebody has written to into the master, where it is another tensor.
@@ -206,20 +206,17 @@ class Shards:
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
         parameters, which are the rounded master in every element that nobody has touched.
         """
-        if not self._rests_whole_beside_master:
+        store, own = self._master_beside_whole, self.own_whole
+        if store is None or (self._print is not None and self._print.matches(own)):
             return
-        assert self.master is not None
-        own = self.own_whole
-        if self._print is not None and self._print.matches(own):
-            return
-        master = self.master.fetch(0, own.numel())
+        master = store.fetch(0, own.numel())
         values = own.to(master.device)
         with torch.no_grad():
             is_changed = values != master.to(own.dtype)
             # On a device this look would wait for it, which costs more than writing in any case.
             if master.device.type != "cpu" or is_changed.any():
                 torch.where(is_changed, values.to(master.dtype), master, out=master)
-                self.master.write(0, master)
+                store.write(0, master)
 
     def take(self, index: int, values: Tensor) -> None:
         """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
@@ -234,17 +231,12 @@ class Shards:
         values = values.to(exact.device)
         with torch.no_grad():
             is_changed = values != exact.to(values.dtype)
-            taken = torch.where(is_changed, values.to(exact.dtype), exact)
-            self.exact.write(own.start, taken)
-            if self.follower is not self.exact:
-                self.follower.write(own.start, taken)
+            self._write(own.start, torch.where(is_changed, values.to(exact.dtype), exact))
 
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
-        if not self._rests_whole_beside_master:
-            return
-        assert self.master is not None
-        if self.storage.is_elsewhere(self.master.tier):
+        store = self._master_beside_whole
+        if store is not None and self.storage.is_elsewhere(store.tier):
             self._print = Fingerprint(self.own_whole)
 
     # ---------------------------------------------------------------- optimizer states
@@ -289,7 +281,7 @@ class Shards:
         """
         if self.param is not None:
             yield self.plan.tiers.param, State.PARAM, self.param
-        if self.has_own_master and self.master is not None:
-            yield self.plan.tiers.optim, State.OPTIM, self.master
+        if (master := self.own_master) is not None:
+            yield self.plan.tiers.optim, State.OPTIM, master
         for store in self.state_stores.values():
             yield Tier.NVME, State.OPTIM, store

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,8 @@ __all__ = ["StepLoop", "StepWorker"]
 class StepLoop:
     """Steps of buckets, one after the other, of which others wait for number k.
 
-    Args:
-        device: Where the module computes.
-        kept: What the steps read. On a CUDA device it is of the pool of another stream than theirs,
-            and must not be freed before that one has waited for them.
+    `kept` is what the steps read. On a CUDA device it is of the pool of another stream than theirs,
+    and must not be freed before that one has waited for them.
     """
 
     def __init__(self, device: torch.device, kept: object = None) -> None:
@@ -83,13 +80,16 @@ class StepWorker:
 
     def submit(self, loop: StepLoop, run: Callable[[], None]) -> None:
         """Runs `run`, which advances `loop`; if it raises, the loop fails."""
-        ready = None
+        ready: Any = None
         if self._stream is not None:
             ready = streams.current(self._device).record_event()
 
         def work() -> None:
             try:
-                with self._on_stream(ready):
+                if self._stream is not None:
+                    torch.cuda.set_device(self._device)
+                    self._stream.wait_event(ready)  # gradients are there, old values no longer read
+                with streams.on(self._stream):
                     run()
             except BaseException as error:
                 loop.fail(error)
@@ -97,12 +97,6 @@ class StepWorker:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
         self._last = self._executor.submit(work)
-
-    def _on_stream(self, ready: Any) -> AbstractContextManager[Any]:
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
-            self._stream.wait_event(ready)  # gradients are there, old values are no longer read
-        return streams.on(self._stream)
 
     def drain(self) -> None:
         """Nothing is left to run, and the current stream comes after it. Loops tell of failures."""
@@ -115,10 +109,9 @@ class StepWorker:
     def close(self, outliving: Iterable[Tensor] = ()) -> None:
         """Waits, and ends the thread.
 
-        Args:
-            outliving: Tensors that steps may have made, in the pool of the stream. From now on they
-                are used on the current one, and their memory is not for whoever gets the stream
-                next before that is over.
+        Steps may have made the `outliving` tensors, in the pool of the stream. From now on they are
+        used on the current one, and their memory is not for whoever gets the stream next before
+        that is over.
         """
         self.drain()
         if self._executor is None:

@@ -28,7 +28,15 @@ from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
-__all__ = ["Fingerprint", "Rewritten", "equal", "is_same_memory", "own_elements", "whole_values"]
+__all__ = [
+    "Fingerprint",
+    "Rewritten",
+    "equal",
+    "is_same_memory",
+    "own_elements",
+    "sum_of_bits",
+    "whole_values",
+]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,8 +47,7 @@ class Fingerprint:
     Equal sums of changed values would need changes that cancel in every row and every column.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Takes the sums of `tensor`, 1-D, on any device; they stay there."""
+    def __init__(self, tensor: Tensor) -> None:  # 1-D, on any device; the sums stay there
         self._sums = _sums(tensor)
 
     def matches(self, tensor: Tensor) -> bool:
@@ -73,6 +80,11 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.cat([words.sum(dim=0), words.sum(dim=1), beside.to(torch.int64)])
 
 
+def sum_of_bits(values: Tensor) -> Tensor:
+    """Of `values`, 1-D, as integers of their size: 0-dim, int64."""
+    return values.view(_WORDS[values.element_size()]).sum(dtype=torch.int64)
+
+
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both show the same elements of the same memory in the same way.
 
@@ -86,9 +98,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     """This rank's elements of what was put in the place of a parameter's data: 1-D.
 
-    Raises:
-        ValueError: It has neither the shape of the whole nor that of this rank's part; or it was a
-            sharded tensor.
+    It must have the shape of the whole or that of this rank's part.
     """
     _check_has_memory(values, slot)
     if tuple(values.shape) == slot.shape:
@@ -113,11 +123,7 @@ def _check_has_memory(values: Tensor, slot: Slot) -> None:
 
 
 def whole_values(values: Tensor, slot: Slot) -> Tensor:
-    """A copy of what was put in the place of a whole parameter's data.
-
-    Raises:
-        ValueError: It has another shape, or was a sharded tensor.
-    """
+    """A copy of what was put in the place of a whole parameter's data, of the same shape."""
     _check_has_memory(values, slot)
     if tuple(values.shape) != slot.shape:
         raise ValueError(
@@ -128,12 +134,7 @@ def whole_values(values: Tensor, slot: Slot) -> Tensor:
 
 
 class Rewritten:
-    """Finds out which whole parameters have new values, without a look at values.
-
-    Args:
-        parameters: Of one bucket, by slot.
-        layout: Of that bucket.
-    """
+    """Finds out which whole parameters of a bucket have new values, without a look at values."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self._parameters = parameters
@@ -147,57 +148,46 @@ class Rewritten:
     def find(self, views: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Slots that may have new values since the last look, and their views, which have them.
 
-        Args:
-            views: By slot, what the parameters should show, and do so afterwards.
-
-        Raises:
-            ValueError: Data of another shape was put into a parameter, which shows its view again.
+        `views`: by slot, what the parameters should show, and do so afterwards, also where data of
+        another shape was put into one, which is a ValueError.
         """
         versions = [parameter._version for parameter in self._parameters]
         is_written = bool(self._versions) and self._versions != versions
         if not is_written and all(map(is_same_memory, self._parameters, views)):
             return
-        for index, view in enumerate(views):
-            if self._is_rewritten(index, view):
+        for index, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
+            is_replaced = not is_same_memory(parameter, view)
+            if is_replaced:
+                data = parameter.data
+                parameter.data = view  # first: also after an error
+                view.copy_(whole_values(data, self._layout.slots[index]))
+            is_written = bool(self._versions) and self._versions[index] != versions[index]
+            if is_written:
+                self._versions[index] = versions[index]
+            if is_replaced or is_written:
                 yield index, view
-
-    def _is_rewritten(self, index: int, view: Tensor) -> bool:
-        parameter, version = self._parameters[index], self._parameters[index]._version
-        is_replaced = not is_same_memory(parameter, view)
-        if is_replaced:
-            data = parameter.data
-            parameter.data = view  # first: also after an error
-            view.copy_(whole_values(data, self._layout.slots[index]))
-        is_written = bool(self._versions) and self._versions[index] != version
-        if is_written:
-            self._versions[index] = version
-        return is_replaced or is_written
 
 
 def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:
     """`torch.equal`, in full precision. Collective: every rank, with the same pair.
 
-    Args:
-        one: A parameter that an engine holds.
-        other: Another, of the same shape, or any whole tensor.
-        comm: The engine's.
+    `one` is a parameter that an engine holds, `other` another, or any whole tensor of its shape.
     """
     if has_placement(other):
-        difference = _sum_of_bits(one) - _sum_of_bits(other)
+        difference = _own_bits(one) - _own_bits(other)
         if int(comm.sum_over_shards_(difference)) != 0:
             return False
     whole = [_whole(tensor) for tensor in (one, other)]
     return torch.equal(whole[0], whole[1].to(whole[0].device, whole[0].dtype))
 
 
-def _sum_of_bits(parameter: Tensor) -> Tensor:
+def _own_bits(parameter: Tensor) -> Tensor:
     """Of this rank's elements, where there is one owner of each: the same sums for equal values."""
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
     part = bucket.masters.exact_parts()[placement.index]
     values = part.read() if isinstance(part, LazyTensor) else part.detach()
-    words = (values + 0).view(_WORDS[values.element_size()])  # + 0: there are two zeros
-    return words.sum(dtype=torch.int64).reshape(1).to(bucket.device)
+    return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: there are two zeros
 
 
 def _whole(tensor: Tensor) -> Tensor:

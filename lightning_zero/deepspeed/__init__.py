@@ -6,7 +6,7 @@ is a `ValueError`; what has no meaning here is named in `Translation.ignored`. I
 
     translate   the file as settings of ours
     optimizer   its optimizer and scheduler sections, built
-    file, keys  sections, and every key that DeepSpeed knows
+    file        its sections, and what becomes of every key that DeepSpeed knows
 
 Begin with `translate`.
 

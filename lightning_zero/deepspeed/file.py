@@ -1,18 +1,27 @@
-"""A DeepSpeed configuration as typed sections; an error names the key, its value and what to do."""
+"""A DeepSpeed configuration as typed sections, and what becomes of every key that DeepSpeed knows.
+
+Source of the keys: DeepSpeed's configuration page (https://www.deepspeed.ai/docs/config-json) and
+the classes that read the file, up to release 0.19.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.deepspeed.keys import BLOCKS, KNOWN, Rule, is_unset
+__all__ = ["STAGE3_PREFIX", "Section", "check_keys", "is_unset", "plain", "read"]
 
-__all__ = ["Section", "check_keys", "read", "type_and_params"]
+_ZERO = "zero_optimization"
+
+
+def is_unset(value: object) -> bool:
+    """Whether a setting is left open: null, or "auto", which Hugging Face's Trainer fills in."""
+    return value is None or value == "auto"
 
 
 @dataclass(frozen=True)
@@ -22,30 +31,34 @@ class Section:
     Attributes:
         values: Plain dicts, lists and scalars; never shared with the caller.
         name: Dotted path from the top of the file, empty at the top.
+        ignored: Of the whole file: setting as written -> why it has no effect here.
     """
 
     values: dict[str, Any]
     name: str = ""
+    ignored: dict[str, str] = field(default_factory=dict)
 
     def path(self, key: str) -> str:
         """The key as the user finds it, such as "fp16.loss_scale"."""
         return f"{self.name}.{key}" if self.name else key
 
+    def get(self, key: str) -> Any:
+        value = self.values.get(key)
+        return None if is_unset(value) else value
+
     def has(self, key: str) -> bool:
-        """Whether the file sets the key."""
-        return not is_unset(self.values.get(key))
+        return self.get(key) is not None
 
     def flag(self, key: str) -> bool | None:
-        """True or false."""
-        value: Any = self.values.get(key)
-        if is_unset(value) or isinstance(value, bool):
-            return value if isinstance(value, bool) else None
+        value = self.get(key)
+        if value is None or isinstance(value, bool):
+            return value
         raise self.error(key, "true or false")
 
     def number(self, key: str) -> float | None:
         """A finite number that is not negative."""
-        value: Any = self.values.get(key)
-        if is_unset(value):
+        value = self.get(key)
+        if value is None:
             return None
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
@@ -54,8 +67,8 @@ class Section:
 
     def whole(self, key: str, *, least: int = 0) -> int | None:
         """A whole number; 5e8 is one."""
-        value: Any = self.values.get(key)
-        if is_unset(value):
+        value = self.get(key)
+        if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -65,43 +78,46 @@ class Section:
 
     def section(self, key: str) -> Section:
         """A section inside this one, empty where absent; checked where its keys are known."""
-        value: Any = self.values.get(key)
-        if is_unset(value):
-            value = {}
+        value = self.get(key) if self.has(key) else {}
         if not isinstance(value, dict):
             raise self.error(key, "a section in braces")
-        inner = Section(value, self.path(key))
-        if key in BLOCKS:
-            check_keys(inner, BLOCKS[key])
-        return inner
+        return Section(value, self.path(key), self.ignored).checked()
 
-    def refuse(self, rules: Mapping[str, Rule]) -> None:
-        """Raise for the first key whose value would change the training.
-
-        Raises:
-            ValueError: Says what to do.
-        """
-        for key, (is_on, remedy) in rules.items():
-            if key in self.values and is_on(self.values[key]):
+    def checked(self) -> Section:
+        """Itself, unless DeepSpeed lacks a key, or a value would change the training."""
+        fates = self._fates()
+        if fates:
+            check_keys(self, fates)
+        for key, fate in fates.items():
+            if isinstance(fate, tuple) and key in self.values and fate[0](self.values[key]):
                 raise ValueError(
                     f"{self.path(key)} = {self.values[key]!r} changes the training and is not "
-                    f"available here: {remedy}"
+                    f"available here: {fate[1]}"
                 )
+        return self
+
+    def leave_out(self) -> None:
+        """Notes the keys that never have an effect here."""
+        for key, fate in self._fates().items():
+            if isinstance(fate, str) and self.has(key):
+                self.ignore(key, fate)
+
+    def ignore(self, key: str, why: str) -> None:
+        """Notes that a key has no effect; the first reason counts."""
+        self.ignored.setdefault(self.path(key).removeprefix(f"{_ZERO}."), why)
 
     def error(self, key: str, expected: str) -> ValueError:
-        """The error for a key with a wrong value."""
         return ValueError(
             f"{self.path(key)} must be {expected}, got {self.values[key]!r}; "
             "correct it or leave it out."
         )
 
+    def _fates(self) -> Mapping[str, Fate]:
+        return _KEYS.get(self.name.rpartition(".")[2], {})
+
 
 def check_keys(section: Section, known: Iterable[str]) -> None:
-    """Raise for a key that DeepSpeed does not have.
-
-    Raises:
-        ValueError: Names the nearest known key.
-    """
+    """Raises a ValueError for a key that is not `known`; names the nearest that is."""
     known = sorted(known)
     for key in section.values:
         if key in known:
@@ -114,12 +130,7 @@ def check_keys(section: Section, known: Iterable[str]) -> None:
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
-    """The top of the file, with its keys checked.
-
-    Raises:
-        ValueError: Not JSON, a key twice, or an unknown key.
-        TypeError: `source` is neither a path nor a mapping.
-    """
+    """The top of the file, with its keys checked."""
     if isinstance(source, (str, os.PathLike)):
         values = _parse(Path(source))
     elif isinstance(source, Mapping):
@@ -128,9 +139,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Section:
         raise TypeError(f"expected a path or a mapping, got {source!r} ({type(source).__name__}).")
     if not isinstance(values, Mapping):
         raise ValueError(f"{source} must hold one section in braces, got {type(values).__name__}.")
-    top = Section(_plain(values))
-    check_keys(top, KNOWN)
-    return top
+    return Section(plain(values)).checked()
 
 
 def _parse(path: Path) -> Any:
@@ -152,23 +161,217 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A copy, in which mappings are dicts and sequences lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     return value
 
 
-def type_and_params(section: Mapping[str, Any], name: str) -> tuple[str, Section]:
-    """The two keys of an optimizer or scheduler section.
+# -------------------------------------------------------------------- when a key is refused
 
-    Raises:
-        ValueError: An unknown key, or no type.
-    """
-    top = Section(_plain(section), name)
-    check_keys(top, BLOCKS[name])
-    kind = top.values.get("type")
-    if not isinstance(kind, str):
-        raise ValueError(f"{name}.type must be a name such as AdamW or WarmupLR, got {kind!r}.")
-    return kind, top.section("params")
+
+def _is_enabled(value: object) -> bool:
+    """Whether a switch or section is on; what is not clearly off counts as on."""
+    if isinstance(value, Mapping):
+        value = value.get("enabled", False)
+    return not is_unset(value) and value is not False
+
+
+def _is_anything_enabled(value: object) -> bool:
+    """Whether a section or any section inside it is enabled."""
+    if not isinstance(value, Mapping):
+        return _is_enabled(value)
+    inner = (part for part in value.values() if isinstance(part, Mapping))
+    return _is_enabled(value) or any(_is_anything_enabled(part) for part in inner)
+
+
+def _is_given(value: object) -> bool:
+    return not is_unset(value) and value is not False and value != {}
+
+
+def _is_several(value: object) -> bool:
+    """Whether a number of ranks is more than one."""
+    return value > 1 if isinstance(value, (int, float)) else not is_unset(value)
+
+
+def _is_parallel(value: object) -> bool:
+    """Whether a tensor_parallel or expert_parallel section asks for more than one rank."""
+    if not isinstance(value, Mapping):
+        return _is_given(value)
+    sizes = (value.get(key) for key in ("autotp_size", "tp_size", "autoep_size", "ep_size"))
+    return _is_enabled(value) or any(map(_is_several, sizes))
+
+
+def _is_false(value: object) -> bool:
+    return not is_unset(value) and value is not True
+
+
+def _is_not_mean(value: object) -> bool:
+    return not is_unset(value) and str(value).lower() != "mean"
+
+
+# -------------------------------------------------------------------- what becomes of each key
+
+# None: it is translated. A text: training gives the same without it, and why. A pair: training
+# would differ where the function says so, and what to do.
+Fate = str | tuple[Callable[[object], bool], str] | None
+
+
+def _all(keys: str, fate: Fate = None) -> dict[str, Fate]:
+    return dict.fromkeys(keys.split(), fate)
+
+
+_CHECKPOINT = "checkpoints are written by Lightning's ModelCheckpoint"
+_DATA = (
+    "the training data would differ; choose the samples in your own sampler and remove the section."
+)
+_MODEL = "the model would differ; build it into the module and remove the section."
+_TOP: dict[str, Fate] = {
+    **_all("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
+    **_all("gradient_clipping zero_optimization allgather_size optimizer scheduler"),
+    **_all("fp16 bf16 bfloat16 torch_autocast communication_data_type data_types"),
+    **_all(
+        "steps_per_print dump_state tensorboard wandb comet csv_monitor",
+        "Lightning's loggers and progress bar report the run",
+    ),
+    **_all("comms_logger flops_profiler wall_clock_breakdown timers", "use Trainer(profiler=...)"),
+    **_all("checkpoint nebula datastates_ckpt", _CHECKPOINT),
+    "log_level": "use Python's logging",
+    "memory_breakdown": "use strategy.memory_report()",
+    "aio": "the NVMe tier has block sizes and threads of its own",
+    "zero_force_ds_cpu_optimizer": "any torch optimizer steps offloaded states, fused=True fast",
+    "zero_allow_untested_optimizer": "every optimizer is checked when training starts",
+    **_all(
+        "prescale_gradients gradient_predivide_factor",
+        "the mean is the same; only rounding in a 16-bit sum could differ",
+    ),
+    "disable_allgather": "parameters are always gathered",
+    "seq_parallel_communication_data_type": "there is no sequence parallelism here",
+    "use_data_before_expert_parallelism": "there is no expert parallelism here",
+    "activation_checkpointing": (
+        "set activation_checkpointing=True, or call torch.utils.checkpoint in the module; results "
+        "are the same"
+    ),
+    "compile": "call torch.compile on the module",
+    "graph_harvesting": "no CUDA graphs are recorded",
+    "dataloader_drop_last": "pass drop_last to your DataLoader",
+    "vocabulary_size": "it only prints a hint",
+    "amp": (_is_enabled, "NVIDIA Apex is not used here; use the fp16 or bf16 section."),
+    "sparse_gradients": (_is_enabled, "gradients are flat, dense buffers here; set it to false."),
+    "gradient_allreduce_op": (_is_not_mean, 'gradients are averaged here; write "mean".'),
+    "managed_gradient_accumulation": (
+        _is_false,
+        "the Trainer decides when to step; set it to true and write gradient_accumulation_steps.",
+    ),
+    "curriculum_learning": (_is_enabled, _DATA),
+    "data_efficiency": (_is_anything_enabled, _DATA),
+    "elasticity": (_is_enabled, "it chooses the batch size; write train_batch_size instead."),
+    "autotuning": (_is_enabled, "it chooses the batch size; write the tuned values instead."),
+    "compression_training": (_is_anything_enabled, _MODEL),
+    **_all("quantize_training weight_quantization sparse_attention", (_is_given, _MODEL)),
+    **_all("progressive_layer_drop eigenvalue", (_is_enabled, _MODEL)),
+    "pipeline": (_is_given, "there is no pipeline parallelism here; remove the section."),
+    "tensor_parallel": (_is_parallel, "there is no tensor parallelism here; remove the section."),
+    "expert_parallel": (_is_parallel, "there is no expert parallelism here; remove the section."),
+    "sequence_parallel_size": (_is_several, "there is no sequence parallelism here; use 1."),
+    "hybrid_engine": (_is_enabled, "there is no inference engine here; remove the section."),
+}
+
+STAGE3_PREFIX = "stage3_"
+_QUANTIZED = "every collective here carries what was computed; set it to false."
+_UNITS = "units are found from the module and travel whole"
+_ALSO_WITH_PREFIX: dict[str, Fate] = {
+    **_all("prefetch_bucket_size param_persistence_threshold max_live_parameters"),
+    "max_reuse_distance": "reshard_after_forward says whether a unit stays for its backward",
+    "model_persistence_threshold": "param_persistence_threshold alone decides",
+    **_all("module_granularity_threshold use_all_reduce_for_fetch_params", _UNITS),
+    **_all("allgather_sequential partition_stream_chunk_size", _UNITS),
+    **_all(
+        "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save",
+        "the default checkpoint is one whole file",
+    ),
+}
+_OF_ZERO: dict[str, Fate] = {
+    **_all("stage reduce_bucket_size allgather_bucket_size overlap_comm mics_shard_size"),
+    **_all("offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_params"),
+    **_all("cpu_offload_use_pin_memory"),
+    **_ALSO_WITH_PREFIX,
+    **{STAGE3_PREFIX + key: fate for key, fate in _ALSO_WITH_PREFIX.items()},
+    **_all(
+        "contiguous_gradients round_robin_gradients",
+        "gradients always lie in one flat buffer per bucket",
+    ),
+    **_all(
+        "reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce",
+        "the stage and the backend decide which collective is used",
+    ),
+    "grad_hooks": "gradients are reduced as they arrive",
+    "legacy_stage1": "there is one engine for all stages",
+    "sub_group_size": "a bucket is what is stepped at once, or a buffer where it is on NVMe",
+    "save_muon_momentum_buffer_in_memory": "Muon is not supported",
+    "leaf_module": _UNITS,
+    "memory_efficient_linear": "autograd keeps views, so no copy of a weight is held",
+    "override_module_apply": "Module.apply is not replaced",
+    "ignore_unused_parameters": "unused parameters are always accepted",
+    "load_from_fp32_weights": "checkpoints hold the float32 masters",
+    "elastic_checkpoint": "checkpoints load at any world size",
+    "pipeline_loading_checkpoint": _CHECKPOINT,
+    "mics_hierarchical_params_gather": "a group is gathered at once; let a group be a node",
+    "log_trace_cache_warnings": "it only prints",
+    "enable_sanity_checks": "the engine's own checks are always on",
+    "zero_quantized_weights": (_is_enabled, _QUANTIZED),
+    "zero_quantized_nontrainable_weights": (_is_enabled, _QUANTIZED),
+    "zero_quantized_gradients": (_is_enabled, _QUANTIZED),
+    "zeropp_loco_param": (_is_given, _QUANTIZED.replace("set it to false", "remove it")),
+    "zero_hpz_partition_size": (
+        _is_several,
+        "there are no second shards of parameters beside those over all ranks; use 1, or "
+        "mics_shard_size where one group of ranks can hold all states.",
+    ),
+    "zenflow": (_is_given, "its late updates change the result; remove the section."),
+}
+
+_MASTERS: Fate = (_is_enabled, "masters and optimizer state are float32; set it to false.")
+_FP16: dict[str, Fate] = {
+    **_all("enabled loss_scale initial_scale_power loss_scale_window"),
+    "auto_cast": "inputs of matrix products are cast by autocast",
+    **_all(
+        "hysteresis consecutive_hysteresis", "GradScaler lowers the scale at the first overflow"
+    ),
+    "min_loss_scale": "GradScaler has no lowest scale",
+    "fp16_master_weights_and_grads": _MASTERS,
+}
+_BF16: dict[str, Fate] = {
+    **_all("enabled check_grad_overflow check_overflow"),
+    "immediate_grad_update": "gradients are added as they arrive",
+    **_all("bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
+}
+_OFFLOAD: dict[str, Fate] = {
+    **_all("device nvme_path pin_memory buffer_count"),
+    "fast_init": "files are filled when the engine takes the parameters over, with all threads",
+}
+_KEYS: dict[str, dict[str, Fate]] = {
+    "": _TOP,
+    _ZERO: _OF_ZERO,
+    "fp16": _FP16,
+    "bf16": _BF16,
+    "bfloat16": _BF16,
+    "torch_autocast": {
+        **_all("enabled dtype"),
+        "lower_precision_safe_modules": "torch's own list of operations decides",
+    },
+    "data_types": _all("grad_accum_dtype param_dtype buffer_dtype"),
+    "offload_optimizer": {
+        **_OFFLOAD,
+        "ratio": None,
+        "super_offload": "overlap_step=True of ZeroStrategy steps beside the next forward",
+        "cpuadam_cores_perc": "the step takes torch's number of threads",
+        **_all("pipeline pipeline_read pipeline_write", "reads, steps and writes always overlap"),
+    },
+    "offload_param": {**_OFFLOAD, **_all("buffer_size max_in_cpu")},
+    "optimizer": {**_all("type params"), "legacy_fusion": "it chooses a kernel"},
+    "scheduler": _all("type params"),
+}

@@ -17,8 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_zero.deepspeed.file import Section, check_keys, type_and_params
-from lightning_zero.deepspeed.keys import is_unset
+from lightning_zero.deepspeed.file import Section, check_keys, is_unset, plain
 
 __all__ = ["Parameters", "build_optimizer", "build_scheduler"]
 
@@ -26,15 +25,8 @@ Parameters: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 # DeepSpeed's own optimizers, which torch lacks or has under the same name with other arithmetic.
 _FOREIGN = (
-    "lamb",
-    "onebitadam",
-    "onebitlamb",
-    "zerooneadam",
-    "muadam",
-    "muadamw",
-    "musgd",
-    "lion",
-    "muon",
+    *("lamb", "onebitadam", "onebitlamb", "zerooneadam"),
+    *("muadam", "muadamw", "musgd", "lion", "muon"),
 )
 _ADAM_SWITCHES = ("adam_w_mode", "torch_adam")
 _FUSED_ADAM = {"bias_correction": True, "amsgrad": False, "fp32_optimizer_states": True}
@@ -53,7 +45,7 @@ def build_optimizer(section: Mapping[str, Any], parameters: Parameters) -> Optim
     Raises:
         ValueError: An optimizer or an argument that torch does not have.
     """
-    name, given = type_and_params(section, "optimizer")
+    name, given = _type_and_params(section, "optimizer")
     if given.has("max_grad_norm"):
         raise ValueError("optimizer.params.max_grad_norm: write gradient_clipping instead.")
     if given.values.get("lr") == "auto":
@@ -68,6 +60,14 @@ def build_optimizer(section: Mapping[str, Any], parameters: Parameters) -> Optim
     known = set(inspect.signature(kind).parameters) - {"params"}
     check_keys(Section(settings, given.name), known)
     return kind(parameters, **settings)
+
+
+def _type_and_params(section: Mapping[str, Any], name: str) -> tuple[str, Section]:
+    top = Section(plain(section), name).checked()
+    kind = top.values.get("type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{name}.type must be a name such as AdamW or WarmupLR, got {kind!r}.")
+    return kind, top.section("params")
 
 
 def _torch_optimizer(name: str) -> Callable[..., Optimizer]:
@@ -117,7 +117,7 @@ def build_scheduler(
     Raises:
         ValueError: A schedule or an argument that is not supported.
     """
-    name, given = type_and_params(section, "scheduler")
+    name, given = _type_and_params(section, "scheduler")
     if name not in _SCHEDULES:
         names = ", ".join(_SCHEDULES)
         raise ValueError(
@@ -126,7 +126,7 @@ def build_scheduler(
         )
     build, known = _SCHEDULES[name]
     check_keys(given, (*known, "last_batch_iteration"))
-    if given.values.get("last_batch_iteration") not in (None, "auto", -1):
+    if given.get("last_batch_iteration") not in (None, -1):
         raise given.error("last_batch_iteration", "-1 (a resumed run loads the scheduler's state)")
     if "total_num_steps" in known and total_num_steps and not given.has("total_num_steps"):
         given = Section({**given.values, "total_num_steps": total_num_steps}, given.name)
@@ -137,18 +137,16 @@ def _steps(given: Section, key: str, default: int | None = None) -> int:
     """A count of steps; "auto" and a missing default are errors, since they decide the schedule."""
     if given.values.get(key) == "auto" or (default is None and not given.has(key)):
         raise ValueError(f"{given.path(key)} is open: write the number of steps.")
-    value = given.whole(key, least=1)
-    if value is None:
-        assert default is not None
-        return default
+    value = given.whole(key, least=1) if given.has(key) else default
+    assert value is not None
     return value
 
 
 def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None) -> list[float]:
     """A learning rate for each parameter group; None: the group's own."""
-    value = given.values.get(key)
+    value = given.get(key)
     groups = optimizer.param_groups
-    if is_unset(value):
+    if value is None:
         return [float(group["lr"]) if default is None else default for group in groups]
     if not isinstance(value, list):
         return [given.number(key) or 0.0] * len(groups)
@@ -157,25 +155,10 @@ def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None
     return [Section({key: rate}, given.name).number(key) or 0.0 for rate in value]
 
 
-def _absolute(
-    optimizer: Optimizer, peaks: list[float], rates: Callable[[int], list[float]]
-) -> LambdaLR:
-    """A schedule of learning rates instead of factors: the peak becomes the base of the factors."""
-    if not all(peaks):
-        raise ValueError(f"the scheduler's highest learning rate must be above 0, got {peaks}.")
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak
-
-    def factor(i: int) -> Factor:
-        return lambda k: rates(k)[i] / peaks[i]
-
-    return LambdaLR(optimizer, [factor(i) for i in range(len(peaks))])
-
-
 def _warmup(given: Section) -> tuple[int, Factor]:
     """Length of the warm-up and its share of the way from lowest to highest at iteration i."""
     num_steps = max(2, _steps(given, "warmup_num_steps", 1000))
-    kind = given.values.get("warmup_type") if given.has("warmup_type") else "log"
+    kind = given.get("warmup_type") if given.has("warmup_type") else "log"
     if kind not in ("log", "linear"):
         raise given.error("warmup_type", '"log" or "linear"')
 
@@ -205,12 +188,19 @@ def _warmup_then(
     lows = _rates(given, "warmup_min_lr", optimizer, 0.0)
     highs = _rates(given, "warmup_max_lr", optimizer, highest)
     num_steps, share = _warmup(given)
+    if not all(highs):
+        raise ValueError(f"the scheduler's highest learning rate must be above 0, got {highs}.")
+    for group, high in zip(optimizer.param_groups, highs, strict=True):
+        group["lr"] = high  # a `LambdaLR` has factors: this is their base
 
-    def rates(k: int) -> list[float]:
-        gamma = share(k - 1) if k - 1 < num_steps else after(k - 1)
-        return [low + (high - low) * gamma for low, high in zip(lows, highs, strict=True)]
+    def factor(low: float, high: float) -> Factor:
+        def at(k: int) -> float:
+            gamma = share(k - 1) if k - 1 < num_steps else after(k - 1)
+            return (low + (high - low) * gamma) / high
 
-    return _absolute(optimizer, highs, rates)
+        return at
+
+    return LambdaLR(optimizer, [factor(*rates) for rates in zip(lows, highs, strict=True)])
 
 
 def _warmup_cosine_lr(given: Section, optimizer: Optimizer) -> LambdaLR:

@@ -1,7 +1,6 @@
 """All of it in one object, usable without Lightning. Imports optim and all below it.
 
-    engine        `Engine`: a module, its optimizers, a config
-    assembly      how one is made: facts compared, planned, materialized, buckets taken over
+    engine        `Engine`: a module, its optimizers, a config; and how it begins
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), in shards beside the masters
     counting      bytes held, for `memory_report`

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -13,13 +15,13 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.owned_state import missing_state_bytes, own_itemsize
+from lightning_zero.optim.clone import parameters_of
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tiers import Storage
+from lightning_zero.tiers.storage import Storage
 
-__all__ = ["allocated_bytes", "count_memory", "held_bytes", "whole_bytes"]
+__all__ = ["count_memory", "held_bytes", "whole_bytes"]
 
 
 def count_memory(
@@ -27,42 +29,42 @@ def count_memory(
     optimizers: Iterable[Optimizer],
     storage: Storage,
     comm: Communicator,
-    averages: Iterable[Bucket] = (),
+    averages: Iterable[Bucket],
 ) -> MemoryReport:
     """What an engine holds on this rank at this moment, while nothing steps. Local.
 
-    Args:
-        buckets: Of the engine.
-        optimizers: Of the engine.
-        storage: Of the engine.
-        comm: Of the engine.
-        averages: Buckets of averages of the weights, which count as optimizer state.
+    `averages`: buckets of averages of the weights, which count as optimizer state.
     """
-    held = {tier: dict.fromkeys(State, 0) for tier in _tiers_of(buckets)}
+    held: Counter[tuple[Tier, State]] = Counter()
+    # What DistributedDataParallel takes: in the dtypes in which parameters were given.
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
-        for (tier, state), nbytes in allocated_bytes(bucket).items():
-            held[tier][state] += nbytes
-        for state, nbytes in _data_parallel_bytes(bucket).items():
-            alone[state] += nbytes
+        held.update(_allocated_bytes(bucket))
+        params = whole_bytes(bucket)
+        alone[State.PARAM] += params
+        if any(parameter.requires_grad for parameter in bucket.parameters):
+            alone[State.GRAD] += params
     for optimizer in optimizers:
         for placement, value in _states_of(optimizer):
             if not isinstance(value, LazyTensor):  # those are counted by their bucket
-                of_tier = held.setdefault(_tier_in_memory(placement), dict.fromkeys(State, 0))
-                of_tier[State.OPTIM] += value.untyped_storage().nbytes()
+                nbytes = value.untyped_storage().nbytes()
+                held[_tier_in_memory(placement), State.OPTIM] += nbytes
             own = bucket_of(placement).own_dtypes[placement.index]
-            alone[State.OPTIM] += _whole_numel(placement, value) * own_itemsize(value, own)
-        alone[State.OPTIM] += missing_state_bytes(optimizer, buckets)
+            alone[State.OPTIM] += _whole_numel(placement, value) * _own_itemsize(value, own)
+        alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
     average_bytes = 0
     for bucket in averages:
         for tier, _, store in bucket.shards.stores():
-            held.setdefault(tier, dict.fromkeys(State, 0))[State.OPTIM] += store.nbytes
+            held[tier, State.OPTIM] += store.nbytes
             average_bytes += store.nbytes
         alone[State.OPTIM] += whole_bytes(bucket)
+    used = {Tier.DEVICE} | {tier for tier, _ in held}  # and those where states are meant to rest
+    for bucket in buckets:
+        used |= {bucket.plan.tiers.param, bucket.plan.tiers.optim, bucket.plan.tiers.grad}
     return MemoryReport(
         comm.rank,
         comm.mesh.num_shards,
-        {tier.value: states for tier, states in held.items()},
+        {tier.value: {s: held[tier, s] for s in State} for tier in Tier if tier in used},
         alone,
         buffer_bytes=storage.buffer_bytes,
         nvme_read_bytes=storage.bytes_read,
@@ -71,7 +73,7 @@ def count_memory(
     )
 
 
-def allocated_bytes(bucket: Bucket) -> dict[tuple[Tier, State], int]:
+def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     """Bytes held at this moment in parameters, gradients, masters and files, by tier.
 
     Optimizer states in memory belong to the optimizer and are not counted here.
@@ -83,7 +85,7 @@ def allocated_bytes(bucket: Bucket) -> dict[tuple[Tier, State], int]:
         held[tier, state] += store.nbytes
     if bucket.offloaded_grad is not None:
         held[bucket.plan.tiers.grad, State.GRAD] += bucket.offloaded_grad.nbytes
-    return dict(held)
+    return held
 
 
 def whole_bytes(bucket: Bucket) -> int:
@@ -94,28 +96,9 @@ def whole_bytes(bucket: Bucket) -> int:
 
 def held_bytes(bucket: Bucket) -> int:
     """Bytes of parameters in CPU memory now, which go as the whole comes."""
-    held = allocated_bytes(bucket)
+    held = _allocated_bytes(bucket)
     tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
     return sum(n for (tier, state), n in held.items() if tier in tiers and state is State.PARAM)
-
-
-def _data_parallel_bytes(bucket: Bucket) -> dict[State, int]:
-    """Bytes that DistributedDataParallel takes for them: in the dtypes in which they were given.
-
-    Optimizer state is counted beside this.
-    """
-    params = whole_bytes(bucket)
-    is_trained = any(parameter.requires_grad for parameter in bucket.parameters)
-    return {State.PARAM: params, State.GRAD: params if is_trained else 0, State.OPTIM: 0}
-
-
-def _tiers_of(buckets: Sequence[Bucket]) -> list[Tier]:
-    """The device, and those where states are meant to rest."""
-    used = {Tier.DEVICE}
-    for bucket in buckets:
-        tiers = bucket.plan.tiers
-        used |= {tiers.param, tiers.optim, tiers.grad}
-    return [tier for tier in Tier if tier in used]
 
 
 def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
@@ -137,3 +120,42 @@ def _whole_numel(placement: Placement, value: Tensor) -> int:
     is_whole = bucket.steps_whole or bucket.shards.holds_whole_tensors
     is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()
+
+
+def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
+    """An estimate of the bytes of states that other ranks own. Local.
+
+    A parameter of another rank is taken to have what the one of this rank has that is nearest in
+    size among those with equally many dimensions, with its own sizes in the place of that one's;
+    nothing where this rank has none of these.
+    """
+    members = set(parameters_of(optimizer))
+    return sum(
+        _bytes_of_missing(bucket, index, optimizer)
+        for bucket in buckets
+        if bucket.shards.holds_whole_tensors
+        for index, parameter in enumerate(bucket.parameters)
+        if not bucket.shards.is_stepped[index] and parameter.requires_grad and parameter in members
+    )
+
+
+def _bytes_of_missing(bucket: Bucket, index: int, optimizer: Optimizer) -> int:
+    shape, own = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
+    alike = [known for known in optimizer.state if len(known.shape) == len(shape)]
+    if not alike:
+        return 0
+    nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
+    nbytes = 0
+    for tensor in plain_tensors(optimizer.state[nearest]):
+        sizes = tuple(tensor.shape)
+        if len(sizes) == len(shape):
+            alike_sizes = zip(sizes, nearest.shape, shape, strict=True)
+            sizes = tuple(mine if size == like else size for size, like, mine in alike_sizes)
+        nbytes += math.prod(sizes) * _own_itemsize(tensor, own)
+    return nbytes
+
+
+def _own_itemsize(state: Tensor, own: torch.dtype) -> int:
+    """Of an element of `state` where the optimizer steps parameters in their `own` dtype."""
+    is_masters = state.dim() > 0 and state.is_floating_point() and own.is_floating_point
+    return min(own.itemsize, state.itemsize) if is_masters else state.itemsize

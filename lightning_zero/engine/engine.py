@@ -11,7 +11,7 @@ Usable by itself in a hand-written loop:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,22 +21,39 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import Watchdog
-from lightning_zero.comm.world import as_timeout, as_wait_report_s
+from lightning_zero.comm.world import as_timeout, as_wait_report_s, failing_together, has_world
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.building import partial_of
+from lightning_zero.core.gathering import Unit
+from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
+from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.engine.assembly import Assembly, begin_together, open_storage, plan_together
 from lightning_zero.engine.counting import count_memory
-from lightning_zero.engine.optimizers import AttachedOptimizers, examine
+from lightning_zero.engine.facts import config_facts, module_facts, optimizer_facts
+from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.recompute import checkpointed
+from lightning_zero.layout.names import parameters_by_name
+from lightning_zero.layout.offload import Budgets
+from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
+from lightning_zero.layout.recompute import checkpointed, find_checkpointed
+from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.trial import Findings
+from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
+from lightning_zero.tensors.guarded import has_placement
+from lightning_zero.tensors.lazy import values_reader
+from lightning_zero.tensors.meta import awaited_values, forget_awaited
+from lightning_zero.tiers.grad_offload import GradQueue
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
+from lightning_zero.tiers.storage import Storage
 
 __all__ = ["Engine"]
 
@@ -99,27 +116,32 @@ class Engine:
             watchdog=watchdog,
             report_after_s=as_wait_report_s(wait_report_s),
         )
-        beginning = begin_together(module, optimizers, config, device=device, open_comm=open_comm)
-        self.device = device = beginning.device
-        self.comm = comm = beginning.comm
-        examined = beginning.examined
+        comm, device, examined, runs_again = _begin_together(
+            module, optimizers, config, device=device, open_comm=open_comm
+        )
+        self.device = device
+        self.comm = comm
         self.recorder = comm.recorder
-        self.plan = plan_together(module, config, comm, examined)
-        self.storage = open_storage(config, self.plan, comm)
+        self.plan = _plan_together(module, config, comm, examined)
+        self.storage = _open_storage(config, self.plan, comm)
         self.worker = StepWorker(device)
         self.average_buckets: list[Bucket] = []
         self._syncs = True
         self._is_closed = False
-        parts = Assembly(module, self.plan, comm, self.storage, self.worker, self._make_whole)
-        self._end_checkpointing = checkpointed(module, beginning.checkpointed)
+        self._end_checkpointing = checkpointed(module, runs_again)
         try:
-            self.buckets = parts.buckets()
-            units = parts.units(self.buckets)
+            self.buckets = self._take_over()
+            rest = iter(self.buckets)
+            units = [
+                Unit(unit, index, [next(rest) for _ in unit.buckets])
+                for index, unit in enumerate(self.plan.units)
+            ]
             self.schedule = Schedule(module, units, self.buckets, comm, config)
+            self._hooks = Hooks(module, self.buckets, self.schedule)
             self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
-                self.schedule,
+                self.schedule.reducing,
                 self.storage,
                 comm,
                 worker=self.worker if config.overlap_step else None,
@@ -134,7 +156,37 @@ class Engine:
             self.storage.close()
             raise
 
+    def _take_over(self) -> list[Bucket]:
+        """The buckets of the module, in layout order, with all values there are. Collective."""
+        plans = self.plan.buckets
+        queue = GradQueue(self.storage)
+        built: dict[int, Bucket] = {}
+        for index, filled in materialize(self.module, plans, self.device, self.comm):
+            built[index] = self._bucket(plans[index], queue, filled)
+            del filled  # it may be whole, and the next one will be
+        forget_awaited(self.module)
+        return [built[index] for index in range(len(plans))]
+
+    def _bucket(self, plan: BucketPlan, queue: GradQueue, filled: FlatBuffer | None) -> Bucket:
+        named = parameters_by_name(self.module)
+        parameters = [named[slot.name] for slot in plan.layout.slots]
+        bucket = Bucket(
+            plan,
+            parameters,
+            self.comm,
+            queue,
+            self.worker,
+            grad_dtype=self.plan.grad_dtype(plan),
+            make_whole=self._make_whole,
+            filled=filled,
+        )
+        awaited = {i: v for i, p in enumerate(parameters) if (v := awaited_values(p)) is not None}
+        if awaited:
+            bucket.masters.load(values_reader(awaited))
+        return bucket
+
     def _make_whole(self, bucket: Bucket, name: str) -> None:
+        """Somebody looks at parameter `name` at rest."""
         self.schedule.use_out_of_turn(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -288,7 +340,7 @@ class Engine:
         self.worker.drain()
         self.optimizers.detach()
         self._end_checkpointing()
-        self.schedule.hooks.detach()
+        self._hooks.detach()
         self.schedule.abandon()
         self.worker.close()
         self.storage.close()
@@ -329,7 +381,7 @@ class Engine:
         # Before states are dropped, which the compute stream reads meanwhile.
         self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
         self._end_checkpointing()
-        self.schedule.hooks.detach()
+        self._hooks.detach()
         failure = self.schedule.come_to_rest() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
@@ -339,3 +391,152 @@ class Engine:
             self.comm.close()
         if failure is not None:
             raise failure
+
+
+# ---------------------------------------------------------------- how an engine begins
+
+
+def _begin_together(
+    module: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    config: ZeroConfig,
+    *,
+    device: torch.device | None,
+    open_comm: Callable[..., Communicator],
+) -> tuple[Communicator, torch.device, list[tuple[Optimizer, Findings]], list[str]]:
+    """Looks at what an engine was given, and opens its groups if all ranks were given the same.
+
+    Collective: every rank, also where what it was given cannot be used, so that none waits for it.
+
+    Returns:
+        The engine's communicator, where to compute, the optimizers with what they look at, and the
+        names of modules that run again in backward. All but the device is the same on every rank.
+    """
+    group_size = config.group_size(local_world_size=local_world_size())
+    examined: list[tuple[Optimizer, Findings]] = []
+    runs_again: list[str] = []
+    facts: dict[str, dict[str, str]] = {}
+    failure: Exception | None = None
+    try:
+        device = _find_device(module, device)
+        check_can_materialize(module)
+        look = partial(examine, module=module, config=config, device=device)
+        examined = [(optimizer, look(optimizer)) for optimizer in as_optimizers(optimizers)]
+        runs_again = find_checkpointed(module, config.runs_again)
+        facts = module_facts(module, config)
+        names = {parameter: name for name, parameter in parameters_by_name(module).items()}
+        for number, (optimizer, found) in enumerate(examined):
+            facts |= optimizer_facts(number, optimizer, found, names)
+        facts["ZeroConfig"] = config_facts(config)
+        facts["sharding_group_size"] = {"number of ranks": str(group_size)}  # also of "node"
+    except Exception as error:
+        if not has_world():
+            raise
+        failure = error
+    comm = open_comm(
+        device or torch.device("cpu"),
+        group_size=group_size,
+        compare=partial(compare, facts=facts, failure=failure),
+    )
+    assert device is not None, "else there is a failure, which `compare` has raised"
+    return comm, device, examined, runs_again
+
+
+def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The device to compute on: the one asked for, or the one of all parameters."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        if has_placement(parameter) and partial_of(parameter) is None:
+            raise ValueError(
+                f"parameter {name} is held by another engine; one module trains under one strategy "
+                "at a time: call close() on the other engine, or let its fit end, first."
+            )
+        devices.setdefault(parameter.device, name)
+    if not devices:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
+            "layers in __init__, setup() or configure_model()."
+        )
+    on_meta = devices.pop(torch.device("meta"), None)
+    if device is None and not devices:
+        raise ValueError(
+            f"parameter {on_meta} is on the meta device, like all others; say where to compute: "
+            "Engine(..., device=...)."
+        )
+    if device is None and len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"all parameters must be on one device, got {where}; call module.to(device)."
+        )
+    device = device or next(iter(devices))
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _plan_together(
+    module: nn.Module,
+    config: ZeroConfig,
+    comm: Communicator,
+    examined: Sequence[tuple[Optimizer, Findings]],
+) -> Plan:
+    """The plan; offload "auto" uses the memory of the rank that has least. Collective."""
+    optimizer_of = {
+        parameter: index
+        for index, (optimizer, _) in enumerate(examined)
+        for parameter in parameters_of(optimizer)
+    }
+    _check_can_be_held(parameters_by_name(module))
+    return make_plan(
+        module,
+        config,
+        world_size=comm.mesh.num_shards,
+        optimizer_of=optimizer_of,
+        whole_tensors=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
+        budgets=_measure_budgets(config, comm),
+    )
+
+
+def _check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
+    """A ValueError for a parameter that cannot lie in a flat buffer with others."""
+    for name, parameter in named.items():
+        if parameter.layout is not torch.strided:
+            kind = f"layout {parameter.layout}"
+        elif parameter.is_floating_point() and parameter.element_size() == 1:
+            kind = f"dtype {parameter.dtype}"
+        else:
+            continue
+        raise ValueError(
+            f"parameter {name} has {kind}, which has no place among parameters that are sent, cut "
+            "and stepped in flat buffers; if it is not trained, make it a buffer: "
+            "module.register_buffer(...). Else keep it dense, in at least 16 bits."
+        )
+
+
+def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
+    """What "auto" may use where the configuration does not say; the same on every rank."""
+    if not any(offload and offload.device == "auto" for offload in config.offloads):
+        return Budgets()
+    cpu = available_memory_bytes() // (2 * local_world_size())
+    free = torch.cuda.mem_get_info(comm.device)[0] // 2 if comm.device.type == "cuda" else 0
+    return Budgets(*comm.control.min_ints([free, cpu]))
+
+
+def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
+    """Where shards rest; an OSError if the disk of any rank has no room for `plan`. Collective."""
+    param, optimizer = config.offloads
+    with failing_together("make room for its shards", comm.control.gather_objects):
+        storage = Storage(
+            comm.device,
+            rank=comm.rank,
+            offload_param=param,
+            offload_optimizer=optimizer,
+            recorder=comm.recorder,
+        )
+        try:
+            storage.check_room(*nvme_bytes(plan), num_ranks=local_world_size())
+        except OSError:
+            storage.close()
+            raise
+        return storage

@@ -20,7 +20,6 @@ from lightning_zero.tensors.meta import awaited_values
 
 __all__ = ["config_facts", "module_facts", "optimizer_facts"]
 
-
 _OF_ONE_RANK = {"device", "generator", "global_rank", "local_rank", "rank", "seed"}  # group options
 _NOT_COMPARED = {"params", "param_names"}  # told by parameter
 _OF_ONE_NODE = {"nvme_path", "pin_memory", "buffer_count", "buffer_size"}  # of an OffloadConfig
@@ -70,14 +69,7 @@ def _tensor_facts(tensor: Tensor) -> dict[str, str]:
 def optimizer_facts(
     number: int, optimizer: Optimizer, found: Findings, names: Mapping[nn.Parameter, str]
 ) -> dict[str, dict[str, str]]:
-    """Of one optimizer and its groups.
-
-    Args:
-        number: Among all of the engine.
-        optimizer: The user's.
-        found: How it can be stepped.
-        names: Of parameters, in the order of the module.
-    """
+    """Of one optimizer, the `number`th of the engine. `names`: in the order of the module."""
     title = f"optimizer {number}"
     kind = "elementwise" if found.is_elementwise else "whole tensors"
     facts = {
@@ -102,7 +94,6 @@ def optimizer_facts(
 
 
 def config_facts(config: ZeroConfig) -> dict[str, str]:
-    """Of the engine's settings."""
     return {
         field.name: _setting(getattr(config, field.name)) for field in dataclasses.fields(config)
     }

@@ -14,30 +14,27 @@ from torch.optim import Optimizer
 from lightning_zero.comm.alike import Facts, compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.schedule import Schedule
+from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.counting import held_bytes, whole_bytes
 from lightning_zero.engine.facts import optimizer_facts
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
+from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.state import join_optimizer_state, shard_initial_state
 from lightning_zero.optim.step import OptimizerStep, check_whole
 from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tiers import Storage
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
+from lightning_zero.tiers.storage import Storage
 
-__all__ = ["AttachedOptimizers", "as_optimizers", "examine", "parameters_of"]
+__all__ = ["AttachedOptimizers", "as_optimizers", "examine"]
 
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """What a user gave as optimizers: one or several.
-
-    Raises:
-        TypeError: Something else.
-    """
+    """What a user gave as optimizers, one or several; a TypeError for anything else."""
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -52,12 +49,6 @@ def examine(
     optimizer: Optimizer, *, module: nn.Module, config: ZeroConfig, device: torch.device
 ) -> Findings:
     """Finds out how `optimizer` can step the shards of `module`.
-
-    Args:
-        optimizer: The user's.
-        module: The one that is trained.
-        config: Of the engine.
-        device: Where it computes.
 
     Raises:
         ValueError: It holds foreign parameters, or cannot be sharded.
@@ -74,22 +65,16 @@ def examine(
     if config.assume_elementwise:
         return Findings(StepKind.AT_ONCE, is_elementwise=True)
     is_sharded = config.states.has_shard(State.OPTIM)
+    as_ever = Findings(StepKind.AT_ONCE, is_elementwise=False)
     try:
-        found = probe(optimizer, device, torch.float32)
+        found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
-            found &= probe(optimizer, torch.device("cpu"), torch.float32)  # steps there, too
+            found &= probe(optimizer, torch.device("cpu"))  # steps there, too
     except CannotShardError:
         if is_sharded:
             raise
-        found = Findings(StepKind.AT_ONCE, is_elementwise=False)
-    if not is_sharded and not found.is_elementwise:
-        return Findings(StepKind.AT_ONCE, is_elementwise=False)  # stepped as ever
-    return found
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Of all groups of `optimizer`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return as_ever
+    return found if is_sharded or found.is_elementwise else as_ever
 
 
 class AttachedOptimizers(Sequence[Optimizer]):
@@ -97,9 +82,9 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     Args:
         buckets: Of the engine, in layout order.
-        schedule: Knows what a step must wait for, and what is needed first after it.
-        storage: Where shards rest that are not on the device.
-        comm: Of the engine.
+        reducing: Knows what a step must wait for, and what is needed first after it.
+        storage: Of the engine, as is the following.
+        comm: Compares optimizers between ranks.
         worker: Steps beside the next forward; None: nothing does.
         examine: What an optimizer looks at, and whether it may be attached.
     """
@@ -107,7 +92,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        schedule: Schedule,
+        reducing: Reducing,
         storage: Storage,
         comm: Communicator,
         *,
@@ -115,7 +100,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         examine: Callable[[Optimizer], Findings],
     ) -> None:
         self._buckets = buckets
-        self._schedule = schedule
+        self._reducing = reducing
         self._storage = storage
         self._comm = comm
         self._worker = worker
@@ -133,12 +118,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     # ---------------------------------------------------------------- the beginning
 
     def attach(self, optimizer: Optimizer) -> None:
-        """As `take`, for one that the engine was made without. Collective.
-
-        Raises:
-            ValueError: It holds foreign parameters, or cannot be sharded, or needs whole tensors
-                where the engine has cut them; or it differs by rank.
-        """
+        """As `take`, for one that the engine was made without: see `Engine.attach`. Collective."""
         found: Findings | None = None
         facts: Facts = {}
         failure: Exception | None = None
@@ -176,8 +156,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 optimizer,
                 found,
                 examine=self._examine,
-                before=self._schedule.reducing.before_step,
-                order=self._schedule.reducing.step_order,
+                reducing=self._reducing,
                 storage=self._storage,
                 worker=self._worker,
             )
@@ -228,7 +207,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         return failure
 
     def detach(self) -> None:
-        """Removes the hooks; the optimizers step by themselves again."""
+        """The optimizers step by themselves again."""
         for step in self._steps:
             step.detach()
 
@@ -269,11 +248,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         return bool(self._comm.control.min_ints([room - nbytes])[0] >= 0)
 
     def check_has_states(self) -> None:
-        """Whether the states can still be told after `give_back`.
-
-        Raises:
-            RuntimeError: They rested on NVMe or a GPU and were too large to keep.
-        """
+        """After `give_back`: a RuntimeError if states were too large to keep."""
         if self._lacks_states:
             raise RuntimeError(
                 "the optimizer states rested on NVMe or a GPU, were too large for CPU memory "

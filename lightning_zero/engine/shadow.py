@@ -10,7 +10,7 @@ precision, so that averaging, swapping and copying are what they are without sha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, Masters
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import BucketTiers, Tier
@@ -32,14 +32,12 @@ __all__ = ["Shadow", "is_copy"]
 class Shadow:
     """A copy of the module of an engine whose parameters rest as shards. See [Note: Shadows].
 
+    Collective: every rank makes it.
+
     Args:
         engine: Holds the module.
         module: The copy: parameters of the same names and shapes, whole; rank 0's values count.
-            Collective: every rank.
         device: Where the shards rest; None: where the masters are stepped.
-
-    Raises:
-        ValueError: Other parameters than the engine's module has.
     """
 
     def __init__(
@@ -54,26 +52,21 @@ class Shadow:
         self._engine = engine
         named = parameters_by_name(module)
         queue = GradQueue(engine.storage)
+        for parameter in named.values():
+            parameter.grad = None  # of an earlier fit, perhaps, and whole
         with torch.no_grad():
-            self.buckets = [
-                self._beside(
-                    bucket, [named[s.name] for s in bucket.plan.layout.slots], device, queue
-                )
-                for bucket in engine.buckets
-            ]
+            self.buckets = [self._beside(b, named, device, queue) for b in engine.buckets]
         engine.average_buckets += self.buckets
 
     def _beside(
         self,
         bucket: Bucket,
-        parameters: list[nn.Parameter],
+        named: Mapping[str, nn.Parameter],
         device: torch.device | None,
         queue: GradQueue,
     ) -> Bucket:
         """The copy's bucket for one of the module. Collective."""
         plan, dtype = bucket.plan, bucket.shards.exact.dtype
-        for parameter in parameters:
-            parameter.grad = None  # of an earlier fit, perhaps, and whole
         copy = _ShadowBucket(
             dataclasses.replace(
                 plan,
@@ -82,7 +75,7 @@ class Shadow:
                 stage=Stage(plan.stage.number, plan.stage.shards | {State.PARAM}),
                 tiers=BucketTiers(param=_tier(bucket, device)),
             ),
-            parameters,
+            [named[slot.name] for slot in plan.layout.slots],
             bucket.comm,
             queue,
             self._engine.worker,
@@ -96,15 +89,9 @@ class Shadow:
     def shown(self, *, writes: bool) -> Iterator[None]:
         """The parameters of both modules are this rank's elements. Collective where it `writes`.
 
-        Args:
-            writes: Those of the trained module are written to: narrower parameters, and whole ones
-                on all ranks, then follow.
+        To those of the trained module: narrower parameters, and whole ones on all ranks, follow.
         """
-        with self.bare(), ExitStack() as hiding:
-            shown = []
-            for bucket in self._engine.buckets:
-                shown.append((bucket.masters, bucket.masters.show_own()))
-                hiding.callback(bucket.masters.hide)
+        with self.bare(), _bare(self._engine.buckets) as shown:
             yield
         if writes:
             for masters, values in shown:
@@ -114,10 +101,7 @@ class Shadow:
     @contextmanager
     def bare(self) -> Iterator[None]:
         """The shadow's parameters are this rank's elements; moved, they come back. Local."""
-        with ExitStack() as hiding:
-            for bucket in self.buckets:
-                bucket.masters.show_own()
-                hiding.callback(bucket.masters.hide)
+        with _bare(self.buckets):
             yield
 
     def give_back(self, device: torch.device | None) -> None:
@@ -127,11 +111,21 @@ class Shadow:
             bucket.give_back(device)
 
 
+@contextmanager
+def _bare(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
+    """Yields masters with what their parameters show."""
+    with ExitStack() as hiding:
+        shown = []
+        for bucket in buckets:
+            shown.append((bucket.masters, bucket.masters.show_own()))
+            hiding.callback(bucket.masters.hide)
+        yield shown
+
+
 class _ShadowBucket(Bucket):
     """Where optimizer states are whole, every rank has all elements: it sends only its share."""
 
     def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
-        """See `Bucket`."""
         if isinstance(source, Tensor) and self.steps_whole:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
@@ -146,7 +140,6 @@ def _tier(bucket: Bucket, device: torch.device | None) -> Tier:
 
 
 def is_copy(module: nn.Module, trained: nn.Module) -> bool:
-    """Whether both have parameters of the same names and shapes."""
 
     def shapes(of: nn.Module) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in parameters_by_name(of).items()}

@@ -6,15 +6,13 @@
     flat        the flat space of one bucket: slots, padding, who owns which elements
     mesh        ranks that share shards, and their replicas
     kept        which layers keep float32 parameters in 16-bit training
-    names       names of parameters and modules
+    names       names of parameters and modules, in state dicts and in settings
     sizes       numbers with units, as people write and read them
     units       which modules are gathered together
     recompute   which modules run again in backward
     order       what is gathered and reduced next, on all ranks; who waits for whom
-    talk        what ranks say for that in one round
-    referee     what is wrong with a round
-    ahead       what is gathered ahead of its use
-    hoist       the plan that is made of a log
+    passes      one pass, and the plan that is learned from the logs of passes
+    talk        what ranks say for that in one round, and what is wrong with it
     plan        a module cut into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,15 +18,12 @@ from lightning_zero.layout.stage import STAGES, Stage, State
 __all__ = ["MAY_BE_ZERO", "NEEDS", "SIZES", "Modules", "Need", "ZeroConfig"]
 
 _FLOATING = {
-    "float16": torch.float16,
     "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
-    "float32": torch.float32,
     "fp32": torch.float32,
-    "float64": torch.float64,
     "fp64": torch.float64,
 }
+_FLOATING |= {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATING.values()}
 SIZES = (
     "reduce_bucket_size",
     "allgather_bucket_size",
@@ -35,6 +32,7 @@ SIZES = (
     "max_live_parameters",
 )
 _Kind = str | type[nn.Module]  # a name, a pattern or a class
+_Kinds = tuple[_Kind, ...]
 Modules = _Kind | Sequence[_Kind] | Set[_Kind]
 _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
@@ -171,62 +169,44 @@ class ZeroConfig:
     sharding_group_size: int | str | None = None
 
     def __post_init__(self) -> None:
-        _check_stage(self.stage)
-        for name in SIZES:
-            if (size := getattr(self, name)) is not None:
-                least = 0 if name in MAY_BE_ZERO else 1
-                _set(self, name, whole_number(name, size, least=least))
-        for name in ("overlap_comm", "broadcast_buffers", "assume_elementwise", "overlap_step"):
-            _check_bool(name, getattr(self, name))
-        if self.reshard_after_forward is not None:
-            _check_bool("reshard_after_forward", self.reshard_after_forward)
-        for name in ("reduce_dtype", "param_dtype"):
-            _set(self, name, _check_dtype(name, getattr(self, name)))
-        for name in ("keep_float32", "unit_classes"):
-            _set(self, name, _check_modules(name, getattr(self, name)))
-        if not isinstance(again := self.activation_checkpointing, bool):
-            again = _check_modules("activation_checkpointing", again) or False
-            _set(self, "activation_checkpointing", again)
-        for name in ("offload_optimizer", "offload_param"):
-            _set(self, name, OffloadConfig.of(name, getattr(self, name)))
-        _set(self, "sharding_group_size", _check_group_size(self.sharding_group_size))
-        self._check_options_of_other_stages()
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None or _UNSET[name] is not None:  # what is None unless set may be
+                object.__setattr__(self, name, check(name, value))
+        for name, need in NEEDS.items():
+            if getattr(self, name) != _UNSET[name] and not need.is_met_by(self.states):
+                raise ValueError(
+                    f"{name} needs {need.stages}, got stage {self.stage}, {need.otherwise}; use "
+                    f"{need.remedy}, or leave {name} out."
+                )
 
     def group_size(self, *, local_world_size: int) -> int | None:
-        """Ranks that share one set of shards; None: all.
-
-        Args:
-            local_world_size: Ranks of this node.
-        """
+        """Ranks that share one set of shards, where so many are on this node; None: all."""
         size = self.sharding_group_size
         return local_world_size if isinstance(size, str) else size
+
+    # What has been checked, by its type.
 
     @property
     def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:
         """Where parameter and optimizer shards rest."""
-        param, optimizer = self.offload_param, self.offload_optimizer
-        assert param is None or isinstance(param, OffloadConfig)
-        assert optimizer is None or isinstance(optimizer, OffloadConfig)
-        return param, optimizer
+        both = self.offload_param, self.offload_optimizer
+        return cast("tuple[OffloadConfig | None, OffloadConfig | None]", both)
 
     @property
-    def kept(self) -> tuple[str | type[nn.Module], ...]:
+    def kept(self) -> _Kinds:
         """What keeps its dtype beside `param_dtype`."""
-        assert self.keep_float32 is None or isinstance(self.keep_float32, tuple)
-        return self.keep_float32 or ()
+        return cast("_Kinds", self.keep_float32 or ())
 
     @property
-    def unit_kinds(self) -> tuple[str | type[nn.Module], ...]:
+    def unit_kinds(self) -> _Kinds:
         """What is a unit; empty: to be found."""
-        assert self.unit_classes is None or isinstance(self.unit_classes, tuple)
-        return self.unit_classes or ()
+        return cast("_Kinds", self.unit_classes or ())
 
     @property
-    def runs_again(self) -> bool | tuple[str | type[nn.Module], ...]:
+    def runs_again(self) -> bool | _Kinds:
         """What runs again in backward; True: to be found."""
-        again = self.activation_checkpointing
-        assert isinstance(again, (bool, tuple))
-        return again
+        return cast("bool | _Kinds", self.activation_checkpointing)
 
     def under_autocast(self) -> ZeroConfig:
         """The same where the module computes under `torch.autocast`."""
@@ -246,23 +226,11 @@ class ZeroConfig:
         lost = [name for name, need in NEEDS.items() if not need.is_met_by(STAGES[stage])]
         return self.replace(stage=stage, **{name: _UNSET[name] for name in lost})
 
-    def _check_options_of_other_stages(self) -> None:
-        for name, need in NEEDS.items():
-            if getattr(self, name) != _UNSET[name] and not need.is_met_by(self.states):
-                raise ValueError(
-                    f"{name} needs {need.stages}, got stage {self.stage}, {need.otherwise}; use "
-                    f"{need.remedy}, or leave {name} out."
-                )
-
 
 _UNSET = {one.name: one.default for one in dataclasses.fields(ZeroConfig)}
 
 
-def _set(config: ZeroConfig, name: str, value: object) -> None:
-    object.__setattr__(config, name, value)
-
-
-def _check_stage(stage: object) -> None:
+def _check_stage(_: str, stage: object) -> int:
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise TypeError(
             f"stage must be one of 0, 1, 2, 3, got {stage!r} ({type(stage).__name__}); "
@@ -270,13 +238,18 @@ def _check_stage(stage: object) -> None:
         )
     if stage not in STAGES:
         raise ValueError(f"stage must be one of 0, 1, 2, 3, got {stage!r}.")
+    return stage
 
 
-def _check_group_size(value: object) -> int | str | None:
+def _check_size(name: str, value: object) -> int:
+    return whole_number(name, value, least=0 if name in MAY_BE_ZERO else 1)
+
+
+def _check_group_size(_: str, value: object) -> int | str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if value is None or value == "node":
-        return value
+    if value == "node":
+        return "node"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f'sharding_group_size must be a number of ranks, "node" or None, got {value!r}.'
@@ -286,14 +259,13 @@ def _check_group_size(value: object) -> int | str | None:
     return value
 
 
-def _check_bool(name: str, value: object) -> None:
+def _check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
 
 
-def _check_dtype(name: str, value: object) -> torch.dtype | None:
-    if value is None:
-        return None
+def _check_dtype(name: str, value: object) -> torch.dtype:
     dtype = _FLOATING.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in _FLOATING.values():
         names = "float16, bfloat16, float32, float64"
@@ -301,9 +273,7 @@ def _check_dtype(name: str, value: object) -> torch.dtype | None:
     return dtype
 
 
-def _check_modules(name: str, value: object) -> tuple[str | type[nn.Module], ...] | None:
-    if value is None:
-        return None
+def _check_modules(name: str, value: object) -> _Kinds:
     if isinstance(value, Set):
         value = sorted(value, key=str)  # the same on every rank
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
@@ -312,3 +282,28 @@ def _check_modules(name: str, value: object) -> tuple[str | type[nn.Module], ...
         if not (is_class or (isinstance(item, str) and item)):
             raise TypeError(f"{name} must be {_MODULES[name]}, or a list of these, got {item!r}.")
     return items
+
+
+def _check_again(name: str, value: object) -> bool | _Kinds:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    return _check_modules(name, value) or False
+
+
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "stage": _check_stage,
+    **dict.fromkeys(SIZES, _check_size),
+    "overlap_comm": _check_bool,
+    "broadcast_buffers": _check_bool,
+    "assume_elementwise": _check_bool,
+    "overlap_step": _check_bool,
+    "reshard_after_forward": _check_bool,
+    "reduce_dtype": _check_dtype,
+    "param_dtype": _check_dtype,
+    "keep_float32": _check_modules,
+    "unit_classes": _check_modules,
+    "activation_checkpointing": _check_again,
+    "offload_optimizer": OffloadConfig.of,
+    "offload_param": OffloadConfig.of,
+    "sharding_group_size": _check_group_size,
+}

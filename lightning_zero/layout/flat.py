@@ -39,21 +39,17 @@ class Slot:
     """The place of one parameter in the flat space.
 
     Attributes:
-        name: Qualified name of the parameter.
-        shape: Its shape.
-        start: First element, in the flat space.
         owner: The rank in whose shard it lies whole, and which alone steps it; None: it is sliced
             wherever a shard ends, and every rank steps its slice.
     """
 
-    name: str
+    name: str  # qualified
     shape: tuple[int, ...]
-    start: int
+    start: int  # first element, in the flat space
     owner: int | None = None
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @cached_property
@@ -97,13 +93,7 @@ class FlatLayout:
         owners: Sequence[int],
         world_size: int,
     ) -> FlatLayout:
-        """Lays named shapes out by owner: shard after shard, each as long as what it holds.
-
-        Args:
-            shapes: In the order of the slots.
-            owners: The rank of each.
-            world_size: Number of shards.
-        """
+        """Lays named shapes out by owner: shard after shard, each as long as what it holds."""
         placed: dict[int, Slot] = {}
         named = list(shapes)
         bounds = [0]
@@ -118,7 +108,6 @@ class FlatLayout:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of shards."""
         return len(self.bounds) - 1
 
     @cached_property
@@ -142,47 +131,26 @@ class FlatLayout:
         """Every parameter has an owner."""
         return all(slot.owner is not None for slot in self.slots)
 
-    @cached_property
-    def parameter_numel(self) -> int:
-        """Elements of the parameters, without padding."""
-        return sum(slot.numel for slot in self.slots)
-
     def shard(self, rank: int) -> range:
         """The part of the flat space that `rank` owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     def owned(self, slot: Slot, rank: int) -> range:
         """Elements of `slot`, counted from its own first one, that `rank` owns; possibly empty."""
-        return self.within(slot, self.shard(rank))
-
-    def within_shard(self, slot: Slot, rank: int) -> range:
-        """The same elements, counted from the first one of the shard of `rank`."""
-        owned = self.owned(slot, rank)
-        start = slot.start + owned.start - self.bounds[rank] if owned else 0
-        return range(start, start + len(owned))
+        start = min(max(self.bounds[rank] - slot.start, 0), slot.numel)
+        stop = min(max(self.bounds[rank + 1] - slot.start, start), slot.numel)
+        return range(start, stop)
 
     def step_shape(self, slot: Slot, rank: int) -> tuple[int, ...]:
         """The shape in which `rank` steps its elements of `slot`: its own, or one dimension."""
         return slot.shape if slot.owner == rank else (len(self.owned(slot, rank)),)
 
     def parts(self, rank: int) -> tuple[range, ...]:
-        """`within_shard` of every slot, by index; made once."""
-        found = self._parts.get(rank)
-        if found is None:
-            found = tuple(self.within_shard(slot, rank) for slot in self.slots)
-            self._parts[rank] = found
-        return found
-
-    @cached_property
-    def _parts(self) -> dict[int, tuple[range, ...]]:
-        return {}
-
-    @staticmethod
-    def within(slot: Slot, part: range) -> range:
-        """Elements of `slot`, counted from its own first one, that lie in `part`."""
-        start = min(max(part.start - slot.start, 0), slot.numel)
-        stop = min(max(part.stop - slot.start, start), slot.numel)
-        return range(start, stop)
+        """`owned` of every slot, counted from the first element of the shard of `rank`."""
+        pairs = [(slot, self.owned(slot, rank)) for slot in self.slots]
+        starts = [s.start + owned.start - self.bounds[rank] if owned else 0 for s, owned in pairs]
+        stops = [start + len(owned) for start, (_, owned) in zip(starts, pairs, strict=True)]
+        return tuple(map(range, starts, stops))
 
     @cached_property
     def gaps(self) -> list[range]:
@@ -200,10 +168,6 @@ def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
 
     The longest first, each to the rank that has least so far: at most 4/3 of the best (R. L.
     Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The same on every rank.
-
-    Args:
-        numels: Elements of each tensor.
-        world_size: Number of ranks.
     """
     loads = [0] * world_size
     owners = [0] * len(numels)

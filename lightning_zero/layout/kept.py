@@ -17,7 +17,6 @@ autocast nothing but matching dtypes runs, so there only what keeps running stat
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -26,7 +25,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "is_meant", "kept_parameters", "text_of_no_match"]
+from lightning_zero.layout.names import is_meant, text_of_no_match
+
+__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_parameters"]
 
 AUTOCAST = "autocast"
 
@@ -56,7 +57,7 @@ def kept_parameters(
 
     Args:
         modules: By qualified name, the root and all below, those that are shared by every name.
-        wanted: `ZeroConfig.keep_float32`.
+        wanted: `ZeroConfig.kept`.
 
     Raises:
         ValueError: One of `wanted` matches nothing.
@@ -96,33 +97,3 @@ def _matching(
             for name, parameter in module.named_parameters(path, recurse=False):
                 if fnmatchcase(name, item):
                     yield parameter
-
-
-def is_meant(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
-    """Whether `item` is the class of a module or a base of it, or the name or pattern of one.
-
-    Args:
-        path: Qualified name of the module.
-        module: The module.
-        item: A class, or what names it, a base of it, or the module; `*` stands for any text.
-    """
-    if isinstance(item, type):
-        return isinstance(module, item)
-    names = [path, *(kind.__name__ for kind in type(module).__mro__)]
-    return any(fnmatchcase(name, item) for name in names)
-
-
-def text_of_no_match(
-    option: str, modules: Mapping[str, nn.Module], item: str | type[nn.Module]
-) -> str:
-    """For the error that `item` of a setting names nothing in the model."""
-    if isinstance(item, type):
-        return f"{option} has {item.__name__}, and no module with parameters is one."
-    known = [name for path, m in modules.items() for name, _ in m.named_parameters(path, False)]
-    known += [*modules, *(type(m).__name__ for m in modules.values())]
-    near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
-    return (
-        f"{option} has {item!r}, which matches no parameter, module or class of the model; "
-        f"names are whole, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
-        f"{', '.join(near)}."
-    )

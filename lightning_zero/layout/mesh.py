@@ -22,26 +22,15 @@ __all__ = ["Mesh"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The place of one rank.
+    """The place of one rank."""
 
-    Attributes:
-        rank: In the world.
-        world_size: Ranks of the world.
-        num_shards: Ranks of a group; each holds 1/`num_shards`.
-    """
-
-    rank: int
+    rank: int  # in the world
     world_size: int
-    num_shards: int
+    num_shards: int  # ranks of a group; each holds 1/num_shards
 
     @classmethod
     def of(cls, rank: int, world_size: int, group_size: int | None) -> Mesh:
-        """The place of `rank`.
-
-        Args:
-            rank: In the world.
-            world_size: Ranks of the world.
-            group_size: Ranks of a group; None: all.
+        """The place of `rank` where groups have `group_size` ranks; None: all.
 
         Raises:
             ValueError: The groups would not be of equal size.

@@ -1,10 +1,29 @@
-"""Names of parameters and modules, as plans and checkpoints have them."""
+"""Names of parameters and modules, as plans, checkpoints and settings have them.
+
+`torch.compile(module)` makes a module of its own around the one inside, so that names get an
+`_orig_mod.` in between. Plans and checkpoints are written without it, and checkpoints are read with
+and without it, so that compiled and plain modules take each other's.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
 
-__all__ = ["modules_by_name", "parameters_by_name", "saved_name"]
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+__all__ = [
+    "is_meant",
+    "parameters_by_name",
+    "saved_name",
+    "text_of_no_match",
+    "with_compiled_names",
+    "with_saved_names",
+]
 
 
 def saved_name(name: str) -> str:
@@ -17,6 +36,66 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return {saved_name(name): parameter for name, parameter in module.named_parameters()}
 
 
-def modules_by_name(module: nn.Module) -> dict[str, nn.Module]:
-    """The module and all below it, those that are shared by every name."""
-    return {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
+# ---------------------------------------------------------------- state dicts
+
+
+def with_saved_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict as the same module has it that is not compiled."""
+    if not any("_orig_mod." in name for name in state_dict):
+        return state_dict
+    return _renamed(state_dict, saved_name)
+
+
+def with_compiled_names(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict with the names that `module` has, whether it is compiled or what was saved."""
+    around = [name for name, m in module.named_modules() if isinstance(m, OptimizedModule)]
+    if not around and not any("_orig_mod." in name for name in state_dict):
+        return state_dict
+
+    def own_name(name: str) -> str:
+        name = saved_name(name)
+        for outer in around:  # from the outside in: the names of those inside have it already
+            prefix = f"{outer}." if outer else ""
+            if name.startswith(prefix):
+                name = f"{prefix}_orig_mod.{name[len(prefix) :]}"
+        return name
+
+    return _renamed(state_dict, own_name)
+
+
+def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    renamed: OrderedDict[str, Any] = OrderedDict((rename(k), v) for k, v in state_dict.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:  # versions, by the name of a module
+        renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (rename(f"{name}.").removesuffix(".") if name else name, value)
+            for name, value in metadata.items()
+        )
+    return renamed
+
+
+# ---------------------------------------------------------------- settings
+
+
+def is_meant(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
+    """Whether `item` is the class of a module or a base of it, or the name or pattern of one."""
+    if isinstance(item, type):
+        return isinstance(module, item)
+    names = [path, *(kind.__name__ for kind in type(module).__mro__)]
+    return any(fnmatchcase(name, item) for name in names)
+
+
+def text_of_no_match(
+    option: str, modules: Mapping[str, nn.Module], item: str | type[nn.Module]
+) -> str:
+    """For the error that `item` of a setting names nothing in the model."""
+    if isinstance(item, type):
+        return f"{option} has {item.__name__}, and no module with parameters is one."
+    known = [name for path, m in modules.items() for name, _ in m.named_parameters(path, False)]
+    known += [*modules, *(type(m).__name__ for m in modules.values())]
+    near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
+    return (
+        f"{option} has {item!r}, which matches no parameter, module or class of the model; "
+        f"names are whole, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
+        f"{', '.join(near)}."
+    )

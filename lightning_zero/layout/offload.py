@@ -60,8 +60,7 @@ class Tier(Enum):
     def is_elsewhere(self, *, is_apart: bool) -> bool:
         """Whether a tensor of the device must travel to rest here.
 
-        Args:
-            is_apart: CPU memory is other memory than the device's.
+        `is_apart`: CPU memory is other memory than the device's.
         """
         return self is Tier.NVME or (self is Tier.CPU and is_apart)
 
@@ -149,7 +148,7 @@ class OffloadConfig:
 
     @property
     def bytes_of_buffers(self) -> int:
-        """Of all of them."""
+        """Of all buffers."""
         return self.buffer_count * self.bytes_of_a_buffer
 
     @classmethod
@@ -206,20 +205,15 @@ def step_buffers(param: OffloadConfig | None, optimizer: OffloadConfig | None) -
 
 @dataclass(frozen=True)
 class ShardBytes:
-    """Bytes of one bucket's shards on one rank.
+    """Bytes of one bucket's shards on one rank."""
 
-    Attributes:
-        param: The parameters; 0 where they rest whole.
-        optim: Master, where it is a tensor of its own, and two moments as Adam keeps them: how much
-            an optimizer keeps is known after its first step only.
-        grad: The mean gradient.
-        is_trainable: The optimizer steps it from the beginning. What is frozen takes its parameters
-            until it is unfrozen, and a master where they have lost bits.
-    """
-
-    param: int
+    param: int  # 0 where they rest whole
+    # Master, where it is a tensor of its own, and two moments as Adam keeps them: how much an
+    # optimizer keeps is known after its first step only.
     optim: int
-    grad: int
+    grad: int  # the mean
+    # The optimizer steps it from the beginning. What is frozen takes its parameters until it is
+    # unfrozen, and a master where they have lost bits.
     is_trainable: bool = True
 
 
@@ -246,26 +240,24 @@ def assign_tiers(
     offload_optimizer: OffloadConfig | None,
     budgets: Budgets,
 ) -> list[BucketTiers]:
-    """A tier for every shard of every bucket. Pure.
+    """A tier for every shard of every bucket, in layout order. Pure.
 
-    Parameters choose first: they travel several times in a step, optimizer states once.
-
-    Args:
-        shards: By bucket, in layout order.
-        offload_param: None: all on the device.
-        offload_optimizer: None: all on the device.
-        budgets: For "auto", where the configuration names none.
+    Parameters choose first: they travel several times in a step, optimizer states once. `budgets`
+    are for "auto", where the configuration names none.
     """
-    left = _Budget(offload_param, offload_optimizer, budgets)
+    left = _room(offload_param, offload_optimizer, budgets)
     params = list(_choose([(s.param, s.param) for s in shards], offload_param, left))
     # What "auto" puts on the device or into CPU memory brings its gradient along.
     trained = [(s.optim, s.optim + s.grad) for s in shards if s.is_trainable]
     chosen = _choose(trained, offload_optimizer, left)
-    frozen = _tier_of_frozen(offload_optimizer)
+    frozen = Tier.DEVICE  # where what is frozen would rest once it is unfrozen
+    if offload_optimizer is not None:
+        device = offload_optimizer.device
+        frozen = Tier.CPU if device == "auto" else Tier(device)
     optims = [
         next(chosen) if s.is_trainable else frozen if s.optim else Tier.DEVICE for s in shards
     ]
-    cpu_bytes: float = left.cpu
+    cpu_bytes: float = left[Tier.CPU]
     if offload_optimizer is not None and offload_optimizer.device == "nvme":
         limit = offload_optimizer.max_in_cpu_bytes
         cpu_bytes = math.inf if limit is None else limit
@@ -279,52 +271,41 @@ def assign_tiers(
     return tiers
 
 
-def _tier_of_frozen(config: OffloadConfig | None) -> Tier:
-    """Where the optimizer shard of frozen parameters would rest once they are unfrozen."""
-    if config is None:
-        return Tier.DEVICE
-    return Tier.CPU if config.device == "auto" else Tier(config.device)
+def _room(
+    param: OffloadConfig | None, optim: OffloadConfig | None, budgets: Budgets
+) -> dict[Tier, int]:
+    """Bytes for "auto", the fastest tier first."""
+    asked = [config for config in (param, optim) if config and config.device == "auto"]
+    devices = [c.max_in_device_bytes for c in asked if c.max_in_device_bytes is not None]
+    cpus = [c.max_in_cpu_bytes for c in asked if c.max_in_cpu_bytes is not None]
+    return {
+        Tier.DEVICE: max(devices, default=budgets.device_bytes),
+        Tier.CPU: max(cpus, default=budgets.cpu_bytes),
+    }
 
 
-class _Budget:
-    """What is left of the budgets."""
-
-    def __init__(
-        self, param: OffloadConfig | None, optim: OffloadConfig | None, budgets: Budgets
-    ) -> None:
-        asked = [config for config in (param, optim) if config and config.device == "auto"]
-        devices = [c.max_in_device_bytes for c in asked if c.max_in_device_bytes is not None]
-        cpus = [c.max_in_cpu_bytes for c in asked if c.max_in_cpu_bytes is not None]
-        self.device = max(devices, default=budgets.device_bytes)
-        self.cpu = max(cpus, default=budgets.cpu_bytes)
-
-    def pay(self, nbytes: int) -> Tier:
-        """The fastest tier that still has room."""
-        if nbytes <= self.device:
-            self.device -= nbytes
-            return Tier.DEVICE
-        if nbytes <= self.cpu:
-            self.cpu -= nbytes
-            return Tier.CPU
-        return Tier.NVME
+def _pay(left: dict[Tier, int], nbytes: int) -> Tier:
+    """The fastest tier that still has room, of which so many are taken."""
+    for tier, room in left.items():
+        if nbytes <= room:
+            left[tier] -= nbytes
+            return tier
+    return Tier.NVME
 
 
 def _choose(
-    sizes: Sequence[tuple[int, int]], config: OffloadConfig | None, left: _Budget
+    sizes: Sequence[tuple[int, int]], config: OffloadConfig | None, left: dict[Tier, int]
 ) -> Iterator[Tier]:
     """By bucket, a tier for its shard.
 
-    Args:
-        sizes: By bucket, bytes of the shard, and bytes in memory with what comes along.
-        config: None: all on the device.
-        left: Pays for "auto".
+    `sizes` are, by bucket, bytes of the shard, and bytes in memory with what comes along.
     """
     offloaded = seen = 0
     for nbytes, memory_bytes in sizes:
         if config is None or nbytes == 0:
             yield Tier.DEVICE
         elif config.device == "auto":
-            yield left.pay(memory_bytes)
+            yield _pay(left, memory_bytes)
         else:
             # Spread evenly, so that the device steps its buckets while others travel.
             seen += nbytes

@@ -5,7 +5,7 @@
 boundaries: a forward and its backward in training, a forward elsewhere. It has a *key*: what kind
 of pass it is, which parameters are trained, what the pass before it was.
 
-* A pass whose key is new is *asked for*: a rank that needs a unit asks in a round (comm/rounds.py);
+* A pass whose key is new is *asked for*: a rank that needs a unit asks in a round (comm.control);
   of all requests the lowest goes first, and every rank takes part in that gather. The round also
   tells how many reductions, in the order of `eager`, every rank is ready for; all issue them then.
   A rank that has ended its pass goes on answering until all have. So all events of all ranks are
@@ -45,25 +45,15 @@ takes part in the passes of the others, in the same way: it issues their plans, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from lightning_zero.layout.hoist import hoisted
-from lightning_zero.layout.referee import MOST_TEXT, Referee, Requests
-from lightning_zero.layout.talk import Heard, Round, Said, Talk
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.passes import Learned, Pass, hash_of
+from lightning_zero.layout.talk import Requests, Round, Said, Talk, Voice
 
-__all__ = ["Issuer", "Order"]
+__all__ = ["Issuer", "Order", "Gathered", "gather_ahead"]
 
-_ALIKE = 2  # equal logs that make a plan
-_MOST_ALIKE = 64
-_TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
-_CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretold
-_MOST_LOGGED = 100_000  # events
-_MOST_KNOWN = 1000  # keys: where each pass has a new one, none would be met again
 _MOST_BOUNDARIES = 8  # between batches, without a round
 
 
@@ -80,39 +70,8 @@ class Issuer(Protocol):
         """Calls `Order.begin`: a unit is used, and no pass is open."""
 
 
-@dataclass
-class _Pass:
-    key: int | None  # None: nothing is learned from it
-    is_training: bool = False
-    plan: tuple[int, ...] | None = None
-    is_learned: bool = True  # the plan comes from logs
-    saying: Future[Heard] | None = None  # the round of its beginning
-    is_begun: bool = True  # that one has been heard, or need not be before an event
-    cursor: int = 0
-    log: list[int] = field(default_factory=list)
-    has_turned: bool = False
-    has_logged_turn: bool = False
-    eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
-    ready: set[int] = field(default_factory=set)
-    reduced: list[int] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)  # units
-    has_deviated: bool = False
-    is_in_vain: bool = False
-
-
-@dataclass
-class _Known:
-    """Of one key."""
-
-    log: tuple[int, ...] = ()
-    num_alike: int = 0
-    num_needed: int = _ALIKE
-    plan: tuple[int, ...] | None = None
-    trust: int = _TRUST
-
-
 class Order:
-    """The events of this rank. See [Note: Who waits for whom].
+    """The events of this rank. See [Note: Who waits for whom], and passes.py for what they are.
 
     A request is one integer, of which the lowest of all ranks goes first:
 
@@ -147,121 +106,121 @@ class Order:
     ) -> None:
         self._talk = talk
         self._issuer = issuer
-        self._numels = list(numels)
-        self._num = len(self._numels)
-        self._turn = self._num  # the event at which a backward begins, above gathers
-        self._gathers = any(self._numels)
-        self._ahead = ahead
-        first = 2 * self._num
-        self.requests = Requests(first, first + 1, first + 2, first + 3)
-        self._referee = Referee(talk, self.requests, names)
+        self._num = self._turn = len(numels)  # units; the event at which a backward begins
+        self._gathers = any(numels)
+        self.requests = Requests(*range(2 * self._num, 2 * self._num + 4))
+        self._voice = Voice(talk, self.requests, names, 2 * num_buckets + len(names))
+        self._learned = Learned(list(numels), ahead)
         self.wish: Callable[[], int | None] = lambda: None
         self.is_loose = False
-        self.is_mid_event = False
-        self._pass: _Pass | None = None
-        self._ended: _Pass | None = None  # until a boundary has been heard
-        self._unheard: list[Future[Heard]] = []  # sayings that nobody waits for
-        self._known: dict[int, _Known] = {}
-        self._following: dict[tuple[int, ...], int] = {}
-        self._context: tuple[int, ...] = ()
-        self._last_log = 0  # a hash of what the last training pass has issued
-        self._past = 0  # a hash of what was done together
-        self._flags_mark: int | None = None  # of what trains in this pass
-        self._heard_wish: int | None = None
+        self.restart()
+
+    # ---------------------------------------------------------------- after an exception
+
+    def forget(self) -> None:
+        """Nothing is under way, and nothing known. Local."""
+        self._pass: Pass | None = None
+        self._ended: Pass | None = None  # until a boundary has been heard
+        self._voice.forget()
+        self._look(None)
+        self._learned.forget()
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
-        talk.widen(max(2 * num_buckets + len(names), talk.size, MOST_TEXT))
+        self.is_mid_event = False
+
+    def restart(self) -> None:
+        """As `forget`, on all ranks, which have come together anew. Local."""
+        self.forget()
+        self._past = 0  # a hash of what was done together
+        self._heard_wish: int | None = None
+
+    def give_up_pass(self) -> None:
+        """Issues what is left of the plan. Collective.
+
+        Ranks that follow it come to its end, and to a round: there they find out whether all have
+        failed, and go on together.
+        """
+        one = self._pass
+        if one is not None and one.is_begun and not self.is_mid_event:
+            self._leave()
+
+    def fail(self, error: Exception) -> None:
+        """Tells the other ranks, in their next round, why this one fails; they raise it too.
+
+        The caller raises `error` afterwards.
+
+        Raises:
+            RuntimeError: They cannot be told.
+        """
+        self._leave()
+        self._voice.fail(error, self._said(-1, None)._replace(failed=self._talk.rank))
 
     # ---------------------------------------------------------------- passes
 
     @property
     def is_training(self) -> bool:
-        """A pass of training is open."""
         return self._pass is not None and self._pass.is_training
 
-    def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
-        """A pass begins. Collective.
+    @property
+    def _is_settled(self) -> bool:
+        return self._pass is None and self._ended is None and not self.is_loose
 
-        Args:
-            kind: Of pass: the same on every rank.
-            flags: In training: what is trained.
-        """
-        is_training = flags is not None
-        is_settled = self._pass is None and self._ended is None and not self.is_loose
+    def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
+        """A pass of a `kind`, the same on every rank; `flags`: what is trained. Collective."""
+        is_settled, is_foretold = self._is_settled, False
         self._leave()
-        if flags is not None:
-            self._look(flags)
-            key = _hash(kind, self._flags_mark, self._last_log)
+        self._look(flags)
+        if flags is None:
+            key = hash_of(kind)
         else:
-            self._forget_flags()
-            key = _hash(kind)
-        one = self._pass = _Pass(key, is_training)
-        is_foretold = False
-        if is_training:
-            is_foretold = is_settled and self._foretell() == key
-            if len(self._following) > _MOST_KNOWN:
-                self._following.clear()
-            for length in _CONTEXTS:
-                self._following[self._context[-length:]] = key
-            self._context = (*self._context, key)[-_CONTEXTS[0] :]
-        one.is_begun = False
-        one.saying = self._begin_saying(self.requests.begin, key, is_heard=not is_foretold)
+            key = hash_of(kind, self._flags_mark, self._learned.last_log)
+            is_foretold = is_settled and self._learned.foretell() == key
+            self._learned.follow(key)
+        one = self._pass = Pass(key, flags is not None, is_begun=False)
+        said = self._said(self.requests.begin, key)
+        one.saying = self._voice.begin(said, is_heard=not is_foretold)
         if is_foretold:
             one.is_begun = True
-            one.plan = self._plan_of(key)
+            one.plan = self._learned.plan_of(key)
 
-    def _foretell(self) -> int | None:
-        """The key that came after as many of the last ones as are known to have come before."""
-        told = (self._following.get(self._context[-length:]) for length in _CONTEXTS)
-        return next((key for key in told if key is not None), None)
-
-    def _look(self, flags: Sequence[bool]) -> None:
-        self._referee.flags = bytes(flags)
-        self._flags_mark = _hash(self._referee.flags)
-
-    def _forget_flags(self) -> None:
-        self._referee.flags, self._flags_mark = b"", None
-
-    def _plan_of(self, key: int | None) -> tuple[int, ...] | None:
-        known = self._known.get(key) if key is not None else None
-        return known.plan if known is not None else None
+    def _look(self, flags: Sequence[bool] | None) -> None:
+        self._voice.flags = bytes(flags or ())
+        self._flags_mark = None if flags is None else hash_of(self._voice.flags)
 
     def confirm(self) -> None:
         """Waits until all ranks have begun this pass, where that is not foretold."""
         if self._pass is not None:
             self._confirm()
 
-    def _confirm(self) -> _Pass:
+    def _confirm(self) -> Pass:
         """Before an event: all ranks have begun the same pass, where that is not foretold."""
         one = self._pass
         if one is None:
-            one = self._pass = _Pass(None)
+            one = self._pass = Pass(None)
         if one.is_begun:
             return one
         assert one.saying is not None
-        heard = self._hear(one.saying, "the beginning of a pass")
-        while heard.lowest < self.requests.begin:
+        name = "the beginning of a pass"
+        heard, _ = self._voice.hear(one.saying, name)
+        while heard.request < self.requests.begin:
             self._answer(heard)
-            heard = self._say(self.requests.begin, one.key, "the beginning of a pass")
+            heard = self._say(self.requests.begin, one.key, name)
         self._learn(heard)
         one.is_begun = True
         one.log.clear()  # of a pass that has failed on this rank, and on others later
         one.has_logged_turn = False
-        if not heard.is_same_key:
+        if not heard.is_same("key"):
             one.key = None
         if one.is_learned:
-            one.plan = self._plan_of(one.key)
+            one.plan = self._learned.plan_of(one.key)
         return one
 
     def turn(self, flags: Sequence[bool], kind: str, eager: Sequence[int]) -> None:
-        """Backward begins. Collective.
+        """Backward begins: that of another pass, if none with these flags is open. Collective.
 
-        Args:
-            flags: What is trained now.
-            kind: Of the pass that begins where none is open, or its flags were others.
-            eager: Buckets that will be reduced, in this order, if there is no plan: the same on
-                every rank.
+        `eager` are the buckets that will be reduced, in this order, if there is no plan: the same
+        on every rank.
         """
-        if not self.is_training or bytes(flags) != self._referee.flags:
+        if not self.is_training or bytes(flags) != self._voice.flags:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
@@ -269,12 +228,8 @@ class Order:
             one.eager = list(eager)
         if not self._gathers and one.plan is None:
             one.plan, one.is_learned = tuple(map(self._reduction, eager)), False
-            one.has_turned = True
-            return
-        if one.has_turned:
-            return
-        if one.plan is not None and self._turn in islice(one.plan, one.cursor, None):
-            self._advance(one.plan.index(self._turn, one.cursor) + 1, None)
+        elif not one.has_turned:
+            self._advance_past(one, self._turn)
         one.has_turned = True
 
     def end(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
@@ -288,19 +243,19 @@ class Order:
             What any rank has touched.
         """
         self._leave()
-        done = self.requests.done
-        saying = self._begin_saying(done, None, mask(), is_heard=True)
+        said, name = self._said(self.requests.done, None), "the end of the backward on all ranks"
+        saying = self._voice.begin(said, mask(), is_heard=True)
         finish()
-        name = "the end of the backward on all ranks"
-        heard = self._hear(saying, name)
+        heard, touched = self._voice.hear(saying, name)
         while True:
             self._answer(heard)
-            if heard.lowest >= done:
+            if heard.request >= self.requests.done:
                 break
-            heard = self._say(done, None, name, mask())
+            said = self._said(self.requests.done, None)
+            heard, touched = self._voice.say(said, name, mask())
         self._heard_wish, self._num_boundaries = heard.wish, 0
         self._heard = heard
-        return self._heard_mask
+        return touched
 
     def conclude(self, *, is_complete: bool) -> None:
         """After `end`: all that was touched had been reduced before it, the same on every rank."""
@@ -313,82 +268,31 @@ class Order:
         if self._pass is None:
             return
         one = self._confirm()
-        if one.plan is not None:
-            self._advance(len(one.plan), None)
+        self._advance(one.num_planned)
         self._ended, self._pass = one, None
 
     def _learn(self, heard: Round, *, is_incomplete: bool = False) -> None:
         """At a boundary: from the pass that it has ended, the same on every rank."""
         one, self._ended = self._ended, None
-        if one is None:
-            return
-        log = tuple(one.log) if one.is_learned else ()
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
-        known = self._known.setdefault(one.key, _Known()) if one.key is not None else _Known()
-        mark, is_as_last = _hash(log if one.plan is None else known.log), False
-        if one.is_training:
-            self._last_log, is_as_last = mark, mark == self._last_log
-        if one.key is None or not one.is_learned or len(log) >= _MOST_LOGGED:
-            return
-        if one.plan is None:
-            known.num_alike = known.num_alike + 1 if log == known.log else 1 + is_as_last
-            known.log = log
-            if known.num_alike >= known.num_needed:
-                known.plan, known.trust = hoisted(log, self._numels, self._ahead), _TRUST
-            return
-        change = -4 if heard.has_deviated or is_incomplete else -1 if heard.is_in_vain else 1
-        known.trust = min(known.trust + change, _MOST_TRUST)
-        if known.trust < 0:
-            known.plan, known.log, known.num_alike = None, (), 0
-            known.num_needed = min(2 * known.num_needed, _MOST_ALIKE)
-
-    def give_up_pass(self) -> None:
-        """After an exception on this rank: issues what is left of the plan. Collective.
-
-        Ranks that follow it come to its end, and to a round: there they find out whether all have
-        failed, and go on together.
-        """
-        one = self._pass
-        if one is not None and one.is_begun and not self.is_mid_event:
-            self._leave()
-
-    def forget(self) -> None:
-        """After an exception: nothing is under way, and nothing known. Local."""
-        self._pass = self._ended = None
-        self._unheard.clear()
-        self._forget_flags()
-        self._known.clear()
-        self._following.clear()
-        self._context = ()
-        self._last_log = 0
-        self._num_boundaries = _MOST_BOUNDARIES
-        self.is_mid_event = False
-
-    def restart(self) -> None:
-        """As `forget`, on all ranks, which have come together anew. Local."""
-        self.forget()
-        self._past = 0
-        self._heard_wish = None
+        if one is not None:
+            self._learned.learn(one, heard, is_incomplete=is_incomplete)
 
     # ---------------------------------------------------------------- events
 
     def _reduction(self, bucket: int) -> int:
-        return self._num + 1 + bucket
+        return self._turn + 1 + bucket
 
     def use(self, unit: int, *, may_repeat: bool) -> None:
         """This rank uses `unit` now.
 
-        Args:
-            unit: Which.
-            may_repeat: If the pass has used it already and will not again, another one begins, as
-                with each token that is generated.
+        `may_repeat`: if the pass has used it already and will not again, another one begins, as
+        with each token that is generated.
         """
         if self._pass is None:
             self._issuer.begin_pass()
         if self._pass is None:
-            self._pass = _Pass(None)  # nothing that another rank could have part in
-        if may_repeat and unit in self._pass.used and unit not in self.upcoming():
+            self._pass = Pass(None)  # nothing that another rank could have part in
+        if may_repeat and unit in self._pass.used and unit not in self._pass.upcoming():
             self.begin("another forward of a step")
         self._pass.used.add(unit)
 
@@ -399,15 +303,10 @@ class Order:
         """
         one = self._confirm()
         if one.plan is not None:
-            with_unit = (
-                place for place in range(one.cursor, len(one.plan)) if one.plan[place] == unit
-            )
-            place = next(with_unit, None)
-            if place is not None:
-                self._advance(place + 1, unit)
+            if self._advance_past(one, unit, is_wanted=True):
                 return
             one.has_deviated = True
-            self._advance(len(one.plan), None)
+            self._advance(one.num_planned)
         request = 2 * self._num - 1 - unit if is_backward else unit
         self._answer(self._say(request, None, f"the gather of unit {unit}"), is_kept=True)
 
@@ -415,67 +314,62 @@ class Order:
         """All gradients of `bucket` are there: it is reduced when those before it are."""
         one = self._confirm()
         one.ready.add(bucket)
-        self.go_on()
+        self._reduce_ready(one)
 
-    def go_on(self) -> None:
+    def _reduce_ready(self, one: Pass) -> None:
         """Issues reductions that are next in the plan and ready."""
-        one = self._pass
-        while one is not None and one.plan is not None and one.cursor < len(one.plan):
-            event = one.plan[one.cursor]
-            if event <= self._turn or event - self._turn - 1 not in one.ready:
-                return
-            self._advance(one.cursor + 1, None)
+        while (event := one.next) is not None and event - self._turn - 1 in one.ready:
+            self._advance(one.cursor + 1)
 
     @property
     def next_unit(self) -> int | None:
         """The unit whose gather is the next event of the plan."""
-        one = self._pass
-        if one is None or one.plan is None or one.cursor >= len(one.plan):
-            return None
-        event = one.plan[one.cursor]
-        return event if event < self._turn else None
+        event = None if self._pass is None else self._pass.next
+        return None if event is None or event >= self._turn else event
 
     def gather_ahead(self) -> None:
         """Issues the gather of `next_unit`, which this rank will need."""
         one = self._confirm()
-        assert one.plan is not None
-        self._advance(one.cursor + 1, one.plan[one.cursor])
-        self.go_on()
+        self._advance(one.cursor + 1, is_wanted=True)
+        self._reduce_ready(one)
 
     def upcoming(self) -> Iterator[int]:
         """Units that the plan will gather."""
-        one = self._pass
-        if one is not None and one.plan is not None:
-            yield from (e for e in islice(one.plan, one.cursor, None) if e < self._turn)
+        if self._pass is not None:
+            yield from (event for event in self._pass.upcoming() if event < self._turn)
 
     def is_last_of_forward(self, unit: int) -> bool:
         """Backward begins with the unit that forward has gathered last: it may stay whole."""
         one = self._pass
-        if one is None or one.plan is None or one.has_turned or one.cursor >= len(one.plan):
-            return False
-        if one.plan[one.cursor] != self._turn:
+        if one is None or one.plan is None or one.has_turned or one.next != self._turn:
             return False
         gathers = (e for e in reversed(one.plan[: one.cursor]) if e < self._turn)
         return next(gathers, None) == unit
 
-    def _advance(self, stop: int, wanted: int | None) -> None:
+    def _advance_past(self, one: Pass, event: int, *, is_wanted: bool = False) -> bool:
+        """Issues the plan up to `event`, if that is in its rest."""
+        if one.plan is None or event not in one.upcoming():
+            return False
+        self._advance(one.plan.index(event, one.cursor) + 1, is_wanted=is_wanted)
+        return True
+
+    def _advance(self, stop: int, *, is_wanted: bool = False) -> None:
         """Issues events of the plan up to `stop`; the last one may be the unit that is wanted."""
         one = self._confirm()
-        assert one.plan is not None
-        while one.cursor < stop:
+        while one.plan is not None and one.cursor < stop:
             event = one.plan[one.cursor]
             one.cursor += 1
-            is_wanted = event == wanted and one.cursor == stop
+            is_kept = is_wanted and one.cursor == stop
             if event < self._turn:
-                one.is_in_vain |= not is_wanted
+                one.is_in_vain |= not is_kept
             elif event > self._turn and event - self._turn - 1 not in one.ready:
                 one.has_deviated = True
-            self._issue(event, is_kept=is_wanted)
+            self._issue(event, is_kept=is_kept)
 
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
         one = self._ended or self._pass
-        if one is not None and len(one.log) < _MOST_LOGGED:
-            one.log.append(event)
+        if one is not None:
+            one.note(event)
         self.is_mid_event = True
         if event < self._turn:
             self._issuer.issue_gather(event, is_kept=is_kept)
@@ -487,50 +381,45 @@ class Order:
 
     def _answer(self, heard: Round, *, is_kept: bool = False) -> None:
         """Issues what a round has told: reductions that all are ready for, then the gather."""
-        one = self._ended or self._pass
+        one, lowest, num_ready = self._ended or self._pass, heard.request, heard.lowest.num_ready
+        is_unit = lowest < self.requests.begin
         if one is not None and one.plan is None:
-            is_backward = self._num <= heard.lowest < self.requests.begin or heard.num_ready
+            is_backward = (is_unit and lowest >= self._num) or num_ready
             if is_backward and not one.has_logged_turn:
                 one.log.append(self._turn)  # where all ranks have turned
                 one.has_logged_turn = True
-            while len(one.reduced) < min(heard.num_ready, len(one.eager)):
+            while len(one.reduced) < min(num_ready, len(one.eager)):
                 self._issue(self._reduction(one.eager[len(one.reduced)]))
-        if heard.lowest < self.requests.begin:
-            lowest = heard.lowest
+        if is_unit:
             unit = lowest if lowest < self._num else 2 * self._num - 1 - lowest
             self._issue(unit, is_kept=is_kept)
 
     # ---------------------------------------------------------------- boundaries
 
     def meet(self, request: int, name: str) -> None:
-        """Takes part in what other ranks still ask for, until none is behind `request`.
-
-        Args:
-            request: One of `requests`.
-            name: What this rank waits for, to be read by people.
-        """
-        topic = _hash(name) if request == self.requests.together else None
+        """Takes part in what other ranks still ask for, until none is behind `request`."""
+        topic = hash_of(name) if request == self.requests.together else None
         one, kept = self._pass, None
-        if one is not None and one.is_training and request == self.requests.together:
-            kept = _Pass(_hash(one.key or 0, topic or 0), is_training=True)  # goes on behind it
+        if one is not None and one.is_training and topic is not None:
+            kept = Pass(hash_of(one.key or 0, topic), is_training=True)  # goes on behind it
             kept.has_turned, kept.ready = one.has_turned, one.ready
         self._leave()
         while True:
             heard = self._say(request, topic, name)
             self._answer(heard)
-            if heard.lowest < self.requests.begin:
+            if heard.request < self.requests.begin:
                 continue
             self._learn(heard)
-            if heard.lowest >= request:
+            if heard.request >= request:
                 break
-            if heard.lowest == self.requests.begin:  # others begin a pass: it is followed
-                key = heard.key if heard.is_same_key else None
-                self._pass = _Pass(key, plan=self._plan_of(key))
+            if heard.request == self.requests.begin:  # others begin a pass: it is followed
+                key = heard.lowest.key if heard.is_same("key") else None
+                self._pass = Pass(key, plan=self._learned.plan_of(key))
                 self._leave()
-        if request == self.requests.together:
-            self._past = _hash(self._past, topic or 0)
+        if topic is not None:
+            self._past = hash_of(self._past, topic)
         if kept is not None and one is not None:
-            kept.plan = self._plan_of(kept.key)
+            kept.plan = self._learned.plan_of(kept.key)
             kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
             self._pass = kept
         self._heard_wish = heard.wish
@@ -543,16 +432,16 @@ class Order:
 
     def announce(self, name: str) -> None:
         """Before a collective that all ranks come to: `meet`, which nobody waits for if need be."""
-        if self._pass is not None or self._ended is not None or self.is_loose:
+        if not self._is_settled:
             self.meet(self.requests.together, name)
             return
-        topic = _hash(name)
-        self._begin_saying(self.requests.together, topic, is_heard=False)
-        self._past = _hash(self._past, topic)
+        topic = hash_of(name)
+        self._voice.begin(self._said(self.requests.together, topic), is_heard=False)
+        self._past = hash_of(self._past, topic)
 
     def note(self, name: str) -> None:
         """All ranks come to `name` here; found out at the next round if not. Local."""
-        self._past = _hash(self._past, name)
+        self._past = hash_of(self._past, name)
 
     def pass_boundary(self, name: str) -> int | None:
         """Between two batches: the lowest wish of any rank, as the last boundary has told it.
@@ -560,8 +449,7 @@ class Order:
         Collective. Holds a round of its own where there has been none for long.
         """
         self._num_boundaries += 1
-        is_settled = self._pass is None and self._ended is None and not self.is_loose
-        if self._talk.size > 1 and is_settled and self._num_boundaries <= _MOST_BOUNDARIES:
+        if self._talk.size > 1 and self._is_settled and self._num_boundaries <= _MOST_BOUNDARIES:
             self.note(name)
         else:
             self.meet(self.requests.together, name)
@@ -574,39 +462,14 @@ class Order:
         self.meet(self.requests.together, name)
         return self._heard_wish
 
-    def fail(self, error: Exception) -> None:
-        """Tells the other ranks, in their next round, why this one fails; they raise it too.
-
-        The caller raises `error` afterwards.
-
-        Raises:
-            RuntimeError: They cannot be told.
-        """
-        self._leave()
-        self._referee.failure = f"{type(error).__name__}: {error}"
-        try:
-            numbers, judge = self._numbers(-1, None, failed=True), self._referee.judge("")
-            with self._talk.waiting("the failure of this rank"):
-                heard = self._talk.say(numbers, b"", judge)
-        finally:
-            self._referee.failure = ""
-        if heard.error is not None:
-            raise heard.error
-
     # ---------------------------------------------------------------- rounds
 
-    _heard: Round
-    _heard_mask = b""
-
-    def _numbers(self, request: int, key: int | None, *, failed: bool = False) -> list[int]:
+    def _said(self, request: int, key: int | None) -> Said:
         one = self._ended or self._pass
         ready = 0
-        if one is not None and one.plan is None:
-            is_done = request >= self.requests.done
-            ready = len(one.eager) if is_done else _prefix(one.eager, one.ready)
-        elif one is not None:
-            ready = len(one.eager)
-        of_last = self._ended or one
+        if one is not None:
+            is_all = one.plan is not None or request >= self.requests.done
+            ready = len(one.eager) if is_all else one.num_ready
         compares = not self.is_loose and self.requests.begin <= request <= self.requests.done
         return Said(
             request,
@@ -615,57 +478,51 @@ class Order:
             self._flags_mark if compares else None,
             self._past if compares else None,
             self.wish(),
-            has_deviated=of_last is not None and of_last.has_deviated,
-            is_in_vain=of_last is not None and of_last.is_in_vain,
+            has_deviated=one is not None and one.has_deviated,
+            is_in_vain=one is not None and one.is_in_vain,
             is_loose=self.is_loose,
-            failed=self._talk.rank if failed else self._talk.size,
-        ).numbers()
+            failed=self._talk.size,
+        )
 
-    def _begin_saying(
-        self, request: int, key: int | None, mask: bytes = b"", *, is_heard: bool
-    ) -> Future[Heard]:
-        """Begins a round; if nobody will hear it before an event, what is wrong ends all waits."""
-        judge = self._referee.judge("the next forward or backward", alarms=not is_heard)
-        saying = self._talk.begin_saying(self._numbers(request, key), mask, judge)
-        if not is_heard:
-            self._unheard.append(saying)
-        return saying
-
-    def _say(self, request: int, key: int | None, name: str, mask: bytes = b"") -> Round:
-        judge = self._referee.judge(name)
-        with self._talk.waiting(name):
-            heard = self._talk.say(self._numbers(request, key), mask, judge)
-        return self._take(heard)
-
-    def _hear(self, saying: Future[Heard], name: str) -> Round:
-        with self._talk.waiting(name):
-            heard = saying.result()
-        return self._take(heard)
-
-    def _take(self, heard: Heard) -> Round:
-        unheard, self._unheard = self._unheard, []
-        earlier: list[Exception | None] = []
-        for saying in unheard:  # one may end meanwhile: asked once
-            if saying.done():
-                earlier.append(saying.result().error)
-            else:
-                self._unheard.append(saying)
-        for error in (*earlier, heard.error):
-            if error is not None:
-                raise error
-        self._heard_mask = heard.mask
-        return Round.of(heard.numbers)
+    def _say(self, request: int, key: int | None, name: str) -> Round:
+        return self._voice.say(self._said(request, key), name)[0]
 
 
-def _prefix(eager: Sequence[int], ready: set[int]) -> int:
-    """How many of the first are ready."""
-    return next((i for i, bucket in enumerate(eager) if bucket not in ready), len(eager))
+class Gathered(Protocol):
+    """What is gathered and released together."""
+
+    numel: int  # of all its buckets that rest as shards, padding included
+    is_held: bool  # stays whole until the end of the step, as the root does
 
 
-def _hash(*parts: object) -> int:
-    """The same in every process, of less than 62 bits."""
-    digest = blake2b(digest_size=7)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else repr(part).encode())
-        digest.update(b"\0")
-    return int.from_bytes(digest.digest(), "big")
+def gather_ahead(
+    order: Order,
+    units: Sequence[Gathered],
+    whole: Collection[Gathered],
+    config: ZeroConfig,
+    ahead: int,
+) -> None:
+    """Gathers what comes next in the plan, as far as the settings allow; for engine and planner.
+
+    Args:
+        order: Decides what comes next.
+        units: By number.
+        whole: Those that are whole or on their way.
+        config: Of the engine.
+        ahead: Elements that have been gathered ahead of their use.
+    """
+    if not config.overlap_comm:
+        return
+    budget, limit = config.prefetch_bucket_size, config.max_live_parameters
+    while (index := order.next_unit) is not None:
+        unit = units[index]
+        ahead += unit.numel
+        if unit in whole:
+            return  # it may be in use, and be used once more
+        if budget is None and len([one for one in whole if not one.is_held]) > 1:
+            return  # one, where there is none yet
+        if budget is not None and ahead > budget:
+            return
+        if limit is not None and sum([one.numel for one in whole]) + unit.numel > limit:
+            return
+        order.gather_ahead()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,18 +24,12 @@ from torch import nn
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.flat import FlatLayout, assign_owners
 from lightning_zero.layout.kept import kept_parameters
-from lightning_zero.layout.names import modules_by_name, saved_name
+from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.layout.stage import STAGES, Stage, State
 from lightning_zero.layout.units import ROOT, find_blocks, find_units
 
-__all__ = [
-    "BucketPlan",
-    "Plan",
-    "UnitPlan",
-    "make_plan",
-    "nvme_bytes",
-]
+__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
 
 _BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
@@ -42,27 +37,16 @@ _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters that travel together.
+    """Parameters that travel together."""
 
-    Attributes:
-        name: For messages and profiler ranges, such as `blocks.3` or `blocks.3/frozen`.
-        layout: Flat space of the parameters.
-        dtype: Dtype of the whole parameters while the module computes.
-        master_dtype: Dtype in which they are stepped.
-        stage: Which states rest as shards.
-        is_trainable: The optimizer steps it.
-        loses_bits: `dtype` does not hold all of a parameter as it was given.
-        tiers: Where the shards rest.
-    """
-
-    name: str
+    name: str  # for messages and profiler ranges, such as blocks.3 or blocks.3/frozen
     layout: FlatLayout
-    dtype: torch.dtype
-    master_dtype: torch.dtype
-    stage: Stage
-    is_trainable: bool = True
-    loses_bits: bool = False
-    tiers: BucketTiers = field(default_factory=BucketTiers)
+    dtype: torch.dtype  # of the whole parameters while the module computes
+    master_dtype: torch.dtype  # in which they are stepped
+    stage: Stage  # which states rest as shards
+    is_trainable: bool = True  # the optimizer steps it
+    loses_bits: bool = False  # `dtype` does not hold all of a parameter as it was given
+    tiers: BucketTiers = field(default_factory=BucketTiers)  # where the shards rest
 
     @property
     def has_own_master(self) -> bool:
@@ -77,15 +61,10 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Buckets that are gathered and released together.
+    """Buckets that are gathered and released together."""
 
-    Attributes:
-        name: Qualified name of the module whose forward uses them; empty for the root.
-        buckets: At least one, except for a root without parameters of its own.
-    """
-
-    name: str
-    buckets: tuple[BucketPlan, ...]
+    name: str  # qualified, of the module whose forward uses them; empty for the root
+    buckets: tuple[BucketPlan, ...]  # not empty, but for a root without parameters of its own
 
     @property
     def numel(self) -> int:
@@ -97,16 +76,12 @@ class UnitPlan:
 class Plan:
     """Every unit of a module, the root first, then in the order of registration.
 
-    Attributes:
-        units: The units. Every parameter is in exactly one bucket of one unit.
-        world_size: Number of shards.
-        reduce_dtype: Dtype in which gradients are summed and kept; None: each bucket's master
-            dtype.
+    Every parameter is in exactly one bucket of one unit.
     """
 
     units: tuple[UnitPlan, ...]
-    world_size: int
-    reduce_dtype: torch.dtype | None
+    world_size: int  # number of shards
+    reduce_dtype: torch.dtype | None  # of summed gradients; None: each bucket's master dtype
 
     @property
     def buckets(self) -> list[BucketPlan]:
@@ -118,8 +93,7 @@ class Plan:
         return self.reduce_dtype or bucket.master_dtype
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What parameters of one bucket have in common."""
 
     dtype: torch.dtype  # whole
@@ -128,30 +102,6 @@ class _Kind:
     optimizer: int | None
     is_persistent: bool
     is_whole: bool  # an optimizer may look at whole tensors
-
-
-@dataclass(frozen=True)
-class _Claims:
-    """Which optimizer steps what; see `make_plan`."""
-
-    optimizer_of: Mapping[nn.Parameter, int]
-    whole_tensors: Collection[int]
-
-    def wants_whole(self, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer steps `parameter`, or may do so later, as a whole tensor only."""
-        optimizer = self.optimizer_of.get(parameter)
-        return bool(self.whole_tensors) if optimizer is None else optimizer in self.whole_tensors
-
-
-@dataclass(frozen=True)
-class _Cutting:
-    """What the cutting of a module into buckets goes by."""
-
-    named: Mapping[str, nn.Parameter]
-    config: ZeroConfig
-    world_size: int
-    owners: Mapping[str, int]  # of parameters that are placed whole
-    limit: int  # elements of a bucket
 
 
 def make_plan(
@@ -186,25 +136,19 @@ def make_plan(
     members: dict[str, list[str]] = {ROOT: []}
     for name in named:
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
-    kept = kept_parameters(modules_by_name(module), config.kept)
-    claims = _Claims(optimizer_of or {}, whole_tensors)
-    owners = _find_owners(named, config, claims, world_size)
-    cutting = _Cutting(named, config, world_size, owners, _bucket_limit(config, world_size))
+    modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
+    kept = kept_parameters(modules, config.kept)
+    cutter = _Cutter(named, config, world_size, optimizer_of or {}, whole_tensors)
     units = []
     for unit, names in members.items():
         kinds: dict[_Kind, list[str]] = {}
         for name in names:
-            parameter = named[name]
-            kind = dataclasses.replace(
-                _kind(parameter, config, keeps_dtype=parameter in kept),
-                optimizer=claims.optimizer_of.get(parameter),
-                is_whole=name in owners,
-            )
+            kind = cutter.kind(name, keeps_dtype=named[name] in kept)
             kinds.setdefault(kind, []).append(name)
         buckets = [
             bucket
             for kind, of_kind in kinds.items()
-            for bucket in _cut(unit, kind, of_kind, cutting, is_block=unit in blocks)
+            for bucket in cutter.cut(unit or "root", kind, of_kind, is_block=unit in blocks)
         ]
         units.append(UnitPlan(unit, tuple(buckets)))
     reduce_dtype = config.reduce_dtype
@@ -217,14 +161,11 @@ def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
     """The plan with a tier for every shard."""
     shards = [_shard_bytes(plan, bucket) for bucket in plan.buckets]
     tiers = iter(assign_tiers(shards, *config.offloads, budgets))
-    units = tuple(
-        dataclasses.replace(
-            unit,
-            buckets=tuple(dataclasses.replace(b, tiers=next(tiers)) for b in unit.buckets),
-        )
-        for unit in plan.units
-    )
-    return dataclasses.replace(plan, units=units)
+    units = []
+    for unit in plan.units:
+        buckets = tuple(dataclasses.replace(b, tiers=next(tiers)) for b in unit.buckets)
+        units.append(UnitPlan(unit.name, buckets))
+    return dataclasses.replace(plan, units=tuple(units))
 
 
 def nvme_bytes(plan: Plan) -> tuple[int, int]:
@@ -273,78 +214,94 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
             )
 
 
-def _find_owners(
-    named: Mapping[str, nn.Parameter], config: ZeroConfig, claims: _Claims, world_size: int
-) -> dict[str, int]:
-    """By name, the owner of each parameter that is placed whole."""
-    if not config.states.has_shard(State.OPTIM):
-        return {}  # every rank steps everything
-    owners: dict[str, int] = {}
-    for is_trainable in (True, False):  # what is frozen weighs less: each evens out by itself
-        names = [
-            name
-            for name, parameter in named.items()
-            if claims.wants_whole(parameter) and parameter.requires_grad is is_trainable
-        ]
-        numels = [named[name].numel() for name in names]
-        owners.update(zip(names, assign_owners(numels, world_size), strict=True))
-    return owners
+class _Cutter:
+    """Cuts units into buckets; see `make_plan` for what it goes by."""
 
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        config: ZeroConfig,
+        world_size: int,
+        optimizer_of: Mapping[nn.Parameter, int],
+        whole_tensors: Collection[int],
+    ) -> None:
+        self._named = named
+        self._config = config
+        self._world_size = world_size
+        self._optimizer_of = optimizer_of
+        self._whole_tensors = whole_tensors
+        default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
+        limit = config.reduce_bucket_size or default
+        self._limit = min(limit, config.allgather_bucket_size or limit)  # elements
+        self._owners: dict[str, int] = {}  # of parameters that are placed whole
+        if not config.states.has_shard(State.OPTIM):
+            return  # every rank steps everything
+        for is_trainable in (True, False):  # what is frozen weighs less: each evens out by itself
+            names = [
+                name
+                for name, parameter in named.items()
+                if self._wants_whole(parameter) and parameter.requires_grad is is_trainable
+            ]
+            owners = assign_owners([named[name].numel() for name in names], world_size)
+            self._owners.update(zip(names, owners, strict=True))
 
-def _kind(parameter: nn.Parameter, config: ZeroConfig, *, keeps_dtype: bool) -> _Kind:
-    threshold = config.param_persistence_threshold or 0
-    is_persistent = config.states.gathers_before_use and parameter.numel() < threshold
-    own = parameter.dtype
-    # Codes of bitsandbytes' 4 bits may lie in a storage of any dtype: they are no numbers.
-    if not own.is_floating_point or hasattr(parameter, "quant_state"):
-        return _Kind(own, own, parameter.requires_grad, None, is_persistent, is_whole=False)
-    wanted = None if keeps_dtype else config.param_dtype
-    assert not isinstance(wanted, str)
-    dtype = wanted or own
-    master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
-    return _Kind(dtype, master, parameter.requires_grad, None, is_persistent, is_whole=False)
+    def _wants_whole(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer steps `parameter`, or may do so later, as a whole tensor only."""
+        optimizer = self._optimizer_of.get(parameter)
+        return bool(self._whole_tensors) if optimizer is None else optimizer in self._whole_tensors
 
+    def kind(self, name: str, *, keeps_dtype: bool) -> _Kind:
+        """Of a parameter."""
+        parameter, config = self._named[name], self._config
+        dtype = master = own = parameter.dtype
+        # Codes of bitsandbytes' 4 bits may lie in a storage of any dtype: they are no numbers.
+        if own.is_floating_point and not hasattr(parameter, "quant_state"):
+            wanted = None if keeps_dtype else config.param_dtype
+            assert not isinstance(wanted, str)
+            dtype = wanted or own
+            master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
+        threshold = config.param_persistence_threshold or 0
+        return _Kind(
+            dtype,
+            master,
+            parameter.requires_grad,
+            self._optimizer_of.get(parameter),
+            is_persistent=config.states.gathers_before_use and parameter.numel() < threshold,
+            is_whole=name in self._owners,
+        )
 
-def _bucket_limit(config: ZeroConfig, world_size: int) -> int:
-    default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
-    limits = (config.reduce_bucket_size or default, config.allgather_bucket_size or default)
-    return min(limits) if config.allgather_bucket_size else limits[0]
-
-
-def _cut(
-    unit: str, kind: _Kind, names: Sequence[str], cutting: _Cutting, *, is_block: bool
-) -> Iterator[BucketPlan]:
-    """Buckets of one kind within a unit; a repeated block is never cut."""
-    runs: list[list[str]] = []
-    run_numel = 0
-    for name in names:
-        numel = cutting.named[name].numel()
-        if not runs or (not is_block and run_numel + numel > cutting.limit):
-            runs.append([])
-            run_numel = 0
-        runs[-1].append(name)
-        run_numel += numel
-    # Where parameters stay whole in a stage that shards them, the next lower stage tells what
-    # rests.
-    stage = STAGES[2] if kind.is_persistent else cutting.config.states
-    for number, run in enumerate(runs):
-        shapes = [(saved_name(name), tuple(cutting.named[name].shape)) for name in run]
-        if kind.is_whole:
-            owners = [cutting.owners[name] for name in run]
-            layout = FlatLayout.of_whole_tensors(shapes, owners, cutting.world_size)
-        else:
-            layout = FlatLayout.of(shapes, cutting.world_size)
-        label = unit or "root"
+    def cut(
+        self, label: str, kind: _Kind, names: Sequence[str], *, is_block: bool
+    ) -> Iterator[BucketPlan]:
+        """Buckets of one kind within a unit; a repeated block is never cut."""
+        runs: list[list[str]] = []
+        run_numel = 0
+        for name in names:
+            numel = self._named[name].numel()
+            if not runs or (not is_block and run_numel + numel > self._limit):
+                runs.append([])
+                run_numel = 0
+            runs[-1].append(name)
+            run_numel += numel
+        # Where parameters stay whole in a stage that shards them, the next lower stage tells what
+        # rests.
+        stage = STAGES[2] if kind.is_persistent else self._config.states
         label += "" if kind.is_trainable else "/frozen"
         label += "/persistent" if kind.is_persistent else ""
-        label += f"[{number}]" if len(runs) > 1 else ""
-        own = [cutting.named[name].dtype.itemsize for name in run]
-        yield BucketPlan(
-            label,
-            layout,
-            kind.dtype,
-            kind.master_dtype,
-            stage,
-            is_trainable=kind.is_trainable,
-            loses_bits=max(own) > kind.dtype.itemsize,
-        )
+        for number, run in enumerate(runs):
+            shapes = [(saved_name(name), tuple(self._named[name].shape)) for name in run]
+            if kind.is_whole:
+                owners = [self._owners[name] for name in run]
+                layout = FlatLayout.of_whole_tensors(shapes, owners, self._world_size)
+            else:
+                layout = FlatLayout.of(shapes, self._world_size)
+            own = [self._named[name].dtype.itemsize for name in run]
+            yield BucketPlan(
+                label + (f"[{number}]" if len(runs) > 1 else ""),
+                layout,
+                kind.dtype,
+                kind.master_dtype,
+                stage,
+                is_trainable=kind.is_trainable,
+                loses_bits=max(own) > kind.dtype.itemsize,
+            )

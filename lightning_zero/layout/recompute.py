@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,28 +92,24 @@ def checkpointed(
     for child in children:
         if not isinstance(child.__dict__.get("forward"), _Checkpointed):
             child.__dict__["forward"] = _Checkpointed(child, keeps_rng)
-    return partial(_end, children)
 
+    def end() -> None:
+        for child in children:
+            ours = child.__dict__.get("forward")
+            if isinstance(ours, _Checkpointed):
+                del child.__dict__["forward"]
+                if ours.is_users:
+                    child.__dict__["forward"] = ours.forward
 
-def _end(children: Iterable[nn.Module]) -> None:
-    for child in children:
-        ours = child.__dict__.get("forward")
-        if isinstance(ours, _Checkpointed):
-            del child.__dict__["forward"]
-            if ours.is_users:
-                child.__dict__["forward"] = ours.forward
+    return end
 
 
 class _Checkpointed:
-    """A forward that runs again in backward, in the place of the module's own.
-
-    Attributes:
-        forward: The module's own, bound. A copy of the module, and a pickled one, have this alone.
-        is_users: It was put on the module itself, and is not that of its class.
-    """
+    """A forward that runs again in backward, in the place of the module's own."""
 
     def __init__(self, module: nn.Module, keeps_rng: bool) -> None:
-        self.is_users = "forward" in module.__dict__
+        self.is_users = "forward" in module.__dict__  # on the module itself, not of its class
+        # The module's own, bound. A copy of the module, and a pickled one, have this alone.
         self.forward: Callable[..., Any] = module.forward
         self._keeps_rng = keeps_rng
         self._statistics = [

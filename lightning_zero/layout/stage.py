@@ -23,18 +23,12 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """Which states rest as shards.
+    """Which states rest as shards."""
 
-    Attributes:
-        number: 0 to 3, for messages and file names only.
-        shards: The states of which each rank keeps 1/N.
-    """
-
-    number: int
-    shards: frozenset[State]
+    number: int  # 0 to 3, for messages and file names only
+    shards: frozenset[State]  # of which each rank keeps 1/N
 
     def has_shard(self, state: State) -> bool:
-        """Whether `state` rests as this rank's 1/N instead of whole."""
         return state in self.shards
 
     @property

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from lightning_zero.layout.kept import is_meant, text_of_no_match
-from lightning_zero.layout.names import saved_name
+from lightning_zero.layout.names import is_meant, saved_name, text_of_no_match
 
 __all__ = ["LISTS", "ROOT", "find_blocks", "find_units"]
 
@@ -37,10 +36,8 @@ def find_units(
 ) -> dict[str, str]:
     """Unit of each parameter that is not the root's.
 
-    Args:
-        module: The root.
-        named: Its parameters, each once.
-        blocks: What `find_blocks` found; of one inside another, the inner has its parameters.
+    `named` are the parameters of `module`, each once, and `blocks` what `find_blocks` found; of one
+    inside another, the inner has its parameters.
     """
     units = list(blocks)
     for name, child in module.named_modules():
@@ -68,8 +65,8 @@ def find_blocks(
 
     Args:
         module: The root.
-        classes: What a user calls blocks; empty: repeated ones.
-        option: Of `ZeroConfig`, that has the classes.
+        classes: What a user calls blocks in `option`; empty: repeated ones.
+        option: Of `ZeroConfig`.
 
     Raises:
         ValueError: One of `classes` matches no module with parameters.

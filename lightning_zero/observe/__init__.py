@@ -2,18 +2,14 @@
 
 Imports record, layout and strategy; the only room that knows W&B.
 
-    monitor       `ZeroMonitor`: the callback
-    watch         one fit as it sees it: recorded steps, means over them, files
-    metrics       what is logged of a step
-    throughput    and of the time between two of them: samples, tokens and FLOPs per second
-    report        `MemoryTable`, and what a job says when it ends
-    tables        text in columns, as wide as the terminal
-    files         where recordings lie, and how they are read again
-    chrome        the Trace Event Format, for Perfetto
-    plots         pictures of a step and of memory; matplotlib is imported when one is drawn
-    loggers, wandb_panels  loggers that continue after a requeue
-    run_settings  what they are told of a run: its settings, the strategy's, the model's size
-    composed      the Trainer of a Hydra configuration, for `lightning_zero.conf`
+    monitor     `ZeroMonitor`, the callback, and one fit as it sees it
+    metrics     what is logged of a step, and of the time between two: speed
+    report      `MemoryTable`, and what a job says when it ends
+    tables      text in columns, as wide as the terminal
+    recordings  their files, and the Trace Event Format, for Perfetto
+    plots       pictures of a step and of memory
+    loggers     loggers that continue after a requeue; what W&B shows beside curves
+    composed    the Trainer of a Hydra configuration, for `lightning_zero.conf`
 
 Begin with `monitor`.
 """

@@ -1,7 +1,9 @@
-"""From a composed configuration to its Trainer, with callbacks and loggers."""
+"""From a composed configuration to its Trainer, whose loggers are told all of its settings."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,12 +11,19 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from typing_extensions import override
 
 from lightning_zero.observe.monitor import ZeroMonitor
-from lightning_zero.observe.run_settings import RunSettings
 from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["make_trainer", "optimized_metric"]
+__all__ = [
+    "RunSettings",
+    "make_trainer",
+    "num_parameters",
+    "optimized_metric",
+    "strategy_settings",
+]
 
 
 def make_trainer(config: DictConfig) -> pl.Trainer:
@@ -27,11 +36,16 @@ def make_trainer(config: DictConfig) -> pl.Trainer:
     Raises:
         ValueError: `config.trainer.strategy` says nothing of what it is a strategy.
     """
-    _check_strategy(config)
+    given = OmegaConf.select(config, "trainer.strategy")
+    if isinstance(given, DictConfig) and "_target_" not in given:
+        raise ValueError(
+            f"trainer.strategy has settings of ZeroStrategy ({', '.join(map(str, given))}) and "
+            "none that makes it one; add zero=..., or leave out what sets them."
+        )
     loggers: Any = _members(config, "logger") or False
-    given = OmegaConf.select(config, "trainer.logger")
-    if given is not None:  # trainer.logger=false
-        loggers = given if isinstance(given, bool) else instantiate(given)
+    logger = OmegaConf.select(config, "trainer.logger")
+    if logger is not None:  # trainer.logger=false
+        loggers = logger if isinstance(logger, bool) else instantiate(logger)
     callbacks = _members(config, "callbacks")
     if loggers is False:
         callbacks = _without(callbacks, LearningRateMonitor, "there is no logger")
@@ -45,17 +59,7 @@ def make_trainer(config: DictConfig) -> pl.Trainer:
     return trainer
 
 
-def _check_strategy(config: DictConfig) -> None:
-    strategy = OmegaConf.select(config, "trainer.strategy")
-    if isinstance(strategy, DictConfig) and "_target_" not in strategy:
-        raise ValueError(
-            f"trainer.strategy has settings of ZeroStrategy ({', '.join(map(str, strategy))}) and "
-            "none that makes it one; add zero=..., or leave out what sets them."
-        )
-
-
 def _members(config: DictConfig, name: str) -> list[Any]:
-    """Instances of a group's members, in order."""
     group = config.get(name)
     return [made for made in instantiate(group).values() if made is not None] if group else []
 
@@ -68,12 +72,7 @@ def _without(callbacks: list[Any], kind: type[pl.Callback], reason: str) -> list
 
 
 def optimized_metric(config: DictConfig, metrics: Any) -> float | None:
-    """The metric that `config.optimized_metric` names, for a sweeper; None where there is none.
-
-    Args:
-        config: As composed.
-        metrics: `Trainer.callback_metrics`.
-    """
+    """Of `Trainer.callback_metrics` the one that `config.optimized_metric` names, for a sweeper."""
     name = config.get("optimized_metric")
     if name is None:
         return None
@@ -82,3 +81,64 @@ def optimized_metric(config: DictConfig, metrics: Any) -> float | None:
         rank_zero_warn(f"optimized_metric={name} was not logged; what was: {known}.")
         return None
     return float(metrics[name])
+
+
+class RunSettings(pl.Callback):
+    """Gives every logger of the Trainer what it takes to tell this run from others.
+
+    Before the first fit, validation, test or prediction, when the model is built and the strategy
+    has decided what was left to it. The settings are plain values, lists and mappings.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._is_logged = False
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_logged:
+            return
+        self._is_logged = True
+        told = {
+            **self._settings,
+            **num_parameters(pl_module),
+            "strategy": strategy_settings(trainer.strategy),
+        }
+        for logger in trainer.loggers:
+            logger.log_hyperparams(told)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+
+def num_parameters(module: nn.Module) -> dict[str, int]:
+    """Elements of whole parameters, in all and those that are trained."""
+    parameters = list(module.parameters())
+    total = sum(p.numel() for p in parameters)
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return {
+        "model/params/total": total,
+        "model/params/trainable": trainable,
+        "model/params/non_trainable": total - trainable,
+    }
+
+
+def strategy_settings(strategy: object) -> dict[str, Any]:
+    """The class of a strategy; of ours, all settings of the engine too, as they are now."""
+    told: dict[str, Any] = {"name": type(strategy).__name__}
+    if isinstance(strategy, ZeroStrategy):
+        config = strategy.config
+        told |= {
+            field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
+        }
+    return told
+
+
+def _plain(value: Any) -> Any:
+    """What every logger can write."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(part) for key, part in dataclasses.asdict(value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value.__qualname__ if isinstance(value, type) else str(value)

@@ -1,4 +1,4 @@
-"""Loggers that go on where a requeued job stopped: one CSV file, one Weights & Biases run.
+"""Loggers that go on where a requeued job stopped, and what a Weights & Biases run shows.
 
 What they write with is imported when one is made.
 """
@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
-__all__ = ["ContinuedCSVLogger", "tensorboard_logger", "wandb_logger"]
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.observe.report import Flow, JobReport
+
+__all__ = ["ContinuedCSVLogger", "Panels", "tensorboard_logger", "wandb_logger"]
 
 
 class ContinuedCSVLogger(CSVLogger):
@@ -47,7 +51,24 @@ class _Appending(ExperimentWriter):
                 self.metrics_keys = next(csv.reader(file), [])
 
 
-_ID_FILE = "wandb_id.txt"
+def tensorboard_logger(save_dir: str | Path, **settings: Any) -> TensorBoardLogger:
+    """Lightning's own, which goes on in the same directory, the job's own.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard is not installed.
+    """
+    if not any(map(find_spec, ("tensorboard", "tensorboardX"))):
+        raise ModuleNotFoundError(
+            "logger=tensorboard needs a package that is not installed: pip install "
+            '"lightning-zero[tensorboard]"; or choose logger=csv or logger=[csv,wandb].'
+        )
+    return TensorBoardLogger(save_dir, **settings)
+
+
+# ------------------------------------------------------------------------ Weights & Biases
+
+_GIB = 1024**3
+_MAX_NUM_RANKS = 16
 _LONGEST_NAME = 128  # of a run, in letters; a tag may have half as many
 
 
@@ -79,7 +100,7 @@ def wandb_logger(
 
     if wandb.run is not None:
         wandb.finish()
-    file = Path(save_dir, _ID_FILE)
+    file = Path(save_dir, "wandb_id.txt")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(secrets.token_hex(4))
@@ -87,19 +108,53 @@ def wandb_logger(
     return WandbLogger(save_dir=save_dir, **{**started, **given})
 
 
-def tensorboard_logger(save_dir: str | Path, **settings: Any) -> TensorBoardLogger:
-    """Lightning's own, which goes on in the same directory.
+class Panels:
+    """Bars, tables and pictures of one run beside its curves, on rank 0.
 
-    Args:
-        save_dir: The job's own directory.
-        **settings: Of `TensorBoardLogger`.
-
-    Raises:
-        ModuleNotFoundError: TensorBoard is not installed.
+    All of it is of the core package, so that it works offline. Metrics of the engine are drawn over
+    the steps that the logger counts.
     """
-    if not any(map(find_spec, ("tensorboard", "tensorboardX"))):
-        raise ModuleNotFoundError(
-            "logger=tensorboard needs a package that is not installed: pip install "
-            '"lightning-zero[tensorboard]"; or choose logger=csv or logger=[csv,wandb].'
-        )
-    return TensorBoardLogger(save_dir, **settings)
+
+    def __init__(self, logger: WandbLogger) -> None:
+        self._logger = logger
+        logger.experiment.define_metric("zero/*", step_metric="trainer/global_step")
+
+    def log_step(self, memory: Sequence[MemoryReport], flows: Sequence[Flow], step: int) -> None:
+        """Memory by rank and state, and communication, at the step at which Lightning logs it."""
+        from wandb import Table
+
+        columns: list[str | int] = ["kind", "in flight s", "hidden s", "exposed s", "GiB", "GiB/s"]
+        rows = [
+            [flow.kind, flow.in_flight_s, flow.hidden_s, flow.exposed_s, flow.gib, flow.gib_per_s]
+            for flow in flows
+        ]
+        communication = Table(columns=columns, data=rows)
+        panels = {"zero/memory_by_rank": _bars(memory), "zero/communication": communication}
+        self._logger.log_metrics(panels, step=step)
+
+    def log_end(self, report: JobReport, timelines: Sequence[Path], step: int) -> None:
+        """The same of the whole job, and pictures of the steps that were traced."""
+        self.log_step(report.memory, report.flows, step)
+        for path in timelines:
+            self._logger.log_image(f"zero/{path.stem}", [str(path)], step=step)
+
+
+def _bars(memory: Sequence[MemoryReport]) -> Any:
+    """A bar for each rank and state; of many ranks, for those that keep the least and the most."""
+    import wandb
+
+    if len(memory) > _MAX_NUM_RANKS:
+        by_size = attrgetter("total_bytes")
+        memory = [min(memory, key=by_size), max(memory, key=by_size)]
+    rows = [
+        [f"rank {report.rank} {state.value} ({tier})", nbytes / _GIB]
+        for report in memory
+        for tier, states in report.tiers.items()
+        for state, nbytes in states.items()
+    ]
+    rows += [
+        [f"data parallel {state.value}", nbytes / _GIB]
+        for state, nbytes in memory[0].data_parallel.items()
+    ]
+    table = wandb.Table(columns=["state", "GiB"], data=rows)
+    return wandb.plot.bar(table, "state", "GiB", title="Model states by rank, GiB")

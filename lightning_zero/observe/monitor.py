@@ -1,26 +1,52 @@
-"""What the engine does, to any logger: memory, communication, stragglers, and where time goes."""
+"""What the engine does, to any logger: memory, communication, stragglers, and where time goes.
+
+`ZeroMonitor` is told of a training by the Trainer, and shows it; `Watch` has what is seen of one
+fit: `Windows` around the steps that are recorded, numbers and means of them.
+"""
 
 from __future__ import annotations
 
-import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.remote import is_remote
-from lightning_zero.observe.chrome import chrome_trace
-from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, plot_timeline
-from lightning_zero.observe.report import JobReport, zero_strategy
-from lightning_zero.observe.watch import Wanted, Watch, Watched, forgiving
+from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.offload import Tier
+from lightning_zero.observe.loggers import Panels
+from lightning_zero.observe.metrics import (
+    SKEW,
+    Sample,
+    Speed,
+    Throughput,
+    allocated_and_peak_bytes,
+    kinds_of,
+    metrics_of,
+    over_ranks,
+    peak_flops,
+)
+from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, write_trace
+from lightning_zero.observe.recordings import write_recording
+from lightning_zero.observe.report import Flow, JobReport, memory_reports, zero_strategy
+from lightning_zero.record import streams
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind, Recording
+from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["ZeroMonitor"]
+__all__ = ["Wanted", "Watch", "Watched", "Window", "Windows", "ZeroMonitor"]
 
 
 class ZeroMonitor(pl.Callback):
@@ -95,13 +121,10 @@ class ZeroMonitor(pl.Callback):
         self.dirpath = None if dirpath is None else Path(dirpath)
         # While training:
         self._watch: Watch | None = None
-        self._panels: list[Any] = []  # of the Weights & Biases runs of rank 0
-
-    # ---------------------------------------------------------------- the loop
+        self._panels: list[Panels] = []  # of the Weights & Biases runs of rank 0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuses a strategy without an engine."""
         zero_strategy(trainer, self)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, ZeroMonitor) for callback in callbacks) > 1:
@@ -110,7 +133,6 @@ class ZeroMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins to watch."""
         every = self.every_n_steps
         run = self.dirpath or trainer.log_dir or trainer.default_root_dir
         if is_remote(run):
@@ -128,13 +150,13 @@ class ZeroMonitor(pl.Callback):
             progress=_progress(trainer),
         )
         strategy.before_saving = self._watch.cut
-        self._panels = _make_panels(trainer) if trainer.is_global_zero else []
+        loggers = trainer.loggers if trainer.is_global_zero else []
+        self._panels = [Panels(run) for run in loggers if isinstance(run, WandbLogger)]
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Ends a window, logs it, and begins one."""
         if self._watch is not None:
             self._log(trainer, self._watch.before_batch(*_progress(trainer)))
 
@@ -142,7 +164,6 @@ class ZeroMonitor(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Looks at states and gradients."""
         if self._watch is not None:
             self._watch.before_step(optimizer)
 
@@ -155,19 +176,16 @@ class ZeroMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Counts the batch."""
         if self._watch is not None:
             self._watch.after_batch(batch, *_progress(trainer))
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What comes between epochs is in no window."""
         if self._watch is not None:
-            self._watch.cut()
+            self._watch.cut()  # what comes between epochs is in no window
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Evaluation is no part of training."""
         if self._watch is not None:
             self._watch.pause()
 
@@ -175,10 +193,9 @@ class ZeroMonitor(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Stops watching."""
         watch = self._stop(trainer)
         if watch is not None:
-            watch.windows.abandon()
+            watch.windows.stop()
 
     def _stop(self, trainer: pl.Trainer) -> Watch | None:
         watch, self._watch = self._watch, None
@@ -192,14 +209,11 @@ class ZeroMonitor(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(watched.metrics, step=watched.num_batches)
         for panels in self._panels if watched.memory else ():
-            with forgiving("a panel was not shown"):
+            with _forgiving("a panel was not shown"):
                 panels.log_step(watched.memory, watched.flows, watched.num_batches)
-
-    # ---------------------------------------------------------------- the end
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reports."""
         watch = self._stop(trainer)
         if watch is None:
             return
@@ -210,20 +224,25 @@ class ZeroMonitor(pl.Callback):
         if not trainer.is_global_zero:
             return
         timelines: list[Path] = []
-        with forgiving("the report was not written"):
+        with _forgiving("the report was not written"):
             timelines = self._tell(report, watch)
         for panels in self._panels:
-            with forgiving("the report was not shown"):
+            with _forgiving("the report was not shown"):
                 panels.log_end(report, timelines, _progress(trainer)[0])
 
     def _tell(self, report: JobReport, watch: Watch) -> list[Path]:
         """Prints and writes all; pictures of traced steps."""
         print("\n" + report.text())
-        paths = [*report.write(watch.folder), *_draw(report, watch)]
+        paths = report.write(watch.folder)
+        if has_matplotlib():
+            paths.append(watch.folder / "memory.png")
+            plot_memory(report.memory, paths[-1])
+        for recordings in watch.traced:
+            paths += write_trace(recordings, watch.folder)
         if not has_matplotlib():
             print(HOW_TO_DRAW)
-        if watch.windows.missed:
-            print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.missed))}")
+        if watch.windows.traces:
+            print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.traces))}")
         print("written:", *paths, sep="\n  ")
         return [path for path in paths if path.match("trace_*.png")]
 
@@ -240,25 +259,317 @@ def _progress(trainer: pl.Trainer) -> tuple[int, int]:
     return trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_step
 
 
-def _draw(report: JobReport, watch: Watch) -> Iterator[Path]:
-    """Writes traces, and pictures where they can be drawn."""
-    if has_matplotlib():
-        yield (picture := watch.folder / "memory.png")
-        plot_memory(report.memory, picture)
-    for recordings in watch.traced:
-        path = watch.folder / f"trace_step_{recordings[0].step}.json"
-        path.write_text(json.dumps(chrome_trace(recordings)))
-        yield path
-        if has_matplotlib():
-            yield (picture := path.with_suffix(".png"))
-            plot_timeline(recordings, picture)
+@contextmanager
+def _forgiving(what: str) -> Iterator[None]:
+    """Warns of an exception on rank 0, which would end a training or leave other ranks waiting."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=3)
 
 
-def _make_panels(trainer: pl.Trainer) -> list[Any]:
-    """For each Weights & Biases run; its package is imported only where there is one."""
-    runs = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-    if not runs:
-        return []
-    from lightning_zero.observe.wandb_panels import Panels
+# ------------------------------------------------------------------------ which steps
 
-    return [Panels(run) for run in runs]
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be watched, the same on every rank.
+
+    Attributes:
+        every_n_steps: A step is recorded with which a multiple of so many is complete; 0: none.
+        trace_steps: And those before which so many optimizer steps were taken; of several steps
+            within a batch, any. They are written to files.
+        has_grad_norms: Measure norms of gradients, unless some rest in files.
+        has_spread: See `over_ranks`.
+    """
+
+    every_n_steps: int
+    trace_steps: Sequence[int] = ()
+    has_grad_norms: bool = True
+    has_spread: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """One that has ended."""
+
+    recording: Recording
+    num_batches: int  # that had stepped before its last one, at which Lightning logs
+    is_traced: bool  # it is one of `trace_steps`
+
+
+class Windows:
+    """Windows of one fit, each over one step with all of its micro-batches.
+
+    A step is over with a batch in which `Trainer.global_step` has grown: the last of one or several
+    batches of accumulation, in manual optimization one or several steps of the optimizers. Its
+    window ends where the next batch begins, or right before something else does, such as an
+    evaluation: what a step leaves under way, gathers or a step beside the next forward, is in one
+    window or the next, and so is loading of data. The recorder is on from the step before, so that
+    it sees what that has left under way.
+
+    Args:
+        recorder: Of the engine.
+        wanted: Which steps.
+        progress: Batches that have stepped, and optimizer steps, before this fit.
+        align: Called right before a traced window begins.
+
+    Attributes:
+        is_open: A window is under way.
+        traces: Steps that are to be traced and have not come.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        wanted: Wanted,
+        *,
+        progress: tuple[int, int],
+        align: Callable[[], object],
+    ) -> None:
+        num_batches, num_steps = progress
+        self._recorder = recorder
+        self._align = align
+        self._every = wanted.every_n_steps
+        self._multiples = num_batches // self._every if self._every else 0  # already recorded
+        self.traces = sorted({step for step in wanted.trace_steps if step >= num_steps})
+        self.is_open = self._is_traced = False
+        # Batches before the one that has ended the open window's step.
+        self._over: int | None = None
+        self._ended: Window | None = None  # by `close`
+        self._first: int | None = None  # optimizer steps before the present one; None between steps
+        self._stride = 1  # optimizer steps in the last one
+
+    def before_batch(self, num_batches: int, num_steps: int) -> Window | None:
+        """Ends a window and begins one, each where it is due. Collective if the latter is traced.
+
+        Given are the batches that have stepped until now, and the optimizer steps. The window that
+        has ended is returned, also if `close` has ended it.
+        """
+        if self._first is not None:
+            return None  # a further micro-batch
+        self._first = num_steps
+        window = self.take()
+        if self._is_due(num_batches, num_steps):
+            self._is_traced = self._is_to_trace(num_steps)
+            self._start()
+            if self._is_traced:
+                self._align()
+            self._recorder.begin(num_steps)
+            self.is_open = True
+        elif self._is_due(num_batches + 1, num_steps + self._stride):
+            self._start()
+        else:
+            self.stop()
+        return window
+
+    def after_batch(self, num_batches: int, num_steps: int) -> None:
+        """Looks whether the step is over; `num_batches` have stepped before this one."""
+        if self._first is None or num_steps == self._first:
+            return
+        self._stride, self._first = num_steps - self._first, None
+        if self.is_open:
+            self._over = num_batches
+            self.traces = [step for step in self.traces if step >= num_steps]
+            if self._every:
+                self._multiples = (num_batches + 1) // self._every
+
+    def close(self) -> bool:
+        """Something else than training comes: no window goes on, and no spans are kept.
+
+        Says whether the step was not over, so that its window is dropped.
+        """
+        if self._over is not None:
+            self._ended = self.take()
+        is_dropped, self.is_open = self.is_open, False
+        self.stop()
+        return is_dropped
+
+    def take(self) -> Window | None:
+        """Ends the window whose step is over; at once, if `close` has not done so."""
+        window, self._ended = self._ended, None
+        if self._over is not None:
+            window = Window(self._recorder.end(), self._over, self._is_traced)
+            self.is_open, self._over = False, None
+        return window
+
+    def stop(self) -> None:
+        """Keeps no spans any more."""
+        if self._recorder.is_on:
+            self._recorder.stop()
+
+    def _start(self) -> None:
+        if not self._recorder.is_on:
+            self._recorder.start()
+
+    def _is_due(self, num_batches: int, num_steps: int) -> bool:
+        is_sampled = self._every > 0 and (num_batches + 1) // self._every > self._multiples
+        return is_sampled or self._is_to_trace(num_steps)
+
+    def _is_to_trace(self, num_steps: int) -> bool:
+        return bool(self.traces) and self.traces[0] < num_steps + self._stride
+
+
+# ------------------------------------------------------------------------ one fit
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One recorded step of all ranks."""
+
+    num_batches: int  # as `Window` has it
+    metrics: dict[str, float]
+    memory: list[
+        MemoryReport
+    ]  # by rank, before the optimizer stepped; of the first step, on rank 0
+    flows: list[Flow]
+
+
+class Watch:
+    """What a rank keeps of a fit; every rank makes it and calls its methods at the same batches."""
+
+    def __init__(
+        self,
+        strategy: ZeroStrategy,
+        wanted: Wanted,
+        *,
+        folder: Path,
+        progress: tuple[int, int],
+    ) -> None:
+        engine = self._engine = strategy.engine
+        self.folder = folder  # for files, on rank 0
+        assert strategy.lightning_module is not None
+        self.throughput = Throughput(strategy.lightning_module)
+        self._peak_flops = peak_flops(strategy)
+        self.traced: list[list[Recording]] = []  # by step, of all ranks; on rank 0
+        self.windows = Windows(engine.recorder, wanted, progress=progress, align=self._align)
+        self._strategy = strategy
+        # Each gradient in a file would be read once more.
+        in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
+        self._has_grad_norms = wanted.has_grad_norms and not in_files
+        self._has_spread = wanted.has_spread
+        is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
+        self._kinds = kinds_of(engine.plan, engine.comm.mesh, is_apart=not is_on_cpu)
+        self._metrics = metrics_of(engine.plan, self._kinds, overlaps_step=overlaps)
+        self._kinds += [Kind.STEP] * overlaps
+        self._num_steps = progress[1]
+        self._memory: MemoryReport | None = None  # of the window under way
+        self._norms: dict[str, Tensor] = {}  # likewise
+        self._sums: dict[str, float] = {}  # of the means over ranks, without the first step
+        self._num_recorded = 0  # in these sums
+        self._has_seen = False
+        self._is_first = True  # the step under way, or the one that is over
+
+    def before_batch(self, num_batches: int, num_steps: int) -> Watched | None:
+        """Ends a window, and begins one. Collective where either is recorded; see `Windows`."""
+        self.throughput.before_batch()
+        return self._gather(self.windows.before_batch(num_batches, num_steps))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Gradients are whole means, unscaled and not clipped yet. Collective if recorded."""
+        if not self.windows.is_open:
+            return
+        # Now, for after the step a worker may be at it still, and would be waited for.
+        self._memory = self._strategy.memory_report()
+        if self._has_grad_norms:
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            stepped = {
+                b.plan.name for b in self._engine.buckets if not own.isdisjoint(b.parameters)
+            }
+            norms = self._engine.grad_norms()
+            self._norms |= {name: norm for name, norm in norms.items() if name in stepped}
+
+    def after_batch(self, batch: Any, num_batches: int, num_steps: int) -> None:
+        """Counts a batch, before which `num_batches` have stepped."""
+        self.windows.after_batch(num_batches, num_steps)
+        self._is_first = not self.throughput.is_warm
+        self.throughput.after_batch(batch, has_stepped=num_steps > self._num_steps)
+        self._num_steps = num_steps
+
+    def _align(self) -> None:
+        """Ranks whose devices have nothing left to do meet."""
+        if self._engine.device.type == "cuda":
+            streams.synchronize(self._engine.device)
+        self._engine.lockstep.meet_for("a window of the monitor")
+
+    def cut(self) -> None:
+        """Something comes that is in no window: evaluation, a checkpoint, the end of an epoch."""
+        if self.windows.is_open:
+            # Waits for a worker that steps beside the training: that belongs to this step.
+            self._strategy.memory_report()
+        if self.windows.close():
+            self._memory, self._norms = None, {}
+
+    def pause(self) -> None:
+        """Something comes that is in no window and in no throughput."""
+        self.cut()
+        self.throughput.pause()
+
+    def last(self) -> Watched | None:
+        """The window with which training ends. Collective."""
+        self.pause()
+        return self._gather(self.windows.take())
+
+    def report(self) -> JobReport:
+        """Of the whole fit; the memory is known on rank 0 alone. Collective: every rank."""
+        counts = self._engine.comm.control.gather_floats(self.throughput.warm)
+        means = {key: value / self._num_recorded for key, value in self._sums.items()}
+        return JobReport(
+            world_size=self._engine.comm.size,
+            num_steps=self._num_steps,
+            memory=memory_reports(self._strategy),
+            speed=Speed.of(counts, self._peak_flops),
+            num_recorded=self._num_recorded,
+            step_s=means.get("zero/time/step_s", 0.0),
+            waited_s=means.get("zero/wait/waited_s", 0.0),
+            skew_s=means.get(SKEW, 0.0),
+            flows=[Flow.of(kind, means) for kind in self._kinds],
+            is_on_cpu=self._engine.device.type == "cpu",
+        )
+
+    def _gather(self, window: Window | None) -> Watched | None:
+        if window is None:
+            return None
+        # Another rank may have failed, and would never come to the next collective.
+        self._engine.lockstep.meet_for("the metrics of the monitor")
+        comm = self._engine.comm
+        report = self._memory or self._strategy.memory_report()  # a step without Lightning's hooks
+        resident = allocated_and_peak_bytes(self._engine.device)
+        sample = Sample(window.recording, report, *resident)
+        own = [metric(sample) for metric in self._metrics.values()]
+        counts = self.throughput.lap()  # exact: a window ends with the device
+        everyone = comm.control.gather_floats([*own, *counts])
+        measured = [rank[: len(own)] for rank in everyone]
+        logged, means = over_ranks(self._metrics, measured, has_spread=self._has_spread)
+        logged |= Speed.of([rank[len(own) :] for rank in everyone], self._peak_flops).metrics()
+        memory: list[MemoryReport] = []
+        if not self._has_seen:
+            memory, self._has_seen = comm.control.collect_objects(report), True
+        if window.is_traced:
+            self._keep(comm.control.collect_objects(window.recording))
+        if self._has_grad_norms and self._memory is not None:
+            logged |= self._of_gradients()
+        self._memory, self._norms = None, {}
+        if not self._is_first:
+            self._num_recorded += 1
+            for key, value in means.items():
+                self._sums[key] = self._sums.get(key, 0.0) + value
+        flows = [Flow.of(kind, means) for kind in self._kinds]
+        return Watched(window.num_batches, logged, memory, flows)
+
+    def _of_gradients(self) -> dict[str, float]:
+        """Norms that are the same on every rank; 0 where what is trained has got no gradient."""
+        norms = {plan.name: 0.0 for plan in self._engine.plan.buckets if plan.is_trainable}
+        norms |= {name: float(norm) for name, norm in self._norms.items()}
+        # "root[0]" and "blocks.3/frozen" are no names that every logger takes.
+        logged = {re.sub(r"[^\w.-]+", ".", name).strip("."): norm for name, norm in norms.items()}
+        logged["total"] = math.hypot(*norms.values())
+        return {f"zero/grad_norm/{name}": norm for name, norm in logged.items()}
+
+    def _keep(self, recordings: list[Recording]) -> None:
+        if not recordings:
+            return  # on the other ranks
+        self.traced.append(recordings)
+        with _forgiving("the recording was not written"):
+            for recording in recordings:
+                write_recording(self.folder, recording)

@@ -1,23 +1,26 @@
 """Pictures of one step on some ranks, and of the bytes that every rank keeps.
 
-One colour for one thing, on white; inches downwards, seconds to the right.
+One colour for one thing, on white; inches downwards, seconds to the right. matplotlib is imported
+when a picture is drawn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.sizes import unit_of
-from lightning_zero.layout.stage import Stage, State
-from lightning_zero.observe.chrome import ON_CPU, Lane, lanes_of
+from lightning_zero.layout.stage import State
+from lightning_zero.observe.recordings import ON_CPU, Rows, chrome_trace, lanes_of
 from lightning_zero.record.spans import Kind, Recording, Span
 
 if TYPE_CHECKING:
@@ -26,36 +29,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALARM",
-    "DPI",
-    "GAP",
     "HOW_TO_DRAW",
     "INK",
-    "KIND_COLOURS",
     "STATE_COLOURS",
-    "TIER_HATCHES",
-    "Bar",
-    "Block",
     "Scale",
-    "Strip",
+    "axes_below",
     "blank_figure",
     "has_matplotlib",
-    "ink_on",
     "legend",
     "place",
     "plain",
     "plot_memory",
     "plot_timeline",
     "totals",
+    "write_trace",
 ]
 
 HOW_TO_DRAW = 'pictures need matplotlib: pip install "lightning-zero[plot]"'
-DPI = 100
 INK = "#222222"
 ALARM = "#D55E00"  # time that is lost, memory that there is not
 # All of Okabe and Ito, or of Tol's muted scheme, which most people can tell apart. What moves a
 # state has the state's colour; computation is grey, so that transfers stand out.
 STATE_COLOURS = {State.PARAM: "#0072B2", State.GRAD: "#E69F00", State.OPTIM: "#009E73"}
-KIND_COLOURS = {
+_KIND_COLOURS = {
     Kind.FORWARD: "#B4B4B4",
     Kind.BACKWARD: "#7C7C7C",
     Kind.STEP: STATE_COLOURS[State.OPTIM],
@@ -68,25 +64,33 @@ KIND_COLOURS = {
     Kind.READ: "#44AA99",
     Kind.WRITE: "#882255",
 }
-TIER_HATCHES = {"device": "", "cpu": "///", "nvme": "..."}
+_WAIT: dict[str, Any] = {"facecolor": "#FFE9DC", "edgecolor": ALARM, "hatch": "/////"}
 
 
 def has_matplotlib() -> bool:
-    """Whether pictures can be drawn here."""
     return find_spec("matplotlib") is not None
 
 
+def write_trace(recordings: Sequence[Recording], folder: Path) -> list[Path]:
+    """Writes the trace of a step, and its picture where that can be drawn; says where."""
+    path = folder / f"trace_step_{recordings[0].step}.json"
+    path.write_text(json.dumps(chrome_trace(recordings)))
+    if not has_matplotlib():
+        return [path]
+    picture = path.with_suffix(".png")
+    plot_timeline(recordings, picture)
+    return [path, picture]
+
+
+# ------------------------------------------------------------------------ for every picture
+
+
 @contextlib.contextmanager
-def blank_figure(path: Path, size: tuple[float, float], *, dpi: int = DPI) -> Iterator[Figure]:
-    """An empty white figure, written to `path` when the block ends well.
+def blank_figure(path: Path, size: tuple[float, float], *, dpi: int = 100) -> Iterator[Figure]:
+    """An empty white figure of so many inches, written to `path` when the block ends well.
 
     Whatever the user has set for pictures of their own (a dark style, a backend) neither shows here
     nor is changed.
-
-    Args:
-        path: Its ending names the format.
-        size: Width and height in inches.
-        dpi: Pixels to an inch.
 
     Raises:
         ValueError: The file's ending is no format of pictures.
@@ -99,6 +103,36 @@ def blank_figure(path: Path, size: tuple[float, float], *, dpi: int = DPI) -> It
         figure = Figure(figsize=size, dpi=dpi, facecolor="white")
         yield figure
         figure.savefig(path, dpi=dpi)
+
+
+@contextlib.contextmanager
+def axes_below(
+    title: str,
+    path: Path,
+    *,
+    width: float,
+    height: float,
+    margins: tuple[float, float, float, float],
+    fontsize: float = 12,
+) -> Iterator[Axes]:
+    """Axes in a `blank_figure` with a title.
+
+    Args:
+        title: In the upper margin.
+        path: Of the picture.
+        width: Of all of it, in inches.
+        height: Of the axes.
+        margins: Around them: left, right, above, below.
+        fontsize: Of the title.
+    """
+    left, right, above, below = margins
+    whole = above + height + below
+    with blank_figure(path, (width, whole)) as figure:
+        where = (left / width, below / whole, (width - left - right) / width, height / whole)
+        axes = figure.add_axes(where)
+        at = (0.12 / width, 1 - 0.14 / whole)
+        figure.text(*at, title, va="top", fontsize=fontsize, weight="bold")
+        yield axes
 
 
 def plain(axes: Axes, **of_ticks: float) -> None:
@@ -115,42 +149,28 @@ def legend(axes: Axes, handles: Sequence[Any], place: tuple[float, float], **how
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=place, frameon=False, **how)
 
 
-def ink_on(colour: str) -> str:
+def _ink_on(colour: str) -> str:
     """Black or white, whichever is read better on a colour such as "#0072B2"."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "white"
 
 
+# ------------------------------------------------------------------------ memory
+
 _MAX_NUM_RANKS = 16
-_WIDTH, _LEFT, _RIGHT = 9.0, 1.5, 0.3  # inches, as are the next
-_TITLE, _BAR, _BELOW = 0.5, 0.3, 0.85
-_Parts = Mapping[tuple[str, State], float]  # bytes by tier and state
+_TIER_HATCHES = {"device": "", "cpu": "///", "nvme": "..."}
+_DATA_PARALLEL = "data parallel"
+_Bars = list[tuple[str, dict[tuple[str, State], int]]]  # labels, and bytes by tier and state
 
 
-@dataclass(frozen=True)
-class _Row:
-    label: str
-    parts: _Parts
-    is_outline: bool = False
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
-def plot_memory(
-    reports: Sequence[MemoryReport], path: Path, *, stage: Stage | None = None, title: str = ""
-) -> None:
+def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
     """Draws a bar for each rank, by state and tier, above that of plain data parallel.
 
-    Beyond 16 ranks those of the least and of the most bytes stand for all. What matplotlib is set
-    to is left as it is.
+    Beyond 16 ranks those of the least and of the most bytes stand for all.
 
     Args:
         reports: Of all ranks, at one moment.
         path: Of the picture; its ending names the format.
-        stage: Adds a bar of its formula: each state that is sharded is 1/N of data parallel's.
-        title: Above it.
 
     Raises:
         ValueError: There is no report, or the file's ending is no format of pictures.
@@ -158,101 +178,71 @@ def plot_memory(
     """
     if not reports:
         raise ValueError("expected the report of one rank at least, got none.")
-    rows = [*_ranks(reports), _data_parallel(reports[0])]
-    if stage is not None:
-        rows.append(_formula(reports[0], stage))
-    height = _BAR * len(rows) + 0.2
-    whole = _TITLE + height + _BELOW
-    with blank_figure(path, (_WIDTH, whole)) as figure:
-        sides = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
-        axes = figure.add_axes((_LEFT / _WIDTH, _BELOW / whole, sides, height / whole))
-        _draw(axes, rows)
-        _legend(axes, rows, below=-0.48 / height)
-        text = title or f"Model states of each of {len(reports)} ranks, at rest"
-        figure.text(0.12 / _WIDTH, 1 - 0.14 / whole, text, va="top", fontsize=12, weight="bold")
-
-
-def _ranks(reports: Sequence[MemoryReport]) -> list[_Row]:
-    rows = [
-        _Row(
-            f"rank {report.rank}",
-            {(t, s): float(n) for t, states in report.tiers.items() for s, n in states.items()},
-        )
-        for report in reports
+    shown = [(f"rank {report.rank}", report) for report in reports]
+    if len(reports) > _MAX_NUM_RANKS:
+        by_size = attrgetter("total_bytes")
+        least, most = min(reports, key=by_size), max(reports, key=by_size)
+        shown = [(f"rank {least.rank}, least", least), (f"rank {most.rank}, most", most)]
+    bars: _Bars = [
+        (label, {(t, s): n for t, states in report.tiers.items() for s, n in states.items()})
+        for label, report in shown
     ]
-    if len(rows) <= _MAX_NUM_RANKS:
-        return rows
-    least, most = min(rows, key=lambda row: row.total), max(rows, key=lambda row: row.total)
-    return [
-        _Row(f"{least.label}, least", least.parts),
-        _Row(f"{most.label}, most", most.parts),
-    ]
+    alone = {("device", state): n for state, n in reports[0].data_parallel.items()}
+    bars.append((_DATA_PARALLEL, alone))
+    height = 0.3 * len(bars) + 0.2
+    title = f"Model states of each of {len(reports)} ranks, at rest"
+    margins = (1.5, 0.3, 0.5, 0.85)
+    with axes_below(title, path, width=9.0, height=height, margins=margins) as axes:
+        _draw_memory(axes, bars)
+        _legend_of_states(axes, bars, below=-0.48 / height)
 
 
-def _data_parallel(report: MemoryReport) -> _Row:
-    parts = {("device", state): float(n) for state, n in report.data_parallel.items()}
-    return _Row("data parallel", parts)
-
-
-def _formula(report: MemoryReport, stage: Stage) -> _Row:
-    """As if all rested on the device, without padding or gradients that are wider on the way."""
-    parts = {
-        ("device", state): nbytes / (report.world_size if stage.has_shard(state) else 1)
-        for state, nbytes in report.data_parallel.items()
-    }
-    return _Row("formula", parts, is_outline=True)
-
-
-# ------------------------------------------------------------------------ with matplotlib
-
-
-def _draw(axes: Axes, rows: Sequence[_Row]) -> None:
-    unit, size = unit_of(max(row.total for row in rows))
-    data_parallel = next(row.total for row in rows if row.label == "data parallel") or 1.0
-    for place, row in enumerate(rows):
+def _draw_memory(axes: Axes, bars: _Bars) -> None:
+    totals = [sum(parts.values()) for _, parts in bars]
+    unit, size = unit_of(max(totals))
+    for place, (label, parts) in enumerate(bars):
         left = 0.0
-        for (tier, state), nbytes in row.parts.items():
-            colour = STATE_COLOURS[state]
+        for (tier, state), nbytes in parts.items():
             axes.barh(
                 place,
                 nbytes / size,
                 left=left,
                 height=0.72,
-                facecolor=(colour, 0.25 if row.is_outline else 1.0),
-                edgecolor=colour if row.is_outline else "white",
-                linewidth=1.2 if row.is_outline else 0.6,
-                hatch=TIER_HATCHES.get(tier),
+                facecolor=STATE_COLOURS[state],
+                edgecolor="white",
+                linewidth=0.6,
+                hatch=_TIER_HATCHES.get(tier),
             )
             left += nbytes / size
         text = f"{left:.4g} {unit}"
-        if row.label != "data parallel":
-            text += f", {row.total / data_parallel:.3g} of data parallel"
+        if label != _DATA_PARALLEL:
+            text += f", {totals[place] / (totals[-1] or 1.0):.3g} of data parallel"
         axes.annotate(
             text, (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9
         )
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, max(row.total for row in rows) / size * 1.12)
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.set_xlim(0, max(totals) / size * 1.12)
     axes.set_xlabel(unit, loc="right", labelpad=-2)
     plain(axes)
 
 
-def _legend(axes: Axes, rows: Sequence[_Row], below: float) -> None:
+def _legend_of_states(axes: Axes, bars: _Bars, below: float) -> None:
     from matplotlib.patches import Patch
 
-    patches = [
-        Patch(facecolor=colour, label=state.value) for state, colour in STATE_COLOURS.items()
-    ]
-    tiers = dict.fromkeys(tier for row in rows for tier, _ in row.parts)
+    patches = [Patch(facecolor=colour, label=s.value) for s, colour in STATE_COLOURS.items()]
+    tiers = dict.fromkeys(tier for _, parts in bars for tier, _ in parts)
     if len(tiers) > 1:
         patches += [
-            Patch(facecolor="white", edgecolor=INK, hatch=TIER_HATCHES.get(tier), label=tier)
+            Patch(facecolor="white", edgecolor=INK, hatch=_TIER_HATCHES.get(tier), label=tier)
             for tier in tiers
         ]
     legend(axes, patches, (0, below), ncols=len(patches))
 
 
-GAP = 0.09  # between lanes
+# ------------------------------------------------------------------------ where spans stand
+
+_GAP = 0.09  # between lanes
 _HEAD = 0.36  # for a line of text above the lanes of a rank
 _LANE, _MAX_LANE, _ROW = 0.3, 0.75, 0.19
 _LEAST_WIDTH = 0.01  # of a bar: a pixel
@@ -280,29 +270,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class Bar:
-    """One span to draw.
+    """One span to draw, cut to the picture; inches from above."""
 
-    Attributes:
-        kind: Of the span.
-        start_s: Where it begins in the picture.
-        stop_s: Where it ends there.
-        top: Inches from above.
-        height: Inches.
-        text: What there is room for to write on it; may be empty.
-        text_s: Where, in the middle of what nothing stands upon.
-        is_wait: The computation stands still.
-        is_outer: Bars of its units stand upon it.
-    """
-
-    kind: Kind
-    start_s: float
-    stop_s: float
+    span: Span
     top: float
     height: float
-    text: str
-    text_s: float
-    is_wait: bool = False
-    is_outer: bool = False
+    text: str  # what there is room for; may be empty
+    text_s: float  # in the middle of what nothing stands upon
+    is_outer: bool = False  # bars of its units stand upon it
 
 
 @dataclass(frozen=True)
@@ -316,58 +291,38 @@ class Strip:
 
 @dataclass(frozen=True)
 class Block:
-    """All of one rank.
-
-    Attributes:
-        recording: Of the rank.
-        top: Where its line of text begins.
-        lanes_top: Where its lanes begin.
-        bottom: Where they end.
-        lanes: From above.
-        bars: In the order of drawing.
-        stood_still: Times in which the computation waited.
-    """
+    """All of one rank: a line of text, and lanes below it; inches from above."""
 
     recording: Recording
     top: float
-    lanes_top: float
     bottom: float
     lanes: tuple[Strip, ...]
-    bars: tuple[Bar, ...]
-    stood_still: tuple[tuple[float, float], ...]
+    bars: tuple[Bar, ...]  # in the order of drawing
+    waits: tuple[Span, ...]  # in which the computation stood still
 
 
 def place(recording: Recording, top: float, scale: Scale) -> Block:
     """The lanes of one rank, one below the other."""
     visible = dataclasses.replace(recording, spans=tuple(_visible(recording, scale)))
     waits = tuple(span for span in visible.spans if span.is_wait)
-    steps_wait = {span for span in waits if _is_of_step(span, visible)}
+    upon: dict[str, list[Span]] = {"compute": [], "step": []}
+    for wait in waits:
+        upon["step" if _is_of_step(wait, visible) else "compute"].append(wait)
     strips: list[Strip] = []
     bars: list[Bar] = []
     y = top + _HEAD
-    for lane in lanes_of(visible):
-        if lane.name == "waits":  # they stand upon what waits
+    for name, rows in lanes_of(visible).items():
+        if name == "waits":  # they stand upon what waits
             continue
-        bottom = y + min(max(_LANE, len(lane.rows) * _ROW), _MAX_LANE)
-        strips.append(Strip(lane.name, y, bottom))
-        upon = {"compute": [w for w in waits if w not in steps_wait], "step": list(steps_wait)}
-        above = upon.get(lane.name, [])
-        bars += _bars(lane, strips[-1], above, scale)
-        bars += [_bar(wait, y, bottom - y, (), scale) for wait in above]
-        y = bottom + GAP
-    return Block(
-        recording,
-        top,
-        top + _HEAD - GAP / 2,
-        y - GAP / 2,
-        tuple(strips),
-        tuple(bars),
-        tuple((span.start_s, span.stop_s) for span in waits),
-    )
+        strips.append(Strip(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
+        above = upon.get(name, [])
+        bars += _bars(rows, strips[-1], above, scale)
+        bars += [_bar(wait, y, strips[-1].bottom - y, (), scale) for wait in above]
+        y = strips[-1].bottom + _GAP
+    return Block(recording, top, y - _GAP / 2, tuple(strips), tuple(bars), waits)
 
 
 def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
-    """Spans, cut to the picture."""
     for span in recording.spans:
         start = max(span.start_s, scale.begin_s)
         stop = min(span.stop_s, scale.end_s)
@@ -382,9 +337,9 @@ def _is_of_step(wait: Span, visible: Recording) -> bool:
     return Kind.STEP in around and not around & {Kind.FORWARD, Kind.BACKWARD}
 
 
-def _bars(lane: Lane, strip: Strip, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
-    height = (strip.bottom - strip.top) / len(lane.rows)
-    for number, row in enumerate(lane.rows):
+def _bars(rows: Rows, strip: Strip, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
+    height = (strip.bottom - strip.top) / len(rows)
+    for number, row in enumerate(rows):
         for index, span in enumerate(row):
             # In the order of a row, what a span contains comes right after it.
             contains = index + 1 < len(row) and row[index + 1].start_s < span.stop_s
@@ -398,10 +353,7 @@ def _bar(span: Span, top: float, height: float, waits: Sequence[Span], scale: Sc
     start, stop = _widest_gap(span, waits)
     name = _WAITS.get(span.kind, span.kind.value) if span.is_wait else span.name or span.kind.value
     text = _fitting(name, (stop - start) * scale.inches_per_s, height)
-    end = max(span.stop_s, span.start_s + _LEAST_WIDTH / scale.inches_per_s)
-    return Bar(
-        span.kind, span.start_s, end, top, height, text, (start + stop) / 2, is_wait=span.is_wait
-    )
+    return Bar(span, top, height, text, (start + stop) / 2)
 
 
 def _widest_gap(span: Span, waits: Sequence[Span]) -> tuple[float, float]:
@@ -422,10 +374,12 @@ def _fitting(name: str, inches: float, height: float) -> str:
     return next((end for end in ends if len(end) * _CHARACTER + _MARGIN <= inches), "")
 
 
-_MAX_NUM_STRIPS = 4
+# ------------------------------------------------------------------------ a step
+
+_MAX_NUM_BLOCKS = 4
 # Inches: of the picture, and around its axes.
-_STEP_WIDTH, _STEP_LEFT, _STEP_RIGHT = 15.0, 0.8, 0.2
-_AXIS, _LEGEND_LINE = 0.65, 0.22
+_WIDTH, _LEFT, _RIGHT = 15.0, 0.8, 0.2
+_TITLE, _AXIS, _LEGEND_LINE = 0.5, 0.65, 0.22
 _BEYOND = 0.02  # of the window is shown before and after it
 
 
@@ -433,8 +387,7 @@ def plot_timeline(recordings: Sequence[Recording], path: Path) -> None:
     """Draws one step: for each rank the computation, and below it what travels meanwhile.
 
     Where the computation stood still for something it is hatched, and so is the time below it
-    tinted. Beyond four ranks only rank 0, the slowest and the fastest are shown. What matplotlib is
-    set to is left as it is.
+    tinted. Beyond four ranks only rank 0, the slowest and the fastest are shown.
 
     Args:
         recordings: Of one step, at most one of each rank.
@@ -447,49 +400,39 @@ def plot_timeline(recordings: Sequence[Recording], path: Path) -> None:
     if not recordings:
         raise ValueError("expected the recording of one rank at least, got none.")
     shown, which = _chosen(recordings)
-    scale = _scale(shown)
+    seconds = max(recording.seconds for recording in shown)
+    beyond = _BEYOND * seconds or 1e-6
+    inches = _WIDTH - _LEFT - _RIGHT
+    scale = Scale(-beyond, seconds + beyond, inches / (seconds + 2 * beyond))
     blocks: list[Block] = []
     for recording in shown:
         blocks.append(place(recording, blocks[-1].bottom if blocks else 0.0, scale))
     labels = list(totals(recordings))
-    height = blocks[-1].bottom + GAP
+    height = blocks[-1].bottom + _GAP
     below = _AXIS + _LEGEND_LINE * ((len(labels) + 1) // 2) + 0.15
-    whole = _TITLE + height + below
-    with blank_figure(path, (_STEP_WIDTH, whole)) as figure:
-        sides = (_STEP_WIDTH - _STEP_LEFT - _STEP_RIGHT) / _STEP_WIDTH
-        axes = figure.add_axes((_STEP_LEFT / _STEP_WIDTH, below / whole, sides, height / whole))
+    title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
+    margins = (_LEFT, _RIGHT, _TITLE, below)
+    with axes_below(title, path, width=_WIDTH, height=height, margins=margins, fontsize=13) as axes:
         _set_up(axes, blocks, scale, height)
         for block in blocks:
-            _draw_steps(axes, block, scale)
+            _draw_block(axes, block, scale)
         _legend_of_kinds(axes, labels, top=-(_AXIS - 0.1) / height)
-        title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
-        figure.text(
-            0.12 / _STEP_WIDTH, 1 - 0.14 / whole, title, va="top", fontsize=13, weight="bold"
-        )
-        figure.text(
-            1 - _STEP_RIGHT / _STEP_WIDTH, 0.12 / whole, ON_CPU, ha="right", fontsize=8.5, color=INK
-        )
+        at = (1 - _RIGHT / _WIDTH, 0.12 / (_TITLE + height + below))
+        axes.figure.text(*at, ON_CPU, ha="right", fontsize=8.5, color=INK)
 
 
 def _chosen(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
     """Which to draw, and how to say so."""
-    if len(recordings) <= _MAX_NUM_STRIPS:
+    if len(recordings) <= _MAX_NUM_BLOCKS:
         return list(recordings), ""
-    slowest = min(recordings, key=lambda recording: recording.waited_for_others_s)
-    fastest = max(recordings, key=lambda recording: recording.waited_for_others_s)
+    by_wait = attrgetter("waited_for_others_s")
+    slowest, fastest = min(recordings, key=by_wait), max(recordings, key=by_wait)
     ranks = {0, slowest.rank, fastest.rank}
     which = (
         f": rank {slowest.rank} waited least (the slowest), rank {fastest.rank} most (the fastest)"
     )
     shown = [recording for recording in recordings if recording.rank in ranks]
     return sorted(shown, key=lambda recording: recording.rank), which
-
-
-def _scale(shown: Sequence[Recording]) -> Scale:
-    seconds = max(recording.seconds for recording in shown)
-    beyond = _BEYOND * seconds or 1e-6
-    inches = _STEP_WIDTH - _STEP_LEFT - _STEP_RIGHT
-    return Scale(-beyond, seconds + beyond, inches / (seconds + 2 * beyond))
 
 
 def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
@@ -514,9 +457,6 @@ def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]
     yield None, f"the computation waits: {share(waited)} in all"
 
 
-# ------------------------------------------------------------------------ with matplotlib
-
-
 def _set_up(axes: Axes, blocks: Sequence[Block], scale: Scale, height: float) -> None:
     axes.set_xlim(scale.begin_s * 1e3, scale.end_s * 1e3)
     axes.set_ylim(height, 0)
@@ -527,55 +467,58 @@ def _set_up(axes: Axes, blocks: Sequence[Block], scale: Scale, height: float) ->
     axes.spines["left"].set_visible(False)
 
 
-def _draw_steps(axes: Axes, block: Block, scale: Scale) -> None:
-    recording = block.recording
+def _draw_block(axes: Axes, block: Block, scale: Scale) -> None:
+    recording, top = block.recording, block.top + _HEAD - _GAP / 2
     head = (
         f"rank {recording.rank}: {recording.seconds * 1e3:.1f} ms, "
         f"of which it waits {recording.waited_s * 1e3:.1f} ms"
     )
     axes.text(scale.begin_s * 1e3, block.top + 0.2, head, va="center", fontsize=10, weight="bold")
     for edge in (0.0, recording.seconds):
-        axes.vlines(edge * 1e3, block.lanes_top, block.bottom, INK, linewidth=1, linestyle=":")
-    for start, stop in block.stood_still:
-        low, high = block.lanes_top / axes.get_ylim()[0], block.bottom / axes.get_ylim()[0]
-        axes.axvspan(start * 1e3, stop * 1e3, 1 - high, 1 - low, color=ALARM, alpha=0.12, lw=0)
+        axes.vlines(edge * 1e3, top, block.bottom, INK, linewidth=1, linestyle=":")
+    low, high = top / axes.get_ylim()[0], block.bottom / axes.get_ylim()[0]
+    for wait in block.waits:
+        start, stop = wait.start_s * 1e3, wait.stop_s * 1e3
+        axes.axvspan(start, stop, 1 - high, 1 - low, color=ALARM, alpha=0.12, lw=0)
     for bar in block.bars:
-        x, width = bar.start_s * 1e3, (bar.stop_s - bar.start_s) * 1e3
-        is_wide = (bar.stop_s - bar.start_s) * scale.inches_per_s > 0.04
-        colour = KIND_COLOURS[bar.kind]
-        axes.broken_barh(
-            [(x, width)],
-            (bar.top, bar.height),
-            facecolor="#FFE9DC" if bar.is_wait else colour,
-            alpha=0.35 if bar.is_outer else None,
-            edgecolor=ALARM if bar.is_wait else "white",
-            linewidth=(0.6 if is_wide or bar.is_wait else 0.0),
-            hatch="/////" if bar.is_wait else None,
-            zorder=3 if bar.is_wait else 2,
+        _draw_bar(axes, bar, scale)
+
+
+def _draw_bar(axes: Axes, bar: Bar, scale: Scale) -> None:
+    span, colour = bar.span, _KIND_COLOURS[bar.span.kind]
+    seconds = max(span.seconds, _LEAST_WIDTH / scale.inches_per_s)
+    is_wide = seconds * scale.inches_per_s > 0.04
+    look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
+    if bar.is_outer:
+        look["alpha"] = 0.35
+    axes.broken_barh(
+        [(span.start_s * 1e3, seconds * 1e3)],
+        (bar.top, bar.height),
+        linewidth=0.6 if is_wide or span.is_wait else 0.0,
+        zorder=3 if span.is_wait else 2,
+        **(_WAIT if span.is_wait else look),
+    )
+    if bar.text:
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+        axes.text(
+            bar.text_s * 1e3,
+            bar.top + bar.height / 2,
+            bar.text,
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=ALARM if span.is_wait else INK if bar.is_outer else _ink_on(colour),
+            bbox=box if span.is_wait else None,
+            clip_on=True,
+            zorder=4,
         )
-        if bar.text:
-            box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-            axes.text(
-                bar.text_s * 1e3,
-                bar.top + bar.height / 2,
-                bar.text,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=ALARM if bar.is_wait else INK if bar.is_outer else ink_on(colour),
-                bbox=box if bar.is_wait else None,
-                clip_on=True,
-                zorder=4,
-            )
 
 
 def _legend_of_kinds(axes: Axes, labels: Sequence[tuple[Kind | None, str]], top: float) -> None:
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor="#FFE9DC", edgecolor=ALARM, hatch="/////", label=text)
-        if kind is None
-        else Patch(facecolor=KIND_COLOURS[kind], label=text)
+        Patch(**(_WAIT if kind is None else {"facecolor": _KIND_COLOURS[kind]}), label=text)
         for kind, text in labels
     ]
     legend(axes, patches, (0, top), ncols=2, fontsize=9.5, labelspacing=0.35)

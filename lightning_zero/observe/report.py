@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
+from lightning_zero.observe.metrics import Speed
 from lightning_zero.observe.tables import paragraph, table
-from lightning_zero.observe.throughput import Speed
 from lightning_zero.record.spans import Kind
 from lightning_zero.strategy.strategy import ZeroStrategy
 
@@ -49,12 +48,10 @@ class MemoryTable(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuses a strategy that counts no bytes."""
         zero_strategy(trainer, self)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gathers the counts of all ranks and prints the table."""
         reports = memory_reports(zero_strategy(trainer, self))
         if trainer.is_global_zero:
             print("\n" + memory_table(reports, trainer.global_step))
@@ -83,76 +80,50 @@ def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
 
 
 def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
-    """The text to print.
-
-    Args:
-        reports: By rank.
-        num_steps: Optimizer steps that have been taken.
-    """
+    """What `MemoryTable` prints of all ranks, after so many optimizer steps."""
     tiers = list(dict.fromkeys(tier for report in reports for tier in report.tiers))
-    names = [state.value for state in State]
+    columns: dict[str, list[int]] = {}  # bytes of every rank, and of plain data parallel
+    for tier in tiers:
+        for state in State:
+            name = f"{state.value} ({tier})" if len(tiers) > 1 else state.value
+            ranks = [report.tiers.get(tier, {}).get(state, 0) for report in reports]
+            # Plain data parallel keeps everything on the first tier, the device.
+            alone = reports[0].data_parallel.get(state, 0) if tier == tiers[0] else 0
+            columns[name] = [*ranks, alone]
+    columns["total"] = [sum(row) for row in zip(*columns.values(), strict=True)]
+    labels = [f"rank {rank}" for rank in range(len(reports))]
+    if len(reports) > _MAX_NUM_RANKS:
+        labels = [f"least of {len(reports)} ranks", f"most of {len(reports)} ranks"]
+        columns = {
+            name: [min(ranks), max(ranks), alone] for name, (*ranks, alone) in columns.items()
+        }
     if len(tiers) > 1:
-        names = [f"{name} ({tier})" for tier in tiers for name in names]
-    rows = [
-        [report.tiers.get(tier, {}).get(state, 0) for tier in tiers for state in State]
-        for report in reports
-    ]
-    rows = [[*row, sum(row)] for row in rows]
-    labels = [f"rank {rank}" for rank in range(len(rows))]
-    if len(rows) > _MAX_NUM_RANKS:
-        labels = [f"least of {len(rows)} ranks", f"most of {len(rows)} ranks"]
-        rows = [list(map(min, *rows)), list(map(max, *rows))]
-    # Plain data parallel keeps everything on the first tier, the device.
-    alone = [reports[0].data_parallel.get(state, 0) for state in State]
-    rows.append([*alone, *[0] * (len(names) - len(alone)), sum(alone)])
-    labels.append("plain data parallel")
-    if len(tiers) > 1:
-        names, rows = _without_zeros(names, rows)
-    header = ["MiB at rest", *names, "total", "ratio"]
+        columns = {name: c for name, c in columns.items() if any(c) or name == "total"}
+    of_data_parallel = columns["total"][-1] or 1
+    rows = zip([*labels, "plain data parallel"], zip(*columns.values(), strict=True), strict=True)
     lines = [
-        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / (rows[-1][-1] or 1):.3f}"]
-        for label, row in zip(labels, rows, strict=True)
+        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / of_data_parallel:.3f}"]
+        for label, row in rows
     ]
-    parts = [table([header, *lines])]
-    if reports[0].nvme_written_bytes:
-        parts.append(_traffic(reports[0], num_steps))
-    return "\n".join(parts)
-
-
-def _without_zeros(names: list[str], rows: list[list[int]]) -> tuple[list[str], list[list[int]]]:
-    """Without the columns of zeros; the total, which has no name, stays."""
-    kept = [place for place, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    kept = sorted({*kept, len(names)})
-    names = [names[place] for place in kept[:-1]]
-    return names, [[row[place] for place in kept] for row in rows]
-
-
-def _traffic(report: MemoryReport, num_steps: int) -> str:
-    read, written = report.nvme_read_bytes / _GIB, report.nvme_written_bytes / _GIB
-    per_step = written / max(num_steps, 1)
+    text = table([["MiB at rest", *columns, "ratio"], *lines])
+    read, written = reports[0].nvme_read_bytes / _GIB, reports[0].nvme_written_bytes / _GIB
+    if not written:
+        return text
     return (
-        f"NVMe traffic of rank 0: {read:.2f} GiB read, {written:.2f} GiB written, "
-        f"{per_step:.3f} GiB written per step"
+        f"{text}\nNVMe traffic of rank 0: {read:.2f} GiB read, {written:.2f} GiB written, "
+        f"{written / max(num_steps, 1):.3f} GiB written per step"
     )
 
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of communication or transfer in a step, as the mean over ranks and steps.
-
-    Attributes:
-        kind: Its name.
-        in_flight_s: Seconds in which some of it was under way.
-        hidden_s: Of these, behind computation.
-        exposed_s: For which the computation stood still.
-        gib: Sent, or moved.
-    """
+    """One kind of communication or transfer in a step, as the mean over ranks and steps."""
 
     kind: str
-    in_flight_s: float
-    hidden_s: float
-    exposed_s: float
-    gib: float
+    in_flight_s: float  # in which some of it was under way
+    hidden_s: float  # of these, behind computation
+    exposed_s: float  # for which the computation stood still
+    gib: float  # sent, or moved
 
     @classmethod
     def of(cls, kind: Kind, means: Mapping[str, float]) -> Flow:
@@ -164,40 +135,25 @@ class Flow:
 
     @property
     def gib_per_s(self) -> float:
-        """While it was under way."""
         return self.gib / self.in_flight_s if self.in_flight_s else 0.0
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """A fit that has ended.
-
-    Attributes:
-        world_size: Number of ranks.
-        num_steps: Optimizer steps that have been taken, those before a resumption among them.
-        memory: By rank, when training ended.
-        speed: Of the whole job, without the first step.
-        num_recorded: Steps from which the following are.
-        step_s: Mean length of a step.
-        waited_s: For which a rank waited in it for anything.
-        skew_s: For which the others waited in it for the rank that was last.
-        flows: By kind.
-        is_on_cpu: Nobody is told there when data arrives: rates of collectives are lower bounds.
-    """
+    """A fit that has ended."""
 
     world_size: int
-    num_steps: int
-    memory: Sequence[MemoryReport]
-    speed: Speed
-    num_recorded: int
+    num_steps: int  # of the optimizer, those before a resumption among them
+    memory: Sequence[MemoryReport]  # by rank, when training ended
+    speed: Speed  # without the first step
+    num_recorded: int  # steps of which the next four are means
     step_s: float
-    waited_s: float
-    skew_s: float
+    waited_s: float  # for which a rank waited in a step for anything
+    skew_s: float  # for which the others waited in it for the rank that was last
     flows: Sequence[Flow]
-    is_on_cpu: bool
+    is_on_cpu: bool  # nobody is told there when data arrives: rates are lower bounds
 
     def text(self) -> str:
-        """For a terminal."""
         return "\n".join([memory_table(self.memory, self.num_steps), "", *self._lines()])
 
     def _lines(self) -> Iterator[str]:
@@ -229,7 +185,9 @@ class JobReport:
                 f"communication, mean of {self.num_recorded} recorded steps of "
                 f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
             )
-            yield table([_HEADER, *map(self._row, self.flows), self._waits()])
+            # Less than the sum, where one wait was for several kinds at once.
+            waits = ["all together", "", "", *self._time(self.waited_s), "", ""]
+            yield table([_HEADER, *map(self._row, self.flows), waits])
             if self.world_size > 1:
                 skew_ms, of_step = self._time(self.skew_s)
                 yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last one"
@@ -246,40 +204,33 @@ class JobReport:
         bound = ">= " if self.is_on_cpu and flow.kind in _COLLECTIVES else ""
         return [*cells, f"{flow.gib * 1024:.2f}", f"{bound}{flow.gib_per_s:.3g}"]
 
-    def _waits(self) -> list[str]:
-        """Less than the sum, where one wait was for several kinds at once."""
-        return ["all together", "", "", *self._time(self.waited_s), "", ""]
-
     def _time(self, seconds: float) -> list[str]:
         return [f"{seconds * 1e3:.2f}", f"{seconds / self.step_s:.1%}"]
 
     def write(self, folder: Path) -> list[Path]:
         """Writes `report.json` and `memory.json` into `folder`, and says where."""
-        speed = {name: _known(value) for name, value in vars(self.speed).items()}
+        # JSON has no NaN.
+        speed = {k: None if math.isnan(value) else value for k, value in vars(self.speed).items()}
         flows = {flow.kind: {**vars(flow), "gib_per_s": flow.gib_per_s} for flow in self.flows}
         report = {**vars(self), "speed": speed, "flows": flows}
-        del report["memory"]
-        files = {"report.json": report, "memory.json": [_plain(one) for one in self.memory]}
+        memory = [
+            {
+                **vars(rank),
+                "tiers": {tier: _by_name(states) for tier, states in rank.tiers.items()},
+                "data_parallel": _by_name(rank.data_parallel),
+            }
+            for rank in report.pop("memory")
+        ]
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
-        return [folder / name for name in files]
+        paths = [folder / "report.json", folder / "memory.json"]
+        for path, content in zip(paths, (report, memory), strict=True):
+            path.write_text(json.dumps(content, indent=1) + "\n")
+        return paths
 
 
 _COLLECTIVES = {kind.value for kind in (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE)}
 _HEADER = ["per step", "hidden ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
 
 
-def _known(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if math.isnan(value) else value
-
-
-def _plain(report: MemoryReport) -> dict[str, Any]:
-    """Bytes of one rank, with states by name."""
-    tiers = {
-        tier: {state.value: nbytes for state, nbytes in states.items()}
-        for tier, states in report.tiers.items()
-    }
-    alone = {state.value: nbytes for state, nbytes in report.data_parallel.items()}
-    return {**vars(report), "tiers": tiers, "data_parallel": alone}
+def _by_name(states: Mapping[State, int]) -> dict[str, int]:
+    return {state.value: nbytes for state, nbytes in states.items()}

@@ -1,6 +1,7 @@
 """Tables and paragraphs as text, laid out by rich for the width of the terminal.
 
-The text is plain, without codes for colours, so that a log or a file has what the terminal shows.
+Without codes for colours, so that a log or a file has what the terminal shows. Apart from `report`,
+since commands that know nothing of Lightning print tables too.
 """
 
 from __future__ import annotations

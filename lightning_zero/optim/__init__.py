@@ -4,8 +4,7 @@
     clone         an optimizer's copy over other tensors
     step          one step: all at once, or bucket by bucket with its states on another tier
     chunks        one bucket, in chunks that are read, stepped and written behind each other
-    state         the state dict of whole tensors, in and out
-    owned_state   states of optimizers that get whole tensors, each on one rank
+    state         the state dict of whole tensors, in and out; states that one rank owns whole
 
 Begin with `trial`, then `step`.
 """

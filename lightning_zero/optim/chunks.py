@@ -31,42 +31,38 @@ from lightning_zero.optim.state import check_slice
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tiers import FileRange, InFile
+from lightning_zero.tiers.pipeline import FileRange
+from lightning_zero.tiers.storage import InFile
 
-__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "part_of", "step_together"]
+__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_together"]
 
 MASTER, PARAM, GRAD = "master", "param", "grad"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, stop) of a shard.
+    """Elements [start, stop) of a shard, and the files in which a part of it rests.
 
-    Attributes:
-        start: A multiple of the page size.
-        stop: One past the last element.
-        is_first: The first chunk, which also stands for parameters of which this rank owns nothing.
-        ranges: What of it rests in files.
-        names: Of the ranges: "master", "param", "grad", or "state." and a key.
-        dtypes: Of the ranges.
+    The first one also stands for parameters of which this rank owns nothing.
     """
 
-    start: int
+    start: int  # a multiple of the page size
     stop: int
-    is_first: bool
-    ranges: tuple[FileRange, ...]
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
+    files: Mapping[str, InFile]  # by name: "master", "param", "grad", or "state." and a key
+
+    @property
+    def ranges(self) -> list[FileRange]:
+        """Of its files."""
+        return [
+            file.range_of(self.start, self.stop, is_read=name != PARAM, is_written=name != GRAD)
+            for name, file in self.files.items()
+        ]
 
     def tensors(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By name, the ranges as 1-D tensors of `stop - start` elements.
-
-        Args:
-            views: uint8, one for each range.
-        """
+        """By name, its elements, 1-D, of `views`: uint8, one for each range."""
         numel = self.stop - self.start
-        named = zip(self.names, views, self.dtypes, strict=True)
-        return {name: view.view(dtype)[:numel] for name, view, dtype in named}
+        named = zip(self.files.items(), views, strict=True)
+        return {name: view.view(file.dtype)[:numel] for (name, file), view in named}
 
 
 def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
@@ -83,22 +79,15 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
                 f"a buffer of {nbytes} bytes cannot hold {PAGE_BYTES} elements of all {len(files)} "
                 f"tensors of {bucket.plan.name} that rest in files; use a larger buffer_size."
             )
-    own_ranges = bucket.shards.own_ranges
-    chunks = []
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        if start and not any(part_of(own_ranges[index], start, stop) for index in slots):
-            continue
-        ranges = [
-            store.range_of(start, stop, is_read=name != PARAM, is_written=name != GRAD)
-            for name, store in files.items()
-        ]
-        dtypes = tuple(store.dtype for store in files.values())
-        chunks.append(Chunk(start, stop, start == 0, tuple(ranges), tuple(files), dtypes))
-    return chunks
+    own = bucket.shards.own_ranges
+    return [
+        Chunk(start, min(start + step, numel), files)
+        for start in range(0, numel, step)
+        if not start or any(_part_of(own[index], start, start + step) for index in slots)
+    ]
 
 
-def part_of(own: range, start: int, stop: int) -> range:
+def _part_of(own: range, start: int, stop: int) -> range:
     """Elements of a slot, which are `own` in the shard, that lie within [start, stop)."""
     first = max(own.start, start)
     return range(first, max(first, min(own.stop, stop)))
@@ -116,75 +105,58 @@ def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
 
 
 class BucketStep:
-    """One step of one bucket.
+    """One step of one bucket, with the gradients as they are when it is made.
 
     Attributes:
         bucket: It is in flight (`begin_step`) while its chunks are stepped.
-        clone: Steps them.
-        device: Where.
+        device: Where they are stepped.
         grads: By slot that is stepped, the gradient as it was.
         is_in_chunks: A part of a slice may be stepped.
         known: By slot, states after the chunks so far.
     """
 
     def __init__(self, bucket: Bucket, clone: OptimizerClone) -> None:
-        """Takes the gradients as they are now.
-
-        Args:
-            bucket: At least one of its parameters has a gradient.
-            clone: Steps them.
-        """
         self.bucket = bucket
         self.clone = clone
-        self._storage = bucket.shards.storage
-        self.device = self._storage.step_device(bucket.plan.tiers.optim)
-        is_elsewhere = self.device.type == "cpu" and self._storage.is_apart
-        moves_states = is_elsewhere or bucket.shards.keeps_states_in_files
+        self.device = bucket.shards.storage.step_device(bucket.plan.tiers.optim)
         self.grads: dict[int, Tensor] = {}
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
-            if grad is None or not bucket.shards.is_stepped[index]:
-                continue
-            if parameter in clone.group_of:
+            is_stepped = bucket.shards.is_stepped[index] and parameter in clone.group_of
+            if grad is not None and is_stepped:
                 self.grads[index] = grad
-                if moves_states and (state := clone.optimizer.state.get(parameter)) is not None:
-                    self._bring_states(index, state)
+        self._bring_states()
         self.known: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
 
-    def _bring_states(self, index: int, state: dict[str, Any]) -> None:
+    def _bring_states(self) -> None:
         """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
-        if self.device.type == "cpu" and self._storage.is_apart:
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.device.type != "cpu":
-                    state[key] = value.cpu()
-        if self.bucket.shards.keeps_states_in_files:
-            self.bucket.shards.adopt_state(index, state)
+        shards = self.bucket.shards
+        is_elsewhere = self.device.type == "cpu" and shards.storage.is_apart
+        if not is_elsewhere and not shards.keeps_states_in_files:
+            return
+        for index in self.grads:
+            state = self.clone.optimizer.state.get(self.bucket.parameters[index], {})
+            if is_elsewhere:
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.device.type != "cpu":
+                        state[key] = value.cpu()
+            if shards.keeps_states_in_files:
+                shards.adopt_state(index, state)
 
     def chunks(self) -> list[ChunkStep]:
         """In order. They are made when the bucket is in flight."""
         chunks = chunks_of(self.bucket, self.grads)
-        has_files = (
-            any(chunk.ranges for chunk in chunks) or self.bucket.shards.keeps_states_in_files
-        )
-        self.is_in_chunks = has_files
+        self.is_in_chunks = bool(chunks[0].files) or self.bucket.shards.keeps_states_in_files
         return [ChunkStep(self, chunk) for chunk in chunks]
 
 
 class ChunkStep:
-    """One step of one chunk: `begin`, `take` what is stepped, `keep` what has come of it.
-
-    Attributes:
-        of: The step of its bucket.
-        ranges: What of it rests in files.
-        numel: Elements.
-    """
+    """One step of one chunk: `begin`, `take` what is stepped, `keep` what has come of it."""
 
     def __init__(self, of: BucketStep, chunk: Chunk) -> None:
         self.of = of
-        self.ranges = chunk.ranges
-        self.numel = chunk.stop - chunk.start
-        self._chunk = chunk
+        self.chunk = chunk
         self._shards = of.bucket.shards
         self._name = of.bucket.plan.name
         self._state = of.clone.optimizer.state
@@ -195,32 +167,26 @@ class ChunkStep:
 
     def begin(self) -> None:
         """A master that rests in other memory begins to travel to where it is stepped."""
-        if MASTER in self._chunk.names:
+        if MASTER in self.chunk.files:
             return
-        resting = self._shards.stepped().fetch(self._chunk.start, self._chunk.stop)
-        device = self.of.device
-        with self._shards.storage.recorder.moving(
-            self._name, resting.nbytes, resting.device, device
-        ):
+        resting = self._shards.stepped().fetch(self.chunk.start, self.chunk.stop)
+        device, moving = self.of.device, self._shards.storage.recorder.moving
+        with moving(self._name, resting.nbytes, resting.device, device):
             self._master = resting.to(device, non_blocking=True)  # page-locked, if on the CPU
         if resting.device.type == "cuda" and device.type == "cpu":
             self._arrival = streams.current(resting.device).record_event()
 
     def take(self, views: list[Tensor]) -> list[Slice]:
-        """What is to be stepped, with gradients and states.
-
-        Args:
-            views: uint8, of what rests in files.
-        """
-        self._memory = self._chunk.tensors(views)
+        """What is to be stepped, with gradients and states. `views`: as of `Chunk.tensors`."""
+        self._memory = self.chunk.tensors(views)
         if MASTER in self._memory:
             self._master = self._memory[MASTER]
         if self._arrival is not None:
             self._arrival.synchronize()
-        own_ranges, chunk = self._shards.own_ranges, self._chunk
+        own_ranges, chunk = self._shards.own_ranges, self.chunk
         for index in self.of.grads:
-            part = part_of(own_ranges[index], chunk.start, chunk.stop)
-            if part or (chunk.is_first and not own_ranges[index]):
+            part = _part_of(own_ranges[index], chunk.start, chunk.stop)
+            if part or (chunk.start == 0 and not own_ranges[index]):
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 
@@ -229,7 +195,7 @@ class ChunkStep:
         assert self._master is not None
         for index, (part, stepped) in self._slices.items():
             self._keep_state(index, part, stepped)
-        storage, shards, start = self._shards.storage, self._shards, self._chunk.start
+        storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER not in self._memory:
             storage.upload(self._master, shards.stepped(), start, self._name)
         if shards.has_own_master:
@@ -243,7 +209,7 @@ class ChunkStep:
     def _slice(self, index: int, part: range) -> Slice:
         assert self._master is not None
         parameter, own = self.of.bucket.parameters[index], self._shards.own_ranges[index]
-        here = slice(part.start - self._chunk.start, part.stop - self._chunk.start)
+        here = slice(part.start - self.chunk.start, part.stop - self.chunk.start)
         if GRAD in self._memory:
             grad = self._memory[GRAD][here]
         else:
@@ -269,14 +235,13 @@ class ChunkStep:
         return copy.deepcopy(value)
 
     def _keep_state(self, index: int, part: range, stepped: Slice) -> None:
-        """Puts what the optimizer knows after the step where it belongs."""
         parameter = stepped.parameter
         if not self.of.is_in_chunks:
             if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
                 check_slice(self.of.clone.optimizer, parameter)
             return
-        shards, start = self._shards, self._chunk.start
+        shards, start = self._shards, self.chunk.start
         own = shards.own_ranges[index]
         known = self.of.known.setdefault(index, {})  # in memory; other keys are in files
         for key, value in stepped.state.items():
@@ -299,23 +264,21 @@ class ChunkStep:
             }
 
 
-def step_together(chunks: Sequence[ChunkStep], views: list[Tensor]) -> None:
-    """Steps `chunks` in one call of the optimizer.
+def step_together(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
+    """Takes `steps`, of one optimizer and one device, in one call of the optimizer.
 
-    Args:
-        chunks: Of one optimizer and one device; several only where none needs a buffer.
-        views: uint8, of what rests in files.
+    `views`: uint8, of what rests in files; empty where there are several.
     """
-    first, last = (chunk.of.bucket for chunk in (chunks[0], chunks[-1]))
+    first, last = steps[0].of.bucket, steps[-1].of.bucket
     name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
-    is_host = chunks[0].of.device.type == "cpu"
+    is_host = steps[0].of.device.type == "cpu"
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
-        slices = [one for chunk in chunks for one in chunk.take(views)]
+        slices = [one for step in steps for one in step.take(views)]
         if slices:
-            chunks[0].of.clone.step(slices)
-        for chunk in chunks:
-            chunk.keep()
+            steps[0].of.clone.step(slices)
+        for step in steps:
+            step.keep()
 
 
 def _write(target: Tensor, values: Tensor) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,15 +25,19 @@ from torch.optim import Optimizer
 from lightning_zero.tensors.guarded import attributes_of
 
 __all__ = [
-    "Brought",
     "OptimizerClone",
     "Slice",
     "copy_of",
     "is_number_elsewhere",
     "numbers_on_cpu",
+    "parameters_of",
     "raw_step",
     "settings_of",
 ]
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def copy_of(
@@ -43,10 +47,7 @@ def copy_of(
 ) -> Optimizer:
     """One of the same class over `groups`, without state or hooks, to be stepped by `raw_step`.
 
-    Args:
-        optimizer: The user's.
-        groups: Become the copy's.
-        attributes: Of `optimizer`, as they were; None: as they are.
+    `attributes`: of `optimizer`, as they were; None: as they are.
     """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
@@ -68,7 +69,6 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_number_elsewhere(value: Any) -> bool:
-    """Whether it is a 0-dim tensor of a device."""
     return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
 
 
@@ -77,31 +77,6 @@ def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.cpu() if is_number_elsewhere(value) else value for key, value in values.items()
     }
-
-
-@dataclass(frozen=True)
-class Brought:
-    """A setting of a group that is on the CPU for one step. See [Note: Numbers on their way].
-
-    Attributes:
-        group: Of the user's optimizer.
-        key: Of the setting.
-        number: The user's own tensor.
-        copy: What took its place.
-    """
-
-    group: dict[str, Any]
-    key: str
-    number: Tensor
-    copy: Tensor
-
-    def give_back(self) -> None:
-        """The user's tensor takes its place again, with what the step has written to it."""
-        if self.group.get(self.key) is not self.copy:
-            return  # the step has set it anew
-        if self.copy._version:
-            self.number.copy_(self.copy)
-        self.group[self.key] = self.number
 
 
 def raw_step(optimizer: Optimizer) -> None:
@@ -113,19 +88,12 @@ def raw_step(optimizer: Optimizer) -> None:
 
 @dataclass
 class Slice:
-    """A part of one parameter.
-
-    Attributes:
-        parameter: The user's.
-        data: Stepped in place: 1-D, or the whole parameter, n-D.
-        grad: Like `data`.
-        state: What the optimizer knows of it; replaced by what it knows after the step.
-    """
+    """A part of one parameter of the user's."""
 
     parameter: nn.Parameter
-    data: Tensor
-    grad: Tensor
-    state: dict[str, Any] = field(default_factory=dict)
+    data: Tensor  # stepped in place: 1-D, or the whole parameter, n-D
+    grad: Tensor  # like `data`
+    state: dict[str, Any]  # the optimizer's; replaced by what it knows after the step
 
 
 class OptimizerClone:
@@ -147,9 +115,8 @@ class OptimizerClone:
     @cached_property
     def _on_cpu(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Settings and attributes for steps on the CPU."""
-        return [numbers_on_cpu(settings) for settings in self._groups], numbers_on_cpu(
-            self._attributes
-        )
+        groups = [numbers_on_cpu(settings) for settings in self._groups]
+        return groups, numbers_on_cpu(self._attributes)
 
     def step(self, slices: Sequence[Slice]) -> None:
         """One step on `slices`, of one device. See [Note: Stand-ins]."""
@@ -157,13 +124,11 @@ class OptimizerClone:
         all_settings, attributes = self._on_cpu if is_on_cpu else (self._groups, self._attributes)
         groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in all_settings]
         copy = copy_of(self.optimizer, groups, attributes)
-        stand_ins = []
-        for part in slices:
-            stand_in = _stand_in(part)
+        stand_ins = [_stand_in(part) for part in slices]
+        for part, stand_in in zip(slices, stand_ins, strict=True):
             if part.state:
                 copy.state[stand_in] = part.state
-            copy.param_groups[self.group_of[part.parameter]]["params"].append(stand_in)
-            stand_ins.append(stand_in)
+            groups[self.group_of[part.parameter]]["params"].append(stand_in)
         raw_step(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
             part.state = copy.state.get(stand_in, {})

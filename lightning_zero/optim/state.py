@@ -2,7 +2,12 @@
 
 A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that
 the optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as
-they are. Where a rank owns whole parameters, it alone has all of their states (owned_state.py).
+they are.
+
+[Note: Owned states] Where a rank owns whole parameters, it alone has their states, just as the
+optimizer made them: of any shape (Adafactor's rows and columns), quantised, numbers, lists. What
+other ranks need of them for a checkpoint is told by `Outline`s, and the values by one gather for
+each bucket, in which every rank sends what it owns.
 
 States are saved as the optimizer keeps them, and not as a `state_dict` of its class may have
 rearranged them (bitsandbytes hides them from FSDP in a dict of their own), for that has slices. The
@@ -11,51 +16,59 @@ class's `load_state_dict` takes either; dicts in a saved state are looked into.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.shards import SCALAR_KEYS, is_elementwise_state
-from lightning_zero.optim.owned_state import gather_owned_states
-from lightning_zero.tensors.composite import is_composite, map_tensors
+from lightning_zero.optim.clone import parameters_of
+from lightning_zero.tensors.composite import (
+    is_composite,
+    map_tensors,
+    plain_tensors,
+    put_together,
+    take_apart,
+)
 from lightning_zero.tensors.guarded import placement_of
 
 __all__ = [
+    "Outline",
     "check_slice",
     "is_elementwise",
     "join_optimizer_state",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
+    "outline_owned_states",
     "shard_initial_state",
 ]
+
+_ALIGN_BYTES = 16
 
 
 def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
     for parameter, state in list(optimizer.state.items()):
-        placement = placement_of(parameter)
-        if not bucket_of(placement).shards.is_stepped[placement.index]:
+        if not _is_stepped(parameter):
             del optimizer.state[parameter]
             continue
+        placement = placement_of(parameter)
         for key, value in state.items():
             if _is_shaped_like(placement.shape, key, value):
                 state[key] = bucket_of(placement).shards.slice_state(placement.index, value)
 
 
 def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank.
-
-    Raises:
-        RuntimeError: The optimizer has some, and was taken to treat every element by itself.
-    """
+    """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank."""
     placement = placement_of(parameter)
-    if bucket_of(placement).steps_whole or bucket_of(placement).shards.holds_whole_tensors:
+    if not _is_sliced(bucket_of(placement)):
         return
     for key, value in optimizer.state.get(parameter, {}).items():
         if is_composite(value):
@@ -67,24 +80,24 @@ def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
             )
 
 
+def _is_sliced(bucket: Bucket) -> bool:
+    return not bucket.steps_whole and not bucket.shards.holds_whole_tensors
+
+
 def optimizer_state_dict(
     optimizer: Optimizer, buckets: Sequence[Bucket], *, is_recipient: bool
 ) -> dict[str, Any]:
     """The state dict that the same optimizer would have without sharding, on the CPU. Collective.
 
-    One bucket and one kind of state is gathered at a time.
-
-    Args:
-        optimizer: Its state is slices.
-        buckets: All buckets of the engine.
-        is_recipient: Whether this rank wants the result; the others get an empty dict.
+    One bucket and one kind of state is gathered at a time. Ranks that are no recipients get an
+    empty dict.
     """
     packed = optimizer.state_dict()
     ids = _parameter_ids(optimizer)
     state: dict[int, dict[str, Any]] = {}
-    for parameter, owned in gather_owned_states(optimizer, buckets):
+    for parameter, owned in _gather_owned_states(optimizer, buckets):
         if is_recipient:
-            state[ids[parameter]] = map_tensors(_on_cpu, owned)
+            state[ids[parameter]] = map_tensors(lambda v: v.to("cpu", copy=True), owned)
     for member in ids.keys() & optimizer.state.keys():
         # Never write into the optimizer's own.
         state.setdefault(ids[member], dict(optimizer.state[member]))
@@ -112,10 +125,9 @@ def load_optimizer_state_dict(
         state_dict: As `torch.optim.Optimizer.state_dict` gives it; its tensors may be stored ones.
 
     Raises:
-        ValueError: States shaped neither like their parameter nor like a scalar, of parameters that
-            are not there, or other groups than the optimizer's. Nothing has been changed.
+        ValueError: It does not fit the optimizer. Nothing has been changed.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     _check_states(optimizer, by_number, state_dict)
@@ -131,8 +143,14 @@ def load_optimizer_state_dict(
     }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
     mine = set(parameters) - in_files
-    with _as_stepped([b for b in buckets if any(p in mine for p in b.parameters)]):
+    own_buckets = [bucket for bucket in buckets if not mine.isdisjoint(bucket.parameters)]
+    for bucket in own_buckets:
+        bucket.masters.enter_step(has_grads=False)
+    try:
         optimizer.load_state_dict({**state_dict, "state": state})
+    finally:
+        for bucket in own_buckets:
+            bucket.masters.leave_step(is_changed=False)
     for number, entry in state_dict["state"].items():
         if by_number[number] in in_files:
             _load_into_files(by_number[number], entry, optimizer.state[by_number[number]])
@@ -160,13 +178,9 @@ def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
 
-def _is_stepped(parameter: nn.Parameter) -> bool:
+def _is_stepped(parameter: Tensor) -> bool:
     placement = placement_of(parameter)
     return bucket_of(placement).shards.is_stepped[placement.index]
-
-
-def _on_cpu(value: Tensor) -> Tensor:
-    return value.to("cpu", copy=True)
 
 
 def _check_states(
@@ -189,8 +203,7 @@ def _check_states(
             for key, value in _named_tensors(entry)
             if value.numel() > 1
             and (value.shape != placement.shape or is_composite(value))
-            and not bucket_of(placement).steps_whole
-            and not bucket_of(placement).shards.holds_whole_tensors
+            and _is_sliced(bucket_of(placement))
         ]
     if wrong:
         lines = "\n\t".join(wrong)
@@ -213,23 +226,18 @@ def join_optimizer_state(
     optimizer: Optimizer, buckets: Sequence[Bucket], device: torch.device
 ) -> None:
     """Replaces slices by whole tensors on `device`, on every rank. Collective."""
+
+    def at_home(value: Tensor) -> Tensor:
+        """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
+        return value.to(device if value.dim() else value.device, copy=True)
+
     joined = [
-        (parameter, key, whole.to(device, copy=True))
-        for parameter, key, whole in _joined(optimizer, buckets)
+        (p, key, whole.to(device, copy=True)) for p, key, whole in _joined(optimizer, buckets)
     ]
-    owned = [
-        (parameter, map_tensors(partial(_at_home, device), state))
-        for parameter, state in gather_owned_states(optimizer, buckets)
-    ]
-    for parameter, state in owned:
-        optimizer.state[parameter] = state
+    owned = [(p, map_tensors(at_home, s)) for p, s in _gather_owned_states(optimizer, buckets)]
+    optimizer.state.update(owned)
     for parameter, key, whole in joined:
         optimizer.state[parameter][key] = whole
-
-
-def _at_home(device: torch.device, value: Tensor) -> Tensor:
-    """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
-    return value.to(device if value.dim() else value.device, copy=True)
 
 
 def _joined(
@@ -237,9 +245,7 @@ def _joined(
 ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
     """Every elementwise state of what is sliced, whole. Collective: exhaust it on every rank."""
     mine = set(_parameter_ids(optimizer))
-    for bucket in buckets:
-        if bucket.steps_whole or bucket.shards.holds_whole_tensors:
-            continue
+    for bucket in filter(_is_sliced, buckets):
         states = [optimizer.state.get(p, {}) if p in mine else {} for p in bucket.parameters]
         keys = sorted({key for state in states for key in state})
         for key in keys:
@@ -270,19 +276,126 @@ def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
 
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
     """Numbers as torch gives them in a state dict: by order in the groups."""
-    ids: dict[nn.Parameter, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            ids.setdefault(parameter, len(ids))
-    return ids
+    return {p: number for number, p in enumerate(dict.fromkeys(parameters_of(optimizer)))}
 
 
-@contextmanager
-def _as_stepped(buckets: Sequence[Bucket]) -> Iterator[None]:
+# ---------------------------------------------------------------- states of whole parameters
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tensor that another rank may hold."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_cpu: bool  # the optimizer keeps it there
+    number: float | None  # its value, where it has no dimensions
+
+    @staticmethod
+    def of(value: object) -> object:
+        """The outline of a tensor; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        number = value.item() if value.dim() == 0 else None
+        return Outline(tuple(value.shape), value.dtype, value.device.type == "cpu", number)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, rounded up so that what follows is aligned."""
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+_Outlines = Mapping[nn.Parameter, Any]
+
+
+def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Outlines:
+    """By owned parameter that has been stepped, its state with an outline for every tensor.
+
+    Tensors made of tensors are taken apart. Collective: every rank.
+    """
+    own_buckets = _buckets_of(optimizer, buckets)
+    if not own_buckets:
+        return {}
+    own_buckets[0].wait_for_all_steps()
+    own = {
+        (number, index): tree_map(Outline.of, take_apart(optimizer.state[parameter]))
+        for number, bucket in enumerate(own_buckets)
+        for index, parameter in enumerate(bucket.parameters)
+        if bucket.shards.is_stepped[index] and parameter in optimizer.state
+    }
+    known: dict[tuple[int, int], Any] = {}
+    for of_rank in own_buckets[0].comm.control.gather_objects(own):
+        known.update(of_rank)
+    return {own_buckets[number].parameters[i]: known[number, i] for number, i in sorted(known)}
+
+
+def _gather_owned_states(
+    optimizer: Optimizer, buckets: Sequence[Bucket]
+) -> Iterator[tuple[nn.Parameter, Any]]:
+    """Every parameter that is stepped whole, with its state, on every rank.
+
+    Collective: exhaust it on every rank. One bucket is gathered at a time; where every rank steps
+    all parameters, each has their states. Tensors are views on the device, to be copied at once;
+    those that the optimizer keeps on the CPU and that have no dimensions are there.
+    """
     for bucket in buckets:
-        bucket.masters.enter_step(has_grads=False)
-    try:
-        yield
-    finally:
-        for bucket in buckets:
-            bucket.masters.leave_step(is_changed=False)
+        if bucket.steps_whole:
+            states = optimizer.state  # a defaultdict: not to be asked for what it lacks
+            yield from ((p, states[p]) for p in bucket.parameters if p in states)
+    outlines = outline_owned_states(optimizer, buckets)
+    for bucket in _buckets_of(optimizer, buckets):
+        for parameter, tensors in _gather_bucket(bucket, outlines, optimizer).items():
+            rest = iter(tensors)
+
+            def restore(leaf: object, rest: Iterator[Tensor] = rest) -> object:
+                if not isinstance(leaf, Outline):
+                    return leaf
+                tensor = next(rest)
+                return tensor.cpu() if leaf.is_on_cpu and not leaf.shape else tensor
+
+            yield parameter, put_together(tree_map(restore, outlines[parameter]))
+
+
+def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Those with owned parameters of `optimizer`, in layout order."""
+    members = set(parameters_of(optimizer))
+    return [
+        bucket
+        for bucket in buckets
+        if bucket.shards.holds_whole_tensors and not members.isdisjoint(bucket.parameters)
+    ]
+
+
+def _gather_bucket(
+    bucket: Bucket, outlines: _Outlines, optimizer: Optimizer
+) -> dict[nn.Parameter, list[Tensor]]:
+    """By parameter, the tensors of its state: views of one buffer on the device. Collective."""
+    comm, mesh = bucket.comm, bucket.comm.mesh
+    by_owner: list[list[tuple[nn.Parameter, list[Outline]]]] = [[] for _ in range(mesh.num_shards)]
+    for slot, parameter in zip(bucket.plan.layout.slots, bucket.parameters, strict=True):
+        if parameter in outlines:
+            assert slot.owner is not None
+            leaves = tree_leaves(outlines[parameter])
+            own = [leaf for leaf in leaves if isinstance(leaf, Outline)]
+            by_owner[slot.owner].append((parameter, own))
+    cuts = [
+        max(_ALIGN_BYTES, sum(leaf.nbytes for _, leaves in owned for leaf in leaves))
+        for owned in by_owner
+    ]
+    buffer = torch.zeros(sum(cuts), dtype=torch.uint8, device=comm.device)
+    views: dict[nn.Parameter, list[Tensor]] = {}
+    for owned, start in zip(by_owner, accumulate([0, *cuts[:-1]]), strict=True):
+        for parameter, leaves in owned:
+            views[parameter] = []
+            for leaf in leaves:
+                numel = math.prod(leaf.shape)
+                part = buffer[start : start + numel * leaf.dtype.itemsize]
+                views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
+                start += leaf.nbytes
+    for parameter, _ in by_owner[mesh.shard_rank]:
+        values = plain_tensors(optimizer.state[parameter])
+        for view, value in zip(views[parameter], values, strict=True):
+            view.copy_(value)
+    comm.all_gather(buffer, f"states of {bucket.plan.name}", cuts=cuts).wait()
+    return views

@@ -28,15 +28,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_together
-from lightning_zero.optim.clone import Brought, OptimizerClone, is_number_elsewhere, numbers_on_cpu
+from lightning_zero.optim.clone import (
+    OptimizerClone,
+    is_number_elsewhere,
+    numbers_on_cpu,
+    parameters_of,
+)
 from lightning_zero.optim.state import check_slice
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import has_placement, placement_of
-from lightning_zero.tiers import Job, Storage
+from lightning_zero.tiers.pipeline import Task
+from lightning_zero.tiers.storage import Storage
 
 __all__ = ["MOST_TOGETHER", "OptimizerStep", "check_whole"]
 
@@ -46,12 +53,7 @@ MOST_TOGETHER = {"cuda": 2**25}
 
 
 class OptimizerStep:
-    """Runs one optimizer on the slices of this rank, from hooks on `optimizer.step`.
-
-    Attributes:
-        optimizer: The user's optimizer.
-        kind: How it may be called.
-    """
+    """Runs the user's optimizer on the slices of this rank, from hooks on its `step`."""
 
     def __init__(
         self,
@@ -59,23 +61,22 @@ class OptimizerStep:
         found: Findings,
         *,
         examine: Callable[[Optimizer], Findings],
-        before: Callable[[], None],
-        order: Callable[[], Sequence[Bucket]],
+        reducing: Reducing,
         storage: Storage,
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self.kind = kind = found.kind
+        self._kind = found.kind
         self._found = found
         self._examine = examine
-        self._num_members = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._num_members = len(parameters_of(optimizer))
         self._known_members: set[nn.Parameter] = set()  # that have been looked at
-        self._before = before  # waits for what the step must not overtake
-        self._order = order  # all buckets, in the order in which the next forward needs them
+        self._reducing = reducing
         self._stepping: list[Bucket] = []
         self._storage = storage
-        self._worker = worker if kind is StepKind.BY_BUCKET else None  # None: step at once
-        self._brought: list[Brought] = []  # for this step
+        self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
+        # By setting that is on the CPU for this step: group, key, the user's number, its copy.
+        self._brought: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         # A subclass's step may call its parent's, which calls hooks too.
         self._is_inside = self._is_inside_bucket = False
         self._handles = [
@@ -92,7 +93,6 @@ class OptimizerStep:
         self._return_numbers()
 
     def detach(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -109,16 +109,16 @@ class OptimizerStep:
                 loss = closure()
             args = (optimizer, lambda: loss, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
-        self._before()
+        self._reducing.before_step()
         members = self._members()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
                 bucket
-                for bucket in self._order()
+                for bucket in self._reducing.step_order()
                 if any(p.grad is not None and p in members for p in bucket.parameters)
             ]
         self._is_inside = True
-        if self.kind is StepKind.BY_BUCKET:
+        if self._kind is StepKind.BY_BUCKET:
             self._is_inside_bucket = True
             try:
                 self._step_by_bucket()
@@ -127,8 +127,9 @@ class OptimizerStep:
                 raise
             finally:
                 self._is_inside_bucket = False
-            for bucket in self._stepping:
-                _hide_grads(bucket)
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in (p for bucket in self._stepping for p in bucket.parameters):
+                    parameter.grad = None  # the body finds none and does nothing
         else:
             for bucket in self._stepping:
                 bucket.masters.enter_step()
@@ -146,15 +147,17 @@ class OptimizerStep:
         own.update(numbers_on_cpu({name: own[name] for name in names}))
         for group in self.optimizer.param_groups:
             numbers = {key: value for key, value in group.items() if is_number_elsewhere(value)}
-            brought = numbers_on_cpu(numbers)
-            group.update(brought)
-            for key, number in numbers.items():
-                self._brought.append(Brought(group, key, number, brought[key]))
+            copies = numbers_on_cpu(numbers)
+            group.update(copies)
+            self._brought += [(group, key, numbers[key], copies[key]) for key in numbers]
 
     def _return_numbers(self) -> None:
         """The settings are the user's own tensors again, with what has become of them."""
-        for one in self._brought:
-            one.give_back()
+        for group, key, number, copy in self._brought:
+            if group.get(key) is copy:  # else the step has set it anew
+                if copy._version:
+                    number.copy_(copy)
+                group[key] = number
         self._brought = []
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -163,13 +166,13 @@ class OptimizerStep:
         self._is_inside = False
         self._return_numbers()
         self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
-        for bucket in self._stepping:
-            if self.kind is StepKind.AT_ONCE:
+        stepped, self._stepping = self._stepping, []
+        for bucket in stepped:
+            if self._kind is StepKind.AT_ONCE:
                 bucket.masters.leave_step(is_changed=True)
             else:
                 bucket.grads.show()
-        stepped, self._stepping = self._stepping, []
-        if self.kind is StepKind.AT_ONCE:
+        if self._kind is StepKind.AT_ONCE:
             for parameter in (p for bucket in stepped for p in bucket.parameters):
                 check_slice(optimizer, parameter)
 
@@ -206,18 +209,17 @@ class OptimizerStep:
                 loop.advance()
 
         calls = list(_calls(work))
-        in_files: list[Job] = []
+        in_files: list[Task] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
-        in_memory += [chunk.begin for _, chunks in calls[:1] for chunk in chunks]
-        for call, (number, chunks) in enumerate(calls, start=1):
+        in_memory += [step.begin for _, steps in calls[:1] for step in steps]
+        for call, (number, steps) in enumerate(calls, start=1):
             in_memory.append(partial(end_before, number))
-            in_memory += [chunk.begin for _, others in calls[call : call + 1] for chunk in others]
-            step = partial(step_together, chunks)
-            if chunks[0].ranges:
-                in_files.append(_after(in_memory, Job(chunks[0].ranges, step)))
+            in_memory += [step.begin for _, others in calls[call : call + 1] for step in others]
+            if steps[0].chunk.files:
+                in_files.append(Task(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
                 in_memory = []
             else:
-                in_memory.append(partial(step, []))
+                in_memory.append(partial(step_together, steps, []))
         if in_files:
             self._storage.pipeline.run(in_files)
         for run in in_memory:
@@ -226,35 +228,27 @@ class OptimizerStep:
 
     def read_ahead(self) -> None:
         """Begins to read what the next step will need, as far as there are buffers for it."""
-        if self.kind is not StepKind.BY_BUCKET or not self._reads_files:
+        buckets = self._reducing.step_order() if self._kind is StepKind.BY_BUCKET else []
+        # Gradients in files are written before the step.
+        has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
+        if has_grads or not any(bucket.shards.state_stores for bucket in buckets):
             return
         self._drain()
-        members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        members = set(parameters_of(self.optimizer))
         jobs = []
-        for bucket in self._order():
+        for bucket in buckets:
             slots = [
                 index
                 for index, parameter in enumerate(bucket.parameters)
                 if parameter.requires_grad and parameter in members
             ]
-            jobs += [Job(chunk.ranges, _ignore) for chunk in chunks_of(bucket, slots) if slots]
-        self._storage.pipeline.prefetch([job for job in jobs if job.ranges])
-
-    @property
-    def _reads_files(self) -> bool:
-        """There are states in files, and no gradients, which are written before the step."""
-        buckets = self._order()
-        has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
-        return any(bucket.shards.state_stores for bucket in buckets) and not has_grads
+            chunks = chunks_of(bucket, slots) if slots else []
+            jobs += [Task(chunk.ranges) for chunk in chunks if chunk.files]
+        self._storage.pipeline.prefetch(jobs)
 
     def _members(self) -> set[nn.Parameter]:
-        """The optimizer's parameters.
-
-        Raises:
-            ValueError: One was added that no engine holds, or that would be stepped as a slice by
-                an optimizer of whole tensors.
-        """
-        members = {p for group in self.optimizer.param_groups for p in group["params"]}
+        """The optimizer's parameters, looked at where some were added since the last step."""
+        members = set(parameters_of(self.optimizer))
         if members == self._known_members:
             return self._known_members
         for parameter in members:
@@ -274,24 +268,17 @@ class OptimizerStep:
 
 
 def check_whole(optimizer: Optimizer, found: Findings) -> None:
-    """Refuses an optimizer that would step slices as if they were tensors.
-
-    Raises:
-        ValueError: It needs whole tensors, and was given parameters that are cut.
-    """
-    if found.is_elementwise:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            placement = placement_of(parameter)
-            bucket = bucket_of(placement)
-            if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
-                raise ValueError(
-                    f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
-                    "cut when the engine was built: nothing asked for it whole. Give this "
-                    "optimizer all of its parameters before that (in Lightning, in "
-                    "configure_optimizers)."
-                )
+    """Refuses, by a ValueError, an optimizer that would step slices as if they were tensors."""
+    for parameter in [] if found.is_elementwise else parameters_of(optimizer):
+        placement = placement_of(parameter)
+        bucket = bucket_of(placement)
+        if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
+            raise ValueError(
+                f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
+                "cut when the engine was built: nothing asked for it whole. Give this "
+                "optimizer all of its parameters before that (in Lightning, in "
+                "configure_optimizers)."
+            )
 
 
 def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[ChunkStep]]]:
@@ -299,36 +286,24 @@ def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[Chun
 
     A call costs a millisecond of Python, so small buckets on a device have one together.
     """
-    first, chunks, numel = 0, list[ChunkStep](), 0
-    for number, chunk in ((n, chunk) for n, of_bucket in enumerate(work) for chunk in of_bucket):
-        device, numel = chunk.of.device, numel + chunk.numel
-        is_alike = bool(chunks) and chunks[0].of.device == device
-        is_much = numel > MOST_TOGETHER.get(device.type, 0)
-        if not is_alike or is_much or chunks[0].ranges or chunk.ranges:
-            if chunks:
-                yield first, chunks
-            first, chunks, numel = number, [], chunk.numel
-        chunks.append(chunk)
-    if chunks:
-        yield first, chunks
+    first, steps, numel = 0, list[ChunkStep](), 0
+    for number, step in ((n, step) for n, of_bucket in enumerate(work) for step in of_bucket):
+        own_numel = step.chunk.stop - step.chunk.start
+        numel += own_numel
+        is_alike = bool(steps) and steps[0].of.device == step.of.device
+        is_much = numel > MOST_TOGETHER.get(step.of.device.type, 0)
+        if not is_alike or is_much or steps[0].chunk.files or step.chunk.files:
+            if steps:
+                yield first, steps
+            first, steps, numel = number, [], own_numel
+        steps.append(step)
+    if steps:
+        yield first, steps
 
 
-def _after(before: Sequence[Callable[[], object]], job: Job) -> Job:
-    """`job`, run after `before`."""
-
-    def run(views: list[Tensor]) -> None:
-        for other in before:
-            other()
-        job.run(views)
-
-    return Job(job.ranges, run)
-
-
-def _ignore(views: list[Tensor]) -> None:
-    """The work of a job that is only read ahead."""
-
-
-def _hide_grads(bucket: Bucket) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter in bucket.parameters:
-            parameter.grad = None
+def _run_all(
+    before: Sequence[Callable[[], object]], steps: Sequence[ChunkStep], views: list[Tensor]
+) -> None:
+    for run in before:
+        run()
+    step_together(steps, views)

@@ -63,34 +63,26 @@ class _Trial:
     num_steps: int = len(_SCALES)
 
 
-def _run_trial(
-    optimizer: Optimizer, device: torch.device, dtype: torch.dtype, trial: _Trial
-) -> Tensor:
+def _run_trial(optimizer: Optimizer, device: torch.device, trial: _Trial) -> Tensor:
     """Values of all toys after the steps of `trial`, 1-D, in the same order for every trial."""
-    pieces: dict[tuple[int, int], Tensor] = {}
+    toys: dict[tuple[int, int], nn.Parameter] = {}
     for rank in range(trial.num_ranks):
-        pieces.update(_Run(optimizer, device, dtype, trial, rank).values())
-    return torch.cat([pieces[place].reshape(-1) for place in sorted(pieces)])
+        toys.update(_Run(optimizer, device, trial, rank).toys)
+    return torch.cat([toys[place].detach().reshape(-1) for place in sorted(toys)])
 
 
 class _Run:
     """One rank's part of a trial."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        device: torch.device,
-        dtype: torch.dtype,
-        trial: _Trial,
-        rank: int,
+        self, optimizer: Optimizer, device: torch.device, trial: _Trial, rank: int
     ) -> None:
         self._trial = trial
         self._rank = rank
         self._device = device
-        self._dtype = dtype
         self._generator = torch.Generator().manual_seed(0)
         self._shapes: list[_Shape] = []  # of the toys, in order
-        self._toys: dict[tuple[int, int], nn.Parameter] = {}  # by toy and piece: this rank's
+        self.toys: dict[tuple[int, int], nn.Parameter] = {}  # by toy and piece: this rank's
         # Compiling takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
@@ -99,10 +91,6 @@ class _Run:
             self._fill_groups(optimizer)
             for scale in _SCALES[: trial.num_steps]:
                 self._step(scale)
-
-    def values(self) -> dict[tuple[int, int], Tensor]:
-        """By toy and piece."""
-        return {place: toy.detach() for place, toy in self._toys.items()}
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
         seen: set[tuple[_Shape, str]] = set()
@@ -117,14 +105,14 @@ class _Run:
                     toy = nn.Parameter(values if is_mine else values.new_empty(0))
                     group["params"].append(toy)
                     if is_mine:
-                        self._toys[number, piece] = toy
+                        self.toys[number, piece] = toy
                         _copy_initial_state(optimizer, like, self._clone, toy)
 
     def _step(self, scale: float) -> None:
         for number, shape in enumerate(self._shapes):
             for piece, values in enumerate(self._cut(self._draw(shape) * scale)):
                 if self._is_mine(number, piece):
-                    self._toys[number, piece].grad = values
+                    self.toys[number, piece].grad = values
         if self._trial.is_in_turn:
             self._step_in_turn()
         else:
@@ -133,18 +121,18 @@ class _Run:
     def _step_in_turn(self) -> None:
         groups = self._clone.param_groups
         kept = [group["params"] for group in groups]
-        for toy in self._toys.values():
+        for toy in self.toys.values():
             for group, parameters in zip(groups, kept, strict=True):
                 group["params"] = [p for p in parameters if p is toy]
             raw_step(self._clone)
         for group, parameters in zip(groups, kept, strict=True):
             group["params"] = parameters
-        for toy in self._toys.values():
+        for toy in self.toys.values():
             toy.grad = None
         raw_step(self._clone)  # the body after the hook finds no gradients and must do nothing
 
     def _draw(self, shape: _Shape) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+        return torch.randn(shape, generator=self._generator).to(self._device, torch.float32)
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
         if not self._trial.is_cut:
@@ -163,11 +151,9 @@ def _shapes_like(
 ) -> list[tuple[_Shape, nn.Parameter | None]]:
     """Shapes of the toys of a group, each with the parameter it stands for.
 
-    Args:
-        group: Of the optimizer.
-        seen: The large toys so far, with the settings of their groups.
+    `seen`: the large toys so far, with the settings of their groups.
     """
-    settings = {k: v for k, v in group.items() if k != "params" and not isinstance(v, float)}
+    settings = repr({k: v for k, v in group.items() if k != "params" and not isinstance(v, float)})
     largest: dict[_Shape, nn.Parameter] = {}
     for parameter in group["params"]:
         pattern = tuple(min(size, 2) for size in parameter.shape)
@@ -178,9 +164,9 @@ def _shapes_like(
         if not math.prod(pattern):
             continue  # nothing to step
         large = _large_shape(tuple(parameter.shape))
-        if (large, repr(settings)) not in seen:
+        if (large, settings) not in seen:
             shapes.append((large, parameter))
-            seen.add((large, repr(settings)))
+            seen.add((large, settings))
         sizes = _SMALL + (2,) * len(pattern)
         small = tuple(n if size > 1 else 1 for n, size in zip(sizes, pattern, strict=False))
         shapes.append((small, parameter))
@@ -245,15 +231,10 @@ class StepKind(Enum):
 
 @dataclass(frozen=True)
 class Findings:
-    """What a probe has found out.
-
-    Attributes:
-        kind: How the optimizer may be called.
-        is_elementwise: It treats every element by itself; else every tensor.
-    """
+    """What a probe has found out."""
 
     kind: StepKind
-    is_elementwise: bool
+    is_elementwise: bool  # it treats every element by itself; else every tensor
 
     def __and__(self, other: Findings) -> Findings:
         """What holds for both."""
@@ -261,7 +242,7 @@ class Findings:
         return Findings(kind, self.is_elementwise and other.is_elementwise)
 
 
-def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
+def probe(optimizer: Optimizer, device: torch.device) -> Findings:
     """Finds out, on toy parameters, what an optimizer looks at and how it may be called.
 
     Clones of the optimizer, with its settings but none of its state, step toys: all in one call;
@@ -269,12 +250,11 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Fin
     Equal results prove that the division does not matter.
 
     Raises:
-        CannotShardError: It looks at all tensors together, so that sharding it would change the
-            training.
+        CannotShardError: It looks at all tensors together.
         ValueError: Its step needs a closure, or cannot be tried.
     """
     name = type(optimizer).__name__
-    run = partial(_run_trial, optimizer, device, dtype)
+    run = partial(_run_trial, optimizer, device)
     try:
         start, whole = run(_Trial(num_steps=0)), run(_Trial())
     except Exception as error:
@@ -287,9 +267,7 @@ def probe(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Fin
         raise _refusal(name, "a clone of it does not move the parameters in its groups")
     tried = _Tried(run, whole)
     # Slices of one tensor may be rounded in other places than the tensor.
-    if tried.agrees(_Trial(is_cut=True, num_ranks=2), 1e-4) and tried.agrees(
-        _Trial(is_cut=True), 1e-4
-    ):
+    if all(tried.agrees(_Trial(is_cut=True, num_ranks=number), 1e-4) for number in (2, 1)):
         return Findings(tried.kind(is_cut=True), is_elementwise=True)
     tried.error = None
     if tried.agrees(_Trial(num_ranks=2), 1e-6):
@@ -312,7 +290,7 @@ def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> l
     found: list[int] = []
     for index, optimizer in enumerate([] if config.assume_elementwise else optimizers):
         with suppress(ValueError):
-            if not probe(optimizer, torch.device("cpu"), torch.float32).is_elementwise:
+            if not probe(optimizer, torch.device("cpu")).is_elementwise:
                 found.append(index)
     return found
 

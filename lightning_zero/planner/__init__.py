@@ -1,9 +1,8 @@
 """Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
 
-Imports layout alone: no device and no process group is touched.
+Imports layout, and copies optimizers as optim does: no device and no process group is touched.
 
-    estimates   all of it for a choice; which fit; the cheapest
-    choices     every stage with every offload
+    estimates   every stage with every offload; all of it for one; which fit; the cheapest
     resting     bytes at rest, by the rules by which the engine allocates, of one rank and of all
     trace       one step on fake tensors: order of use, activations; of a deep model from a few of
                 its blocks
@@ -15,11 +14,12 @@ Imports layout alone: no device and no process group is touched.
 Begin with `estimates`.
 """
 
-from lightning_zero.planner.choices import Choice, all_choices
 from lightning_zero.planner.estimates import (
+    Choice,
     Estimate,
     Job,
     Machine,
+    all_choices,
     cheapest,
     estimate,
     take_inventory,

@@ -1,28 +1,108 @@
-"""What a choice of stage and offload takes, which fit, and the cheapest of those."""
+"""Every choice of stage and offload, what each takes, which fit, and the cheapest of those."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import (
     MAX_MEANS_ON_THE_WAY,
     NUM_UPLOAD_BLOCKS,
     UPLOAD_BLOCK_BYTES,
+    OffloadConfig,
     Tier,
 )
 from lightning_zero.layout.plan import Plan, make_plan
-from lightning_zero.planner.choices import Choice
+from lightning_zero.layout.stage import STAGES
 from lightning_zero.planner.optimizers import States
 from lightning_zero.planner.resting import Inventory, Ranks, Resting
 from lightning_zero.planner.timeline import Peak, replay
 from lightning_zero.planner.trace import StepTrace, plain_trace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
-__all__ = ["Estimate", "Job", "Machine", "cheapest", "estimate", "take_inventory"]
+__all__ = [
+    "Choice",
+    "Estimate",
+    "Job",
+    "Machine",
+    "all_choices",
+    "cheapest",
+    "estimate",
+    "take_inventory",
+]
+
+_STAGE_NAMES = {0: "off", 1: "stage1", 2: "stage2", 3: "stage3"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train.
+
+    Attributes:
+        zero: The stage, as `zero=` in conf names it.
+        offload: As `offload=` in conf names it; "nvme, gradients too" is nvme with
+            `max_in_cpu_bytes=0`.
+        config: The same as settings.
+    """
+
+    zero: str
+    offload: str
+    config: ZeroConfig
+
+    @property
+    def name(self) -> str:
+        return self.zero if self.offload == "none" else f"{self.zero}, offload={self.offload}"
+
+
+def all_choices(
+    base: ZeroConfig | None = None, *, stages: Sequence[int] = (0, 1, 2, 3)
+) -> list[Choice]:
+    """Every stage with every offload that it has, else as `base`.
+
+    Settings of `base` that have no meaning in a stage are left out there. Folder and buffers of
+    files are those of `base`.
+    """
+    base = base or ZeroConfig()
+    plain = base.replace(offload_optimizer=None, offload_param=None)
+    nvme = _files_like(base)
+    both = {"offload_optimizer": nvme, "offload_param": nvme}
+    offloads: dict[str, dict[str, Any]] = {
+        "none": {},
+        "cpu_optimizer": {"offload_optimizer": "cpu"},
+        "cpu": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        "nvme_optimizer": {"offload_optimizer": nvme},
+        "nvme": both,
+        "nvme, gradients too": {
+            **both,
+            "offload_optimizer": dataclasses.replace(nvme, max_in_cpu_bytes=0),
+        },
+    }
+    return [
+        Choice(_STAGE_NAMES[stage], name, plain.for_stage(stage).replace(**offload))
+        for stage in stages
+        for name, offload in offloads.items()
+        if all(NEEDS[option].is_met_by(STAGES[stage]) for option in offload)
+    ]
+
+
+def _files_like(base: ZeroConfig) -> OffloadConfig:
+    """How files are used: as the settings say, wherever they say it."""
+    for config in base.offloads:
+        if config is not None and config.device != "cpu":
+            return OffloadConfig(
+                "nvme",
+                nvme_path=config.nvme_path,
+                buffer_count=config.buffer_count,
+                buffer_size=config.buffer_size,
+                pin_memory=config.pin_memory,
+            )
+    return OffloadConfig("nvme")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+
+from lightning_zero.optim.clone import copy_of, raw_step, settings_of
 
 __all__ = ["OPTIMIZER_NAMES", "KeptStates", "States", "data_parallel_bytes", "make_optimizers"]
 
@@ -168,20 +169,12 @@ def _toy_like(shape: _Shape) -> _Shape:
 
 def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> States:
     """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
-    copy: Optimizer = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
-    copy.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-    copy.state = defaultdict(dict)
-    copy._optimizer_step_pre_hooks = OrderedDict()
-    copy._optimizer_step_post_hooks = OrderedDict()
     toy = nn.Parameter(torch.ones(shape, dtype=dtype))
     toy.grad = torch.ones_like(toy)
-    settings = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
-    copy.param_groups = [{**settings, "params": [toy]}]
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    settings = settings_of(optimizer.param_groups[index])
+    copy = copy_of(optimizer, [{**settings, "params": [toy]}])
     with torch.random.fork_rng(devices=[]):  # it may draw
-        step(copy)
+        raw_step(copy)
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []
     for key, value in copy.state.get(toy, {}).items():

@@ -4,7 +4,7 @@
 like it, by the order that decides there too: units are gathered before their use and ahead of it,
 buckets of gradients fill up, travel and go. Beside what rests there are at each moment whole units,
 whole gradient buckets, what a reduction receives, and activations. On the CPU, memory of gradient
-buckets is kept for the next one until backward ends (`Scratch`).
+buckets is kept for the next one until backward ends (`CountedScratch`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from lightning_zero.layout.ahead import gather_ahead
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.talk import Heard, Judge
 from lightning_zero.layout.units import ROOT
-from lightning_zero.planner.trace import Event, Moment, StepTrace
+from lightning_zero.planner.trace import Event, StepTrace, TraceMoment
 
-__all__ = ["Peak", "Replay", "Scratch", "replay"]
+__all__ = ["Peak", "Replay", "CountedScratch", "replay"]
 
 
-class Scratch:
+class CountedScratch:
     """Memory in pieces; on the CPU kept for the next use, the smallest piece that is enough."""
 
     def __init__(self, *, keeps: bool) -> None:
@@ -142,11 +141,12 @@ class _Alone:
 class _Unit:
     """Of the buckets that rest as shards."""
 
-    def __init__(self, plan: UnitPlan) -> None:
+    def __init__(self, plan: UnitPlan, index: int) -> None:
+        self.index = index
         self.buckets = [b for b in plan.buckets if b.stage.gathers_before_use]
         self.numel = sum(b.layout.numel for b in self.buckets)
         self.nbytes = sum(b.layout.numel * b.dtype.itemsize for b in self.buckets)
-        self.is_held = plan.name == ROOT
+        self.is_held = index == 0
 
     def has_all(self, arrived: Collection[str]) -> bool:
         """Every parameter has its gradient."""
@@ -156,7 +156,7 @@ class _Unit:
         )
 
 
-_NO_UNIT = _Unit(UnitPlan(ROOT, ()))  # a module that is none in this plan
+_NO_UNIT = _Unit(UnitPlan(ROOT, ()), 0)  # a module that is none in this plan
 
 
 class Replay:
@@ -173,24 +173,28 @@ class Replay:
         accumulates: bool,
     ) -> None:
         self._plan = plan
+        self._buckets = plan.buckets
         self._config = config
         self._rank = rank
         self._on_gloo = on_gloo
         self._is_apart = is_apart
         self._accumulates = accumulates
-        self._units = {unit.name: _Unit(unit) for unit in plan.units}
-        self._bucket_of = {
-            s.name: (u.name, b) for u in plan.units for b in u.buckets for s in b.layout.slots
+        self._list = [_Unit(unit, index) for index, unit in enumerate(plan.units)]
+        self._units = {unit.name: own for unit, own in zip(plan.units, self._list, strict=True)}
+        self._place_of = {
+            slot.name: (self._units[unit.name], bucket, slot.numel)
+            for unit in plan.units
+            for bucket in unit.buckets
+            for slot in bucket.layout.slots
         }
-        self._list = list(self._units.values())
         self._order = Order(
             _Alone(),
             self,
             numels=[unit.numel for unit in self._list],
-            num_buckets=len(plan.buckets),
+            num_buckets=len(self._buckets),
             ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
-        self._number_of = {bucket.name: number for number, bucket in enumerate(plan.buckets)}
+        self._number_of = {bucket.name: number for number, bucket in enumerate(self._buckets)}
         self._sequence = list(reversed(self._number_of.values()))  # of reductions
         self._begin()
 
@@ -200,6 +204,7 @@ class Replay:
         self._reduced: list[int] = []
         self._arrived_buckets: list[int] = []
         self._whole: set[_Unit] = set()
+        self._gathered_bytes = 0  # of those
         self._awaited: Counter[_Unit] = Counter()
         self._missing: dict[str, set[str]] = {}  # by bucket: gradients still to come
         self._arrived: set[str] = set()  # parameters
@@ -208,15 +213,16 @@ class Replay:
         self._received: list[int] = []
         self._out = 0
         self._freed: dict[str, int] = {}  # by bucket: bytes of its zeroed shard of gradients
+        self._freed_bytes = 0  # of all
         self._landing: list[int] = []
-        self._scratch = Scratch(keeps=not self._is_apart)
-        self._receive = Scratch(keeps=self._on_gloo)
+        self._scratch = CountedScratch(keeps=not self._is_apart)
+        self._receive = CountedScratch(keeps=self._on_gloo)
         self._gathers: Counter[str] = Counter()
         self._coming: set[str] = set()  # parameters that get a gradient
         self._activation_bytes = 0
         self._most = Peak()
 
-    def follow(self, moments: Sequence[Moment]) -> Peak:
+    def follow(self, moments: Sequence[TraceMoment]) -> Peak:
         """Runs through a step."""
         self._begin()
         self._coming = {m.name for m in moments if m.event is Event.GRAD}
@@ -230,13 +236,12 @@ class Replay:
         return dataclasses.replace(self._most, num_gathers=self._gathers)
 
     def _look(self, activation_bytes: int) -> None:
-        gathered = sum(unit.nbytes for unit in self._whole)
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
-        now = Peak(gathered, buckets, activation_bytes, sum(self._freed.values()))
+        now = Peak(self._gathered_bytes, buckets, activation_bytes, self._freed_bytes)
         if now.total_bytes > self._most.total_bytes:
             self._most = now
 
-    def _act(self, moment: Moment) -> None:
+    def _act(self, moment: TraceMoment) -> None:
         unit = self._units.get(moment.name, _NO_UNIT)
         match moment.event:
             case Event.FORWARD:
@@ -244,7 +249,7 @@ class Replay:
                 self._awaited[unit] += moment.is_awaited
             case Event.FORWARD_END:
                 if not self._stays_after_forward(unit):
-                    self._whole.discard(unit)
+                    self._release(unit)
             case Event.TURN:
                 self._is_backward = True
                 self._zero_gradients()
@@ -255,7 +260,7 @@ class Replay:
             case Event.BACKWARD_END:
                 self._awaited[unit] -= 1
                 if not unit.is_held and self._awaited[unit] <= 0:
-                    self._whole.discard(unit)
+                    self._release(unit)
                     self._prefetch()
             case Event.GRAD:
                 self._receive_gradient(moment.name)
@@ -269,18 +274,22 @@ class Replay:
                 self._open.clear()
                 self._landing.clear()
                 self._whole.clear()
+                self._gathered_bytes = 0
 
     # ---------------------------------------------------------------- gathers
 
     def _eager(self) -> list[int]:
         """Buckets that get a gradient, in the order in which they got it before."""
-        slots = {n: self._plan.buckets[n].layout.slots for n in self._sequence}
-        return [n for n in self._sequence if any(slot.name in self._coming for slot in slots[n])]
+        return [
+            number
+            for number in self._sequence
+            if any(slot.name in self._coming for slot in self._buckets[number].layout.slots)
+        ]
 
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
             while unit not in self._whole:
-                self._order.want(self._list.index(unit), is_backward=self._is_backward)
+                self._order.want(unit.index, is_backward=self._is_backward)
             self._ahead.discard(unit)
             self._prefetch()
 
@@ -288,15 +297,22 @@ class Replay:
         """See `Issuer`."""
         one = self._list[unit]
         self._gathers.update(bucket.name for bucket in one.buckets)
-        if is_kept:
+        if is_kept and one not in self._whole:
             self._whole.add(one)
+            self._gathered_bytes += one.nbytes
+        if is_kept:
             self._ahead.add(one)
+
+    def _release(self, unit: _Unit) -> None:
+        if unit in self._whole:
+            self._whole.remove(unit)
+            self._gathered_bytes -= unit.nbytes
 
     def issue_reduction(self, bucket: int) -> None:
         """See `Issuer`."""
         self._finish_reduction()
         self._reduced.append(bucket)
-        self._reduce(self._plan.buckets[bucket])
+        self._reduce(self._buckets[bucket])
 
     def begin_pass(self) -> None:
         """See `Issuer`."""
@@ -309,13 +325,12 @@ class Replay:
     def _stays_after_forward(self, unit: _Unit) -> bool:
         if unit.is_held or self._is_backward or self._config.reshard_after_forward is False:
             return True
-        return unit is not _NO_UNIT and self._order.is_last_of_forward(self._list.index(unit))
+        return unit is not _NO_UNIT and self._order.is_last_of_forward(unit.index)
 
     # ---------------------------------------------------------------- gradients
 
     def _receive_gradient(self, name: str) -> None:
-        unit_name, bucket = self._bucket_of[name]
-        unit = self._units[unit_name]
+        unit, bucket, numel = self._place_of[name]
         if self._reducing == bucket.name:
             self._finish_reduction()
         self._arrived.add(name)
@@ -323,8 +338,7 @@ class Replay:
             nbytes = bucket.layout.numel * bucket.dtype.itemsize
             self._open[bucket.name] = self._scratch.take(nbytes)
         self._look(self._activation_bytes)
-        own = next(slot.numel for slot in bucket.layout.slots if slot.name == name)
-        self._activation_bytes -= own * bucket.dtype.itemsize  # it has been copied, and is gone
+        self._activation_bytes -= numel * bucket.dtype.itemsize  # it has been copied, and is gone
         missing = self._missing.setdefault(
             bucket.name, {slot.name for slot in bucket.layout.slots} & self._coming
         )
@@ -332,13 +346,13 @@ class Replay:
         if missing:
             return
         if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
-            self._whole.discard(unit)
+            self._release(unit)
         self._arrived_buckets.append(self._number_of[bucket.name])
         self._order.ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
         """As the Trainer does between forward and backward: shards of gradients are freed."""
-        for bucket in self._plan.buckets:
+        for bucket in self._buckets:
             dtype, stage = self._plan.grad_dtype(bucket), bucket.stage
             is_alone = stage.has_shard(State.GRAD) or dtype != bucket.dtype  # not in the whole
             is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_alone
@@ -346,12 +360,13 @@ class Replay:
             if is_shard and rests_here and not self._accumulates:
                 numel = len(bucket.layout.shard(self._rank))
                 self._freed[bucket.name] = numel * dtype.itemsize
+        self._freed_bytes = sum(self._freed.values())
 
     def _reduce(self, bucket: BucketPlan) -> None:
         size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
         shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name
-        self._freed.pop(bucket.name, None)
+        self._freed_bytes -= self._freed.pop(bucket.name, 0)
         if not bucket.stage.has_shard(State.OPTIM):
             sent = mean
         else:

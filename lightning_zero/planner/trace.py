@@ -36,7 +36,7 @@ from lightning_zero.layout.recompute import checkpointed as run_again
 
 __all__ = [
     "Event",
-    "Moment",
+    "TraceMoment",
     "Repeats",
     "StepTrace",
     "find_repeats",
@@ -59,7 +59,7 @@ class Event(Enum):
 
 
 @dataclass(frozen=True)
-class Moment:
+class TraceMoment:
     """One event.
 
     Attributes:
@@ -87,7 +87,7 @@ class StepTrace:
         saved_bytes: Kept for backward, when it begins.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[TraceMoment, ...]
     peak_bytes: int = 0
     saved_bytes: int = 0
 
@@ -115,7 +115,7 @@ def trace_step(
         ValueError: The step failed on fake tensors: it reads values, say.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder()
+    recorder = _TraceRecorder()
     under = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     was_training = {m: m.training for m in module.modules()}
     with fake, _fake_tensors(module, dtypes or {}), torch.random.fork_rng(devices=[]):
@@ -175,15 +175,15 @@ class _Counter(TorchDispatchMode):
         self.live -= nbytes
 
 
-class _Recorder:
+class _TraceRecorder:
     def __init__(self) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[TraceMoment] = []
         self.counter = _Counter()
 
     def take(self, event: Event, name: str = "", *, is_awaited: bool = False) -> None:
         """Something happens now."""
         counter = self.counter
-        moment = Moment(event, name, counter.live, counter.high, is_awaited)
+        moment = TraceMoment(event, name, counter.live, counter.high, is_awaited)
         self.moments.append(moment)
         counter.high = counter.live
 
@@ -218,7 +218,10 @@ def _fake_tensors(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Itera
 
 @contextmanager
 def _hooked(
-    module: nn.Module, units: Collection[str], checkpointed: Collection[str], recorder: _Recorder
+    module: nn.Module,
+    units: Collection[str],
+    checkpointed: Collection[str],
+    recorder: _TraceRecorder,
 ) -> Iterator[None]:
     """Hooks as `Schedule` has them, which record instead of gathering."""
     handles: list[Any] = []
@@ -244,7 +247,7 @@ def _hooked(
             handle.remove()
 
 
-def _before(name: str, recorder: _Recorder) -> Any:
+def _before(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
@@ -255,7 +258,7 @@ def _before(name: str, recorder: _Recorder) -> Any:
     return hook
 
 
-def _after(name: str, recorder: _Recorder) -> Any:
+def _after(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, output: Any) -> None:
         recorder.take(Event.FORWARD_END, name)
         for leaf in tree_leaves(output):
@@ -265,7 +268,7 @@ def _after(name: str, recorder: _Recorder) -> Any:
     return hook
 
 
-def _on_gradient(name: str, recorder: _Recorder) -> Any:
+def _on_gradient(name: str, recorder: _TraceRecorder) -> Any:
     def hook(parameter: nn.Parameter) -> None:
         recorder.take(Event.GRAD, name)
         parameter.grad = None  # the engine takes it over
@@ -283,22 +286,22 @@ def plain_trace(plan: Plan) -> StepTrace:
     units = [unit for unit in plan.units if unit.name]
     moments = []
     for unit in units:
-        moments.append(Moment(Event.FORWARD, unit.name, is_awaited=True))
-        moments.append(Moment(Event.FORWARD_END, unit.name))
-    moments.append(Moment(Event.TURN))
+        moments.append(TraceMoment(Event.FORWARD, unit.name, is_awaited=True))
+        moments.append(TraceMoment(Event.FORWARD_END, unit.name))
+    moments.append(TraceMoment(Event.TURN))
     for unit in reversed(units):
-        moments.append(Moment(Event.BACKWARD, unit.name))
+        moments.append(TraceMoment(Event.BACKWARD, unit.name))
         moments += _gradients_of(unit)
-        moments.append(Moment(Event.BACKWARD_END, unit.name))
+        moments.append(TraceMoment(Event.BACKWARD_END, unit.name))
     for unit in plan.units:
         if not unit.name:
             moments += _gradients_of(unit)
-    return StepTrace((*moments, Moment(Event.END)))
+    return StepTrace((*moments, TraceMoment(Event.END)))
 
 
-def _gradients_of(unit: UnitPlan) -> list[Moment]:
+def _gradients_of(unit: UnitPlan) -> list[TraceMoment]:
     return [
-        Moment(Event.GRAD, slot.name)
+        TraceMoment(Event.GRAD, slot.name)
         for bucket in reversed(unit.buckets)
         if bucket.is_trainable
         for slot in reversed(bucket.layout.slots)
@@ -388,14 +391,14 @@ def stretched(
     return StepTrace(tuple(moments), peak, trace.saved_bytes + more * growth)
 
 
-def _first(moments: Sequence[Moment], event: Event, name: str) -> int:
+def _first(moments: Sequence[TraceMoment], event: Event, name: str) -> int:
     """Index of the first such moment; the end where there is none."""
     found = (i for i, m in enumerate(moments) if m.event is event and m.name == name)
     return next(found, len(moments))
 
 
 def _growth(
-    moments: Sequence[Moment], cuts: Sequence[int], repeats: Repeats, shift: int
+    moments: Sequence[TraceMoment], cuts: Sequence[int], repeats: Repeats, shift: int
 ) -> int | None:
     """Bytes by which two neighbouring blocks differ in all their moments; None: in more than that.
 
@@ -415,12 +418,14 @@ def _growth(
     return growth if _tails(expected) == _tails(moments[middle:stop]) else None
 
 
-def _tails(moments: Sequence[Moment]) -> list[Moment]:
+def _tails(moments: Sequence[TraceMoment]) -> list[TraceMoment]:
     """What was the most before a block began is of the block before it."""
     return [dataclasses.replace(moments[0], high_bytes=0), *moments[1:]]
 
 
-def _moved(moments: Sequence[Moment], repeats: Repeats, shift: int, growth: int) -> list[Moment]:
+def _moved(
+    moments: Sequence[TraceMoment], repeats: Repeats, shift: int, growth: int
+) -> list[TraceMoment]:
     """The moments of blocks as those of the blocks `shift` places behind them.
 
     Args:

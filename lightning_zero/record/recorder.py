@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,53 +25,29 @@ from torch.profiler import record_function
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind, Recording, Span
 
-__all__ = ["OFF", "OpenSpan", "Mark", "Pending", "Recorder", "now_on_device", "seconds_between"]
+__all__ = ["Mark", "OpenSpan", "Pending", "Recorder"]
 
 Mark = float | streams.Event  # see [Note: Marks]
 
 
+@dataclass(eq=False)
 class OpenSpan:
-    """A span under way; as a context it ends with the block.
+    """A span under way; as a context it ends with the block."""
 
-    Args:
-        kind: What is done, or waited for.
-        name: Of the bucket, module or file.
-        nbytes: That it moves.
-        is_wait: The computation stands still for it.
-        now: Marks a moment.
-        then: Called at the end; None: nobody wants to know.
-
-    Attributes:
-        start: When it began.
-        stop: When it ended; None: it is under way.
-    """
-
+    kind: Kind
+    name: str
+    nbytes: int
+    is_wait: bool
     start: Mark
-    stop: Mark | None
-
-    def __init__(
-        self,
-        kind: Kind,
-        name: str,
-        nbytes: int,
-        is_wait: bool,
-        now: Callable[[], Mark],
-        then: Callable[[OpenSpan], object] | None,
-    ) -> None:
-        self.kind = kind
-        self.name = name
-        self.nbytes = nbytes
-        self.is_wait = is_wait
-        self.start = now()
-        self.stop = None
-        self._now = now
-        self._then = then
+    now: Callable[[], Mark]  # of the clock that marked the start
+    then: Callable[[OpenSpan], object] | None  # called at the end; None: nobody wants to know
+    stop: Mark | None = None  # None: it is under way
 
     def end(self, stop: Mark | None = None) -> None:
         """It is over, now or since `stop`. Ending twice is harmless."""
-        if self._then is not None and self.stop is None:
-            self.stop = self._now() if stop is None else stop
-            self._then(self)
+        if self.then is not None and self.stop is None:
+            self.stop = self.now() if stop is None else stop
+            self.then(self)
 
     def __enter__(self) -> OpenSpan:
         return self
@@ -79,19 +56,18 @@ class OpenSpan:
         self.end()
 
 
-OFF = OpenSpan(
-    Kind.AGREE, "", 0, False, time.perf_counter, None
-)  # what begins while nobody records
+# What begins while nobody records.
+_OFF = OpenSpan(Kind.AGREE, "", 0, False, 0.0, time.perf_counter, None)
 
 
-def now_on_device(device: torch.device) -> Mark:
-    """Marks this moment on the current stream of `device`, which may not be the current device."""
-    event = streams.make_event(is_timed=True)
+def _now_on_device(device: torch.device) -> Mark:
+    """On the current stream of `device`, which may not be the current device."""
+    event = streams.make_event()
     event.record(streams.current(device))
     return event
 
 
-def seconds_between(one: streams.Event, other: streams.Event) -> float:
+def _seconds_between(one: streams.Event, other: streams.Event) -> float:
     """Negative if `other` came first, for which CUDA promises no negative answer."""
     after = float(one.elapsed_time(other))
     return (after if after > 0 else -float(other.elapsed_time(one))) / 1e3
@@ -101,13 +77,9 @@ _OWN_THREADS = "zero-"  # names of threads beside the training begin so
 
 
 class Pending(Protocol):
-    """A collective under way. It keeps its tensors alive until `wait`.
+    """A collective under way. It keeps its tensors alive until `wait`."""
 
-    Attributes:
-        marks: Its begin and end for a recorder; None: whoever waits learns of the end.
-    """
-
-    marks: tuple[Mark, Mark] | None
+    marks: tuple[Mark, Mark] | None  # begin and end; None: whoever waits learns of the end
 
     def wait(self) -> None:
         """Makes the result safe to use on the current stream. Waiting twice is harmless."""
@@ -119,31 +91,24 @@ class Recorder:
     While it is off each call is a look at `is_on`. Any thread may record; `start`, `begin`, `end`
     and `stop` are for the thread that trains. None of them is collective.
 
-    Attributes:
-        is_on: Spans are kept.
+    Args:
+        device: Where the module computes; None: on the CPU.
+        rank: Of this process in the world.
+        world_size: Number of ranks.
     """
-
-    is_on: bool
 
     def __init__(
         self, device: torch.device | None = None, rank: int = 0, world_size: int = 1
     ) -> None:
-        """Makes one that is off.
-
-        Args:
-            device: Where the module computes; None: on the CPU.
-            rank: Of this process in the world.
-            world_size: Number of ranks.
-        """
-        self.is_on = False
+        self.is_on = False  # spans are kept
         self._now: Callable[[], Mark] = time.perf_counter
         if device is not None and device.type == "cuda":
-            self._now = partial(now_on_device, device)
+            self._now = partial(_now_on_device, device)
         self._rank = rank
         self._world_size = world_size
         self._under_way: set[OpenSpan] = set()
         self._over: deque[OpenSpan] = deque()
-        self._phase = OFF
+        self._phase = _OFF
         self._layers: dict[tuple[Kind, str], OpenSpan] = {}
         # When the window began, by both clocks; None between windows.
         self._zero: streams.Event | None = None
@@ -160,11 +125,7 @@ class Recorder:
         self.is_on = True
 
     def begin(self, step: int) -> None:
-        """A window begins, up to which nothing need have been kept. Waits for the device.
-
-        Args:
-            step: Optimizer steps so far.
-        """
+        """A window begins after so many steps; none need have been kept. Waits for the device."""
         if not self.is_on:
             self.start()
             self._stops_at_end = True
@@ -175,17 +136,12 @@ class Recorder:
             zero.synchronize()
             self._zero, zero = zero, time.perf_counter()
         self._zero_s = zero
-        over = [self._over.popleft() for _ in range(len(self._over))]
-        self._over.extend(span for span in over if self._seconds(span.stop) > 0)
+        self._keep_those_after(0.0)
 
     def end(self) -> Recording:
-        """The window ends, and what nobody has started stops.
+        """The window ends, and what nobody has started stops. Waits for the device.
 
-        What is still under way is in it so far, and after `start` in the next one too. Waits for
-        the device.
-
-        Raises:
-            RuntimeError: No window has begun.
+        What is still under way is in it so far, and after `start` in the next one too.
         """
         if self._zero_s is None:
             raise RuntimeError("no window has begun; call begin(step) before end().")
@@ -193,21 +149,25 @@ class Recorder:
         if not isinstance(now, float):
             now.synchronize()
         seconds = self._seconds(now)
-        over = [self._over.popleft() for _ in range(len(self._over))]
-        self._over.extend(span for span in over if self._seconds(span.stop) > seconds)
         spans = []
-        for span in (*over, *list(self._under_way)):
+        for span in (*self._keep_those_after(seconds), *list(self._under_way)):
             start, stop = self._seconds(span.start), self._seconds(span.stop)
             if start < seconds and stop > 0:
                 stop = seconds if stop == float("inf") else stop
-                what = (span.kind, span.name)
-                spans.append(Span(*what, start, stop, span.nbytes, span.is_wait))
+                what = (span.kind, span.name, start, stop, span.nbytes, span.is_wait)
+                spans.append(Span(*what))
         spans.sort(key=lambda span: span.start_s)
         self._zero = self._zero_s = None
         if self._stops_at_end:
             self.stop()
         who = (self._rank, self._world_size)
         return Recording(*who, self._step, seconds, tuple(spans), *self._counts)
+
+    def _keep_those_after(self, seconds: float) -> list[OpenSpan]:
+        """All that are over; those that were before `seconds` are dropped."""
+        over = [self._over.popleft() for _ in range(len(self._over))]
+        self._over.extend(span for span in over if self._seconds(span.stop) > seconds)
+        return over
 
     def stop(self) -> None:
         """Keeps nothing any more and drops what was kept."""
@@ -220,7 +180,7 @@ class Recorder:
         """Drops what is under way: after an exception some of it will never end."""
         self._under_way.clear()
         self._layers.clear()
-        self._phase = OFF
+        self._phase = _OFF
 
     def _seconds(self, mark: Mark | None) -> float:
         """Since the window began; infinite for what has not happened yet."""
@@ -230,7 +190,7 @@ class Recorder:
             assert self._zero_s is not None
             return mark - self._zero_s
         assert self._zero is not None
-        return seconds_between(self._zero, mark) if mark.query() else float("inf")
+        return _seconds_between(self._zero, mark) if mark.query() else float("inf")
 
     # ---------------------------------------------------------------- spans
 
@@ -243,21 +203,16 @@ class Recorder:
         is_wait: bool = False,
         on_host: bool = False,
     ) -> OpenSpan:
-        """Begins a span, which `end` or a `with` block ends.
+        """Begins a span, which `end` or a `with` block ends: see `Span`.
 
-        Args:
-            kind: What is done, or waited for.
-            name: Of the bucket, module or file.
-            nbytes: That it moves.
-            is_wait: The computation stands still for it.
-            on_host: The device has no part in it.
+        Where it is `on_host` the device has no part in it.
         """
         if not self.is_on:
-            return OFF
+            return _OFF
         if is_wait and threading.current_thread().name.startswith(_OWN_THREADS):
-            return OFF  # see [Note: Waits of other threads]
+            return _OFF  # see [Note: Waits of other threads]
         now = time.perf_counter if on_host else self._now
-        span = OpenSpan(kind, name, nbytes, is_wait, now, self._keep)
+        span = OpenSpan(kind, name, nbytes, is_wait, now(), now, self._keep)
         self._under_way.add(span)
         return span
 
@@ -266,25 +221,20 @@ class Recorder:
     ) -> OpenSpan:
         """Begins the span of a copy on the current stream; none where both are one memory."""
         if not self.is_on or source.type == target.type:
-            return OFF
+            return _OFF
         return self.span(Kind.TO_CPU if target.type == "cpu" else Kind.TO_DEVICE, name, nbytes)
 
     def watch(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
-        """Issues a collective; its span ends, and the wait for it begins, with `wait`.
+        """Issues a collective, which the profiler shows, too.
 
-        Args:
-            kind: What it is.
-            name: Of the bucket; the profiler shows it, too.
-            nbytes: That this rank sends.
-            issue: Issues it.
-            *args: Of `issue`.
+        Its span ends, and the wait for it begins, with `wait`.
         """
         with record_function(f"zero::{kind.value} {name}"):
             span = self.span(kind, name, nbytes)
             pending = issue(*args)
-        return pending if span is OFF else _Watched(pending, span, self)
+        return pending if span is _OFF else _Watched(pending, span, self)
 
     def mark(self) -> Mark | None:
         """This moment, on the current stream where there is one; None while off."""
@@ -304,7 +254,7 @@ class Recorder:
         for span in (*self._layers.values(), self._phase):
             span.end()
         self._layers.clear()
-        self._phase = OFF if kind is None else self.span(kind)
+        self._phase = _OFF if kind is None else self.span(kind)
 
     def enter(self, kind: Kind, name: str) -> None:
         """The layer `name` computes. In backward the layer before it has ended with that."""
@@ -318,7 +268,7 @@ class Recorder:
     def leave(self, kind: Kind, name: str) -> None:
         """The layer `name` has computed."""
         if self.is_on:
-            self._layers.pop((kind, name), OFF).end()
+            self._layers.pop((kind, name), _OFF).end()
 
     # ---------------------------------------------------------------- prefetch
 
@@ -347,7 +297,6 @@ class _Watched:
             span.end(stop)
 
     def wait(self) -> None:
-        """See `Pending`."""
         if self._is_waited:
             self._pending.wait()
             return

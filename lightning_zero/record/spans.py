@@ -55,54 +55,33 @@ class Span:
     Computation has one span without a name for each whole forward and backward, waits included.
     Where units are gathered before use, spans with their names lie in it. Activation checkpointing
     runs forwards inside backward.
-
-    Attributes:
-        kind: What.
-        name: Of the bucket; of the module that computes; of the file; or what ranks agree on.
-        start_s: Seconds since the window began; negative: before it.
-        stop_s: Likewise.
-        nbytes: Sent by this rank over the wire, or moved between tiers; 0 for computation.
-        is_wait: The computation stood still for the work of this kind and name.
     """
 
     kind: Kind
-    name: str
-    start_s: float
+    name: str  # of the bucket; of the module that computes; of the file; or what ranks agree on
+    start_s: float  # since the window began; negative: before it
     stop_s: float
-    nbytes: int = 0
-    is_wait: bool = False
+    nbytes: int = 0  # sent by this rank over the wire, or moved between tiers; 0 for computation
+    is_wait: bool = False  # the computation stood still for the work of this kind and name
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
         return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One window, usually one optimizer step with all of its micro-batches.
-
-    Attributes:
-        rank: Whose.
-        world_size: Number of ranks.
-        step: Optimizer steps before it.
-        seconds: Length of the window.
-        spans: By start; they may reach beyond the window on both sides.
-        hits: Units that had been gathered ahead, or were on their way, when they were needed.
-        misses: Units whose gather began only when they were needed.
-        read_hits: Shards in files that were being read, or had been, when they were needed.
-        read_misses: Shards in files whose read began only when they were needed.
-    """
+    """One window, usually one optimizer step with all of its micro-batches."""
 
     rank: int
     world_size: int
-    step: int
-    seconds: float
-    spans: tuple[Span, ...] = ()
-    hits: int = 0
-    misses: int = 0
-    read_hits: int = 0
-    read_misses: int = 0
+    step: int  # optimizer steps before it
+    seconds: float  # length of the window
+    spans: tuple[Span, ...] = ()  # by start; they may reach beyond the window on both sides
+    hits: int = 0  # units that had been gathered ahead, or were on their way, when needed
+    misses: int = 0  # units whose gather began only when they were needed
+    read_hits: int = 0  # shards in files that were being read, or had been, when needed
+    read_misses: int = 0  # shards in files whose read began only when they were needed
 
     def of(self, kind: Kind, *, is_wait: bool = False) -> Iterator[Span]:
         """Spans of one kind, or the waits for it, cut to the window."""
@@ -151,11 +130,7 @@ class Recording:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recording:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: `values` are not those of a recording.
-        """
+        """The inverse of `to_dict`; a ValueError where `values` are not of a recording."""
         try:
             spans = tuple(Span(**{**s, "kind": Kind(s["kind"])}) for s in values["spans"])
             return cls(**{**values, "spans": spans})

@@ -20,18 +20,16 @@ Event = torch.cuda.Event
 def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stream | None:
     """A stream beside the one that computes; None: `device` has no streams.
 
-    Args:
-        device: Whose.
-        is_high_priority: What is queued here starts before what is queued on others.
+    With a high priority, what is queued here starts before what is queued on others.
     """
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device, priority=-1 if is_high_priority else 0)
 
 
-def make_event(*, is_timed: bool = False) -> Event:
-    """A point on a stream, once it is recorded there."""
-    return torch.cuda.Event(enable_timing=is_timed)
+def make_event() -> Event:
+    """A point on a stream, and its time, once it is recorded there."""
+    return torch.cuda.Event(enable_timing=True)
 
 
 def current(device: torch.device) -> Stream:

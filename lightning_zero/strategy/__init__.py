@@ -2,20 +2,18 @@
 
 Imports the engine, checkpoint, planner and deepspeed; from here on lightning and Hydra are known.
 
-    strategy          `ZeroStrategy`: what a user gives the Trainer
-    settings, schema  its arguments, checked; the same for Hydra
-    engine_strategy   engines over a run: set-up, closures, gradients, teardown
-    lifecycle         what a strategy holds of its engines, whether ranks go on together after an
-                      exception, and what is left after a fit
-    checkpointing, checkpoint_io, saving  Lightning's checkpoints, whole and sharded
-    processes, launch, children, hydra, hydra_jobs  who the ranks are, and how they start
-    signals           SIGTERM and requeue, acted on by all ranks together between two batches
+    strategy          `ZeroStrategy`: what a user gives the Trainer; states saved and loaded
+    settings, schema  its arguments, checked, or chosen by the planner; the same for Hydra
+    engine_strategy   engines over a run: set-up, closures, gradients, failure, teardown, and what
+                      is left after a fit
+    saving            checkpoints on their way to the disk and back, whole and sharded
+    processes, children, hydra, hydra_jobs  who the ranks are, and how they start
+    slurm             a job's layout, and its requeueing
+    loops             what all ranks agree on between two batches, and evaluation with another
+                      number of batches on each rank
     precision         clipping, the loss scale, dtypes
-    evaluation        validation with another number of batches on each rank
     averages          Lightning's averages of weights, over `engine.shadow`
     patches           methods of Lightning's objects, replaced for a time
-    auto              `stage="auto"`: the planner's choice
-    checks            what cannot be trained, refused by name
 
 Begin with `strategy`, then `engine_strategy`.
 """

@@ -38,10 +38,6 @@ class Averages:
         callbacks: All of the Trainer's, after their own `setup`. Collective: every rank.
         state_dict: Given an averaged module and what its parameters are called among all that is
             saved at once, tells its entries for a checkpoint.
-
-    Raises:
-        ValueError: An averaging function that does not treat every element by itself; a module
-            with submodules that are wrapped by `torch.compile`, or on the meta device.
     """
 
     def __init__(
@@ -132,9 +128,6 @@ def check_restorable(checkpoint: Mapping[str, Any]) -> None:
     """Refuses to restore averages into parameters that have no memory yet.
 
     The callbacks load them by themselves, before the strategy's set-up, which is lost there.
-
-    Raises:
-        ValueError: The checkpoint holds averages of weights.
     """
     states = checkpoint.get("callbacks", {}).values()
     is_stochastic = any(isinstance(s, Mapping) and s.get("average_model_state") for s in states)
@@ -150,37 +143,33 @@ def _unless_nested(module: nn.Module, name: str, function: Callable[..., Any]) -
     """`function(module)` in place of a method that it calls in turn."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _without(module, name):
+        own = vars(module).pop(name)
+        try:
             return function(module, *args, **kwargs)
+        finally:
+            vars(module)[name] = own
 
     return run
 
 
 def _loader(module: nn.Module) -> Any:
     """`module.load_state_dict`, of which each rank takes its own elements."""
-    return _unless_nested(
-        module,
-        "load_state_dict",
-        lambda module, state_dict, strict=True: load_module(module, state_dict, strict=strict),
-    )
+
+    def load(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        return load_module(module, state_dict, strict=strict)
+
+    return _unless_nested(module, "load_state_dict", load)
 
 
 @contextmanager
 def _loading_shards(module: nn.Module) -> Iterator[None]:
     """`module.load_state_dict` works after set-up: the learning rate finder restores by it."""
-    with Patches() as patches:
-        patches.put(module, "load_state_dict", _loader(module))
-        yield
-
-
-@contextmanager
-def _without(owner: Any, name: str) -> Iterator[None]:
-    """Its class's own method."""
-    value = owner.__dict__.pop(name)
+    patches = Patches()
+    patches.put(module, "load_state_dict", _loader(module))
     try:
         yield
     finally:
-        owner.__dict__[name] = value
+        patches.undo()
 
 
 def _check_copy(copy: nn.Module) -> None:

@@ -34,21 +34,14 @@ class Untouched:
 
     The process group and the variables would make the next job of this process believe that its
     ranks are already there, and the threads are those of its share of the processors.
-
-    Attributes:
-        environment: All variables.
-        num_threads: Of torch.
-        excepthook: What prints an exception that nobody catches; a process group puts one around
-            it that says the rank.
     """
 
     environment: dict[str, str]
     num_threads: int
-    excepthook: Callable[..., Any]
+    excepthook: Callable[..., Any]  # around it a process group puts one that says the rank
 
     @classmethod
     def now(cls) -> Untouched:
-        """This process, before a launch."""
         return cls(dict(os.environ), torch.get_num_threads(), sys.excepthook)
 
     def restore(self) -> None:
@@ -78,15 +71,12 @@ class Children(threading.Thread):
     the same job knows of the ranks that the first one has started, and the next job of a sweep can
     end them.
 
-    Args:
-        job: See `current_job`.
-        first_rank: Of the first child, among all ranks.
-        before: This process before the launch.
+    `first_rank` is that of the first child, `before` this process before the launch.
     """
 
     def __init__(self, job: str | None, *, first_rank: int, before: Untouched) -> None:
         super().__init__(daemon=True, name="lightning-zero-children")
-        self.job = job
+        self.job = job  # see `current_job`
         self.processes: list[subprocess.Popen[bytes]] = []
         self._first_rank = first_rank
         self._before = before
@@ -116,10 +106,6 @@ class Children(threading.Thread):
         if failed:
             _say(f"{self._names(failed)}, after rank 0 had come to its end.")
 
-    def add(self, command: Sequence[str], environment: dict[str, str], cwd: str | None) -> None:
-        """Starts one more rank."""
-        self.processes.append(subprocess.Popen(command, env=environment, cwd=cwd))
-
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
         """While this process may wait for the children, it must not outlive one that is gone."""
@@ -136,11 +122,7 @@ class Children(threading.Thread):
             atexit.register(self._kill_rest)
             raise
         finally:
-            self.release()
-
-    def release(self) -> None:
-        """This process waits for the children no more, until it enters `needed` again."""
-        self._is_needed.clear()
+            self._is_needed.clear()
 
     def run(self) -> None:
         """Kills all ranks, this process too, some time after one has gone that is needed."""
@@ -161,19 +143,14 @@ class Children(threading.Thread):
                     "all ranks of this node are killed. Every rank must run the same script to "
                     "its end."
                 )
-                self.kill(signal.SIGKILL)
+                for process in self.processes:
+                    process.kill()
                 os.kill(os.getpid(), signal.SIGKILL)
-
-    def kill(self, signum: int) -> None:
-        """Sends a signal to those that still run."""
-        for process in self.processes:
-            process.send_signal(signum)
 
     def end(self, *, has_failed: bool = False) -> None:
         """Ends the job: waits for the children, then leaves no trace of the launch.
 
-        Args:
-            has_failed: The job has, on this rank; the others may wait for it in vain.
+        `has_failed`: the job has, on this rank; the others may wait for it in vain.
         """
         self._has_failed |= has_failed
         self._kill_rest(_GRACE_S if self._has_failed else _END_S)
@@ -210,10 +187,10 @@ class Children(threading.Thread):
 
 
 def release_children() -> None:
-    """From now on the ranks that this process has started may end: nothing waits for them."""
+    """The ranks that this process has started may end now: it waits for them no more."""
     children = Children.current()
     if children is not None:
-        children.release()
+        children._is_needed.clear()
 
 
 def how_child_ended(pid: int) -> str | None:

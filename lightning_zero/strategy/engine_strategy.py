@@ -3,75 +3,102 @@
 Lightning owns the loop, the optimizers and the precision; the strategy opens and closes the
 engine's steps around `training_step` and backward, and keeps ranks from waiting for one that has
 failed or has fewer batches.
+
+[Note: A run]
+    before      parameters that are in parts since `configure_model` has made them, and masters
+                of a checkpoint that was opened
+    meanwhile   the engine, and the averages of callbacks
+    after       the closed engine with its optimizers' shards, and masters on rank 0: from them
+                a late save can still build whole states
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.core.building import move_all_but_parameters
+from lightning_zero.checkpoint import load_masters, narrow_masters
+from lightning_zero.comm.watchdog import Watchdog
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.building import Building, move_all_but_parameters
+from lightning_zero.engine.counting import held_bytes, whole_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.strategy.checks import refuse_callbacks, refuse_module
+from lightning_zero.layout.stage import State
+from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.children import release_children
-from lightning_zero.strategy.evaluation import LockstepEvaluation, keep_in_loop
-from lightning_zero.strategy.launch import check_numbering
-from lightning_zero.strategy.lifecycle import EngineLife, WholeAfterFit, run_state
+from lightning_zero.strategy.loops import LockstepLoops, keep_in_loop, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
-from lightning_zero.strategy.processes import ProcessStrategy
+from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
 from lightning_zero.strategy.settings import Place, Settings
-from lightning_zero.strategy.signals import BatchBoundary, RequeuedExit, with_status
+from lightning_zero.strategy.slurm import RequeuedExit
 from lightning_zero.tensors.guarded import as_plain, has_placement
-from lightning_zero.tensors.meta import ConstantStates, check_none_left_out, forget_awaited
+from lightning_zero.tensors.meta import (
+    ConstantStates,
+    check_none_left_out,
+    forget_awaited,
+    forget_left_out,
+    is_left_out,
+)
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["EngineStrategy"]
+__all__ = ["RALLY_DEADLINE", "EngineStrategy", "WholeAfterFit", "run_state"]
 
+WholeAfterFit = bool | Literal["auto"]
+
+RALLY_DEADLINE = timedelta(seconds=60)
 _CPU = torch.device("cpu")
+_GIB = 2**30
 
 
 class EngineStrategy(ProcessStrategy):
     """Begins and ends an engine with each run, and forwards to it what Lightning asks for.
 
-    Args:
-        settings: The engine's.
-        timeout: Of collectives; None: the backend's.
-        wait_report_s: See `ProcessStrategy`.
-        whole_after_fit: See `EngineLife`.
-        **of_processes: As in `ProcessStrategy`.
+    Arguments are those of `ZeroStrategy`, and the engine's settings.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        timeout: timedelta | None,
-        wait_report_s: float | None,
-        whole_after_fit: WholeAfterFit,
-        **of_processes: Any,
+        self, settings: Settings, *, whole_after_fit: WholeAfterFit, **of_processes: Any
     ) -> None:
+        if not isinstance(whole_after_fit, bool) and whole_after_fit != "auto":
+            raise ValueError(
+                f'whole_after_fit must be True, False or "auto", got {whole_after_fit!r}.'
+            )
         self._settings = settings
-        self._life = EngineLife(timeout, whole_after_fit)
-        self._boundary = BatchBoundary()
-        self._evaluation = LockstepEvaluation()
+        self._whole_after_fit = whole_after_fit
         self._grad_scaler_kwargs: dict[str, Any] = {}
-        super().__init__(timeout=timeout, wait_report_s=wait_report_s, **of_processes)
+        self._loops = LockstepLoops()
+        # See [Note: A run].
+        self._building: Building | None = None
+        self._masters_to_load: Mapping[str, Tensor] = {}
+        self._engine: Engine | None = None
+        self._averages: Averages | None = None
+        self._closed: Engine | None = None
+        self._last_masters: dict[str, Tensor] = {}  # by name, of a 16-bit module; on rank 0
+        self._watched_by: Watchdog | None = None  # the run that has been set up last
+        self._has_rallied: bool | None = None  # after an exception: all ranks came together again
+        self._keeps_whole: bool | None = None  # once that is decided for this run
+        super().__init__(**of_processes)
 
     @property
     def config(self) -> ZeroConfig:
@@ -85,7 +112,17 @@ class EngineStrategy(ProcessStrategy):
         Raises:
             RuntimeError: At another time.
         """
-        return self._life.engine
+        if self._engine is None:
+            raise RuntimeError(
+                "the engine exists only while the Trainer runs: use it in hooks and callbacks "
+                "between setup and teardown."
+            )
+        return self._engine
+
+    @property
+    def _owner(self) -> Engine | None:
+        """Who has the optimizers' shards: the engine, or the closed one."""
+        return self._engine or self._closed
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds, by state and tier, counted from the engine's own buffers."""
@@ -124,7 +161,7 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        refuse_module(model, is_ours=self._life.current is not None)
+        _refuse_module(model, is_ours=self._engine is not None)
         super().connect(model)
 
     @contextmanager
@@ -154,7 +191,8 @@ class EngineStrategy(ProcessStrategy):
         if not helps or not self.config.states.gathers_before_use:
             yield
             return
-        with self._life.watching(self.root_device):
+        self._building = Building(self.root_device, self._timeout, watchdog=self._watched_by)
+        with self._building.watching():
             yield
 
     # ---------------------------------------------------------------- set-up
@@ -164,21 +202,44 @@ class EngineStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._life.start(self._watchdog)
+        self._watched_by = self._watchdog
+        self._has_rallied = self._keeps_whole = None  # a failure of the run before is over
         check_none_left_out(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        with self._life.taking_over():
+        with self._taking_over():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             self._reset_optimizers_and_schedulers()
             if is_fitting:
                 with ConstantStates():
                     self.setup_optimizers(trainer)
-            self._life.make_room()
+            if self._building is not None:
+                self._building.settle()
+            if self._closed is not None:
+                self._closed.comm.close()
+                self._closed = None
+            self._last_masters = {}
             self._begin(trainer)
         self.setup_precision_plugin()
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        """Around the set-up that takes over what is in parts, if anything. Collective."""
+        building = self._building
+        if building is None:
+            yield
+            return
+        try:
+            with building.cutting():
+                yield
+        except BaseException:
+            building.abort()
+            raise
+        finally:
+            self._building = None
+        building.close()
 
     @override
     def model_to_device(self) -> None:
@@ -191,39 +252,45 @@ class EngineStrategy(ProcessStrategy):
         place = Place(self.root_device, self.world_size, self.num_processes)
         config = self._settings.decide(trainer, optimizers, place, self._precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
-        self._life.begin(trainer.lightning_module, optimizers, config, self.root_device)
-        self._boundary.begin(trainer, self.engine.lockstep)
+            _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
+        self._engine = Engine(
+            trainer.lightning_module,
+            optimizers,
+            config,
+            device=self.root_device,
+            timeout=self._timeout,
+            watchdog=self._watched_by,
+        )
+        forget_left_out(trainer.lightning_module)
+        load_masters(self._engine, self._masters_to_load)
+        self._masters_to_load = {}
+        self._loops.begin(trainer, self._engine.lockstep)
 
     # ---------------------------------------------------------------- steps
 
     def _step(
-        self, context: AbstractContextManager[Any], name: str, args: Any, kwargs: Any
+        self, name: str, context: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any
     ) -> STEP_OUTPUT:
         """Runs a step method of the module: it does not pass through `Module.__call__`."""
-        with context, self.engine.forward_context():
+        with context(), self.engine.forward_context():
             output: STEP_OUTPUT = getattr(self.lightning_module, name)(*args, **kwargs)
             return output
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.train_step_context()
-        return self._step(context, "training_step", args, kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.val_step_context()
-        return self._step(context, "validation_step", args, kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.test_step_context()
-        return self._step(context, "test_step", args, kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        context = self.precision_plugin.predict_step_context()
-        return self._step(context, "predict_step", args, kwargs)
+        return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     @override
     def backward(
@@ -254,39 +321,63 @@ class EngineStrategy(ProcessStrategy):
         return keep_in_loop(dataloader, self.lightning_module.trainer)
 
     def _begin_evaluation(self) -> None:
-        assert self.lightning_module is not None
-        self._boundary.agree()
-        self._evaluation.begin(self.lightning_module.trainer, self.engine.lockstep)
+        self._loops.begin_evaluation()
 
     def _end_evaluation(self) -> None:
-        self._evaluation.end()
+        self._loops.end_evaluation()
 
     on_validation_start = on_test_start = on_predict_start = _begin_evaluation
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
     def _meets(self, name: str, *, everyone: bool = True) -> bool:
-        return super()._meets(name, everyone=everyone) and self._life.meets(name, everyone=everyone)
+        """As the base; raises a RuntimeError where another rank is elsewhere, or has failed."""
+        is_lost = self._has_rallied is False
+        if not super()._meets(name, everyone=everyone) or is_lost or not self._is_together():
+            return False
+        if self._engine is not None:
+            lockstep = self._engine.lockstep
+            (lockstep.meet_for if everyone else lockstep.meet_in_loop)(name)
+        return True
 
     # ---------------------------------------------------------------- failure and the end
+
+    def _is_together(self) -> bool:
+        """Whether collectives are possible. After an exception the ranks first rally, once.
+
+        The failing rank tells the others, which fail at their next agreement; those that come here
+        within the deadline go on with fresh process groups, at rest.
+        """
+        if self._engine is None:
+            return self._watched_by is None or self._watched_by.verdict is None
+        if run_state(self._engine.module).status != TrainerStatus.INTERRUPTED:
+            return True
+        if self._has_rallied is None:
+            deadline = min(self._timeout or RALLY_DEADLINE, RALLY_DEADLINE)
+            self._has_rallied = self._engine.rally(deadline, sys.exc_info()[1])
+        return self._has_rallied
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, RequeuedExit):
-            self._life.hurry()
+            self._has_rallied = False  # all is saved and time is short: nothing is gathered
         elif isinstance(exception, SIGTERMException):
             with_status(exception)  # Lightning's own says that all is done
         if self._watchdog is not None:
-            if self._life.current is None:
+            if self._engine is None:
                 self._watchdog.abort(exception)
             self._watchdog.explain(exception)
-        self._life.is_together()
+        self._is_together()
 
     @override
     def teardown(self) -> None:
-        self._boundary.end()
-        self._evaluation.end()
-        self._life.end(_CPU)
+        self._loops.end()
+        if self._engine is not None:
+            self._end(self._engine)
+        self._masters_to_load = {}
+        if self._building is not None:
+            self._building.abort()  # what came before set-up has failed
+            self._building = None
         if self._watchdog is not None:
             self._watchdog.leave()
         release_children()  # nothing collective comes from here on
@@ -297,6 +388,46 @@ class EngineStrategy(ProcessStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _end(self, engine: Engine) -> None:
+        """Gives parameters back, on the CPU, where the ranks are together, else what there is."""
+        if self._is_together():
+            is_whole = self._is_kept_whole()
+            if self._averages is not None:
+                self._averages.give_back(_CPU if is_whole else None)
+            self._last_masters = narrow_masters(engine) if is_whole else {}
+            engine.close(_CPU, keeps_optimizer_shards=True, keeps_parameters=is_whole)
+            if is_whole:
+                self._closed = engine
+            else:
+                engine.comm.close()
+        else:
+            engine.abandon()
+            if self._averages is not None:
+                self._averages.let_go()
+        self._engine = self._averages = None
+
+    def _is_kept_whole(self) -> bool:
+        """Whether every rank gets the module when this run has ended. Collective."""
+        if self._keeps_whole is None:
+            # A rank may have a batch or a forward more.
+            self.engine.lockstep.meet_for("the end of the run")
+            if isinstance(self._whole_after_fit, bool):
+                self._keeps_whole = self._whole_after_fit
+            else:  # only what a fit leaves is saved before it goes
+                self._keeps_whole = not self._was_fitting() or _has_room_for_whole(
+                    self.engine, num_averages=len(self._averages or ())
+                )
+        return self._keeps_whole
+
+    def _was_fitting(self) -> bool:
+        return run_state(self.engine.module).fn == TrainerFn.FITTING
+
+    def _loses_weights(self) -> bool:
+        """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
+        if self._engine is None or self._whole_after_fit != "auto":
+            return False
+        return self._was_fitting() and not self._is_kept_whole()
 
     def _give_module_back(self) -> None:
         module = self.lightning_module
@@ -312,3 +443,71 @@ class EngineStrategy(ProcessStrategy):
                 move_all_but_parameters(module, _CPU)
         if has_all:
             module.cpu()
+
+
+def run_state(module: nn.Module | None) -> TrainerState:
+    """Of the Trainer of a `LightningModule`; without one, that of a Trainer which does nothing."""
+    trainer = module._trainer if isinstance(module, LightningModule) else None
+    return TrainerState() if trainer is None else trainer.state
+
+
+def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:
+    """Whether each rank can hold the module, and averages of it, whole in CPU memory. Collective.
+
+    It can where that takes at most half of what is free for each rank of a node, on all nodes.
+    Warns, once, where it does not.
+    """
+    needed = (1 + num_averages) * sum(whole_bytes(bucket) for bucket in engine.buckets)
+    needed -= sum(held_bytes(bucket) for bucket in engine.buckets)
+    if engine.comm.rank == 0:
+        needed += sum(_masters_bytes(bucket) for bucket in engine.buckets)
+    room = available_memory_bytes() // (2 * local_world_size())
+    fits = bool(engine.comm.control.min_ints([room - needed])[0] >= 0)
+    if not fits:
+        rank_zero_warn(
+            f'whole_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '
+            f"{needed / _GIB:.3g} GiB more with the whole module, and less than twice that is free "
+            "for each: its parameters are left out. Load them from a checkpoint, by "
+            "Model.load_from_checkpoint(path) or ckpt_path=path; whole_after_fit=True keeps them."
+        )
+    return fits
+
+
+def _masters_bytes(bucket: Bucket) -> int:
+    """Of masters that a late checkpoint needs beside narrow parameters; rank 0 keeps them."""
+    dtype = bucket.plan.master_dtype
+    is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.own_dtypes)
+    return bucket.plan.layout.numel * dtype.itemsize if is_narrow else 0
+
+
+# -------------------------------------------------------------------- what cannot be trained
+
+
+def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
+    """Raises where an engine holds it (unless `is_ours`), or it has and will have no parameters."""
+    for name, parameter in module.named_parameters():
+        is_held = has_placement(parameter) and not is_left_out(parameter)
+        if is_held and not is_ours:
+            raise ValueError(
+                f"parameter {name} is already held by another engine; one module trains under one "
+                "strategy at a time: let the other fit end first."
+            )
+    builds_later = any(is_overridden(hook, module) for hook in ("setup", "configure_model"))
+    if not builds_later and not any(True for _ in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build "
+            "its layers in __init__, setup() or configure_model()."
+        )
+
+
+def _refuse_callbacks(callbacks: Iterable[Callback], config: ZeroConfig) -> None:
+    """Raises for pruning, where no rank has the parameters whose least elements it seeks."""
+    if not config.states.has_shard(State.PARAM):
+        return
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} ranks the elements of whole parameters and replaces "
+                f"parameters by masked ones, and in {config.states} they rest as shards; use stage "
+                "1 or 2, where they rest whole."
+            )

@@ -43,33 +43,24 @@ def run_name() -> str | None:
 def sweep_name() -> str | None:
     """What the jobs of one sweep have in common: the folder of it, or the number of an array."""
     hydra = _hydra()
-    if hydra is not None:
-        from hydra.types import RunMode
-
-        if hydra.mode == RunMode.MULTIRUN:
-            return Path(hydra.sweep.dir).resolve().name
+    if hydra is not None and _is_sweep(hydra):
+        return Path(hydra.sweep.dir).resolve().name
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return None if array is None else f"slurm-{array}"
 
 
 def check_launch(num_processes: int) -> None:
-    """Whether this process may start ranks, or be the only one.
+    """Raises a RuntimeError where this process may neither start ranks nor be the only one.
 
-    Args:
-        num_processes: Ranks on this node.
-
-    Raises:
-        RuntimeError: Another of Hydra's launchers runs the job: its workers are not the script that
-            would have to be run again, and submitit's own tasks do not know of each other.
+    That is where another of Hydra's launchers runs the job: its workers are not the script that
+    would have to be run again, and submitit's own tasks do not know of each other.
     """
     hydra = _hydra()
     num_tasks = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
     if hydra is None or num_processes == num_tasks == 1:
         return
-    from hydra.types import RunMode
-
     target = hydra.launcher.get("_target_")
-    if hydra.mode == RunMode.MULTIRUN and target != _BASIC:
+    if _is_sweep(hydra) and target != _BASIC:
         raise RuntimeError(
             f"Trainer(devices={num_processes}) needs {num_processes} rank(s), but "
             f"{target} runs this job as {num_tasks} task(s) in which ranks cannot be started. Use "
@@ -87,12 +78,14 @@ def _hydra() -> Any | None:
     return HydraConfig.get() if HydraConfig.initialized() else None
 
 
-def child_command(local_rank: int) -> tuple[list[str], str | None]:
-    """The command line, and the working directory to start it in (None: this process's own).
+def _is_sweep(hydra: Any) -> bool:
+    from hydra.types import RunMode
 
-    Raises:
-        RuntimeError: There is no script to run again.
-    """
+    return bool(hydra.mode == RunMode.MULTIRUN)
+
+
+def child_command(local_rank: int) -> tuple[list[str], str | None]:
+    """The command line, and the working directory to start it in (None: this process's own)."""
     hydra = _hydra()
     if hydra is None:
         return list(_basic_subprocess_cmd()), None
@@ -133,18 +126,14 @@ def _config_flags(hydra: Any) -> list[str]:
 
 def _job_overrides(hydra: Any, local_rank: int) -> list[str]:
     """What makes the child one more rank of the same job; the last word on each key wins."""
-    from hydra.types import RunMode
-
     values: dict[str, Any] = {
         "hydra.mode": "RUN",
         "hydra.run.dir": hydra.runtime.output_dir,
         "hydra.output_subdir": None,  # rank 0 has written the composed settings
     }
-    if hydra.mode == RunMode.MULTIRUN:
-        values["hydra.sweep.dir"] = hydra.sweep.dir
-        values["hydra.sweep.subdir"] = hydra.sweep.subdir
-        values["hydra.job.num"] = hydra.job.num
-        values["hydra.job.id"] = hydra.job.id
+    if _is_sweep(hydra):
+        values |= {f"hydra.sweep.{name}": hydra.sweep[name] for name in ("dir", "subdir")}
+        values |= {f"hydra.job.{name}": hydra.job[name] for name in ("num", "id")}
     values |= _log_files(hydra, local_rank)
     return [f"{key}={_quoted(value)}" for key, value in values.items()]
 

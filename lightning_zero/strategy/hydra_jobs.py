@@ -1,4 +1,4 @@
-"""A callback for Hydra: where one job of a sweep ends and the next begins."""
+"""A callback for Hydra, which this imports: where one job of a sweep ends and the next begins."""
 
 from __future__ import annotations
 

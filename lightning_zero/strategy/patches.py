@@ -1,4 +1,4 @@
-"""Methods of Lightning's objects, replaced for a time.
+"""Methods of Lightning's objects, replaced for a time: by loops, slurm, averages and strategy.
 
 Lightning has no hook that may end a training between two batches, none before the first collective
 after the last batch of an evaluation, and none around the averaging of weights.
@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
-from typing_extensions import Self
-
 __all__ = ["Patches"]
 
 
@@ -23,7 +21,6 @@ class Patches:
         self._made: list[tuple[Any, str]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Hides `owner.name`."""
         assert hasattr(type(owner), name), f"no {name} in this release of Lightning"
         vars(owner)[name] = function
         self._made.append((owner, name))
@@ -31,7 +28,6 @@ class Patches:
     def within(
         self, owner: Any, name: str, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Lets `owner.name` run within a context."""
         method = getattr(owner, name)
 
         @wraps(method)
@@ -41,35 +37,8 @@ class Patches:
 
         self.put(owner, name, run)
 
-    def before(self, owner: Any, name: str, act: Callable[[], None]) -> None:
-        """Calls `act` before `owner.name`."""
-        method = getattr(owner, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            act()
-            return method(*args, **kwargs)
-
-        self.put(owner, name, run)
-
-    def after(self, owner: Any, name: str, act: Callable[[], None]) -> None:
-        """Calls `act` after `owner.name`."""
-        method = getattr(owner, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            act()
-            return result
-
-        self.put(owner, name, run)
-
     def undo(self) -> None:
         """All objects have the methods of their classes again. Doing it again is harmless."""
         while self._made:
             owner, name = self._made.pop()
             vars(owner).pop(name, None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()

@@ -140,9 +140,6 @@ def sharded_precision(
         plugin: One of Lightning's, or already one of ours.
         engine: Gives the engine, once it exists.
         scaler_options: Of `GradScaler`, instead of those that a loss scaler has; empty: as it is.
-
-    Raises:
-        TypeError: A plugin whose precision the engine does not know.
     """
     if isinstance(plugin, ZeroPrecision):
         ours: ZeroPrecision = plugin

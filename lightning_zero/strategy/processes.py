@@ -1,20 +1,36 @@
-"""One process for each device: who the ranks are, how they start, how they talk on WORLD."""
+"""One process for each device: who the ranks are, how they start, how they talk on WORLD.
+
+They start as the script once for each of this node, unless torchrun or srun have started them.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -26,35 +42,26 @@ from lightning_zero.comm.world import (
     as_wait_report_s,
     broadcast_object,
     check_backend,
+    failing_together,
     has_world,
     is_world,
     wait_for_world,
+    world_size,
 )
-from lightning_zero.strategy.children import how_child_ended
-from lightning_zero.strategy.launch import (
-    START_METHODS,
-    StartMethod,
-    check_world_size,
-    make_launcher,
-)
+from lightning_zero.strategy.children import Children, Untouched, how_child_ended
+from lightning_zero.strategy.hydra import check_launch, child_command, current_job
+from lightning_zero.strategy.slurm import Requeueing, check_slurm_layout
 
-__all__ = ["ProcessStrategy"]
+__all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_START_METHODS = get_args(StartMethod)
 
 
 class ProcessStrategy(ParallelStrategy):
     """What a strategy with a process for each device tells Lightning, whatever it trains.
 
-    Args:
-        process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: Of collectives, in seconds where it is a number; None: the backend's.
-        wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing;
-            None: never.
-        start_method: How the ranks are started where nobody else has.
-        **of_lightning: As in every Lightning strategy.
-
-    Raises:
-        ValueError: An unknown start method or backend, or a timeout that is not positive.
-        TypeError: A setting of the wrong type.
+    Arguments are those of `ZeroStrategy`, and of every Lightning strategy.
     """
 
     def __init__(
@@ -67,10 +74,10 @@ class ProcessStrategy(ParallelStrategy):
         **of_lightning: Any,
     ) -> None:
         check_backend(process_group_backend)
-        if start_method not in START_METHODS:
-            raise ValueError(f"start_method must be one of {START_METHODS}, got {start_method!r}.")
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
+        if start_method not in _START_METHODS:
+            raise ValueError(f"start_method must be one of {_START_METHODS}, got {start_method!r}.")
+        self.num_nodes = 1  # set by the Trainer
+        self.process_group_backend = process_group_backend  # None before it is chosen
         self._timeout = as_timeout(timeout)
         self._wait_report_s = as_wait_report_s(wait_report_s)
         self._start_method: StartMethod = start_method
@@ -91,28 +98,14 @@ class ProcessStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """Ranks on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return len(self.parallel_devices or ())
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the default process group; None before it is chosen."""
-        return self._process_group_backend
 
     # ---------------------------------------------------------------- start
 
@@ -120,8 +113,19 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._refuse_mps()
-        self._launcher = make_launcher(
-            self, self.cluster_environment, self._start_method, self._num_nodes
+        if self._start_method != "popen":
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            return
+        children = Children.current()
+        if children is not None and children.job != current_job():
+            children.end()  # before anything asks the environment who this process is
+        # Also where the ranks are started by torchrun or srun: it is what asks the environment
+        # whether its layout is the one that the Trainer was told.
+        self._launcher = _ScriptLauncher(
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            on_cuda=any(device.type == "cuda" for device in self.parallel_devices or ()),
         )
 
     def _refuse_mps(self) -> None:
@@ -137,25 +141,17 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._refuse_mps()
         if self.cluster_environment.creates_processes_externally:
-            check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._check_world_size()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        backend = self._process_group_backend
-        self._process_group_backend = backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device_id,
-        )
-        check_world_size(self.cluster_environment, self.num_processes, self.num_nodes)
-        self._begin_watch()
-
-    def _begin_watch(self) -> None:
+        device, backend = self.root_device, self.process_group_backend
+        backend = backend or _get_default_process_group_backend_for_device(device)
+        self.process_group_backend = backend
+        device_id = None if device.type == "cpu" else device
+        environment, timeout = self.cluster_environment, self._timeout
+        _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+        self._check_world_size()
         if self._watchdog is not None:
             self._watchdog.stop()
         Watchdog.stop_those_that_left()
@@ -166,6 +162,28 @@ class ProcessStrategy(ParallelStrategy):
             report_after_s=self._wait_report_s,
             rallies=True,
             how_ended=how_child_ended,
+        )
+
+    def _check_world_size(self) -> None:
+        """Compares what the Trainer was told with what has started, and would train wrongly."""
+        assert self.cluster_environment is not None
+        asked = self.num_processes * self.num_nodes
+        given = world_size() if has_world() else self.cluster_environment.world_size()
+        if given == asked:
+            return
+        told = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
+        expects = f"Trainer({told}) expects {asked} ranks, but "
+        if isinstance(self.cluster_environment, LightningEnvironment):  # nothing else started them
+            raise ValueError(
+                f"{expects}an earlier Trainer of this script has begun with {given}, and a script "
+                "starts its ranks once; give all of its Trainers the same devices and num_nodes, "
+                "or run them as scripts of their own. Where you set LOCAL_RANK and WORLD_SIZE "
+                "yourself, start as many."
+            )
+        raise ValueError(
+            f"{expects}{type(self.cluster_environment).__name__} started {given}; make devices x "
+            "num_nodes equal to the number of processes of torchrun (--nproc-per-node x --nnodes) "
+            "or srun (--ntasks)."
         )
 
     def set_world_ranks(self) -> None:
@@ -183,11 +201,8 @@ class ProcessStrategy(ParallelStrategy):
     def _meets(self, name: str, *, everyone: bool = True) -> bool:
         """Whether a collective of every rank, or of some, is possible; else there is none.
 
-        Where a subclass brings ranks together that are not at the same point.
-
-        Args:
-            name: Of the collective: the same on every rank.
-            everyone: All ranks take part.
+        Where a subclass brings ranks together that are not at the same point; `name` is that of
+        the collective, the same on every rank.
         """
         return has_world()
 
@@ -233,6 +248,80 @@ class ProcessStrategy(ParallelStrategy):
         with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
+    def _on_rank_zero(self, what: str, act: Callable[[], None]) -> None:
+        """Runs `act` on rank 0; the others wait, and raise as in `failing_together`. Collective."""
+        with failing_together(what, lambda told: [self.broadcast(told)]):
+            if self.is_global_zero:
+                act()
+
 
 def _shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:
+    """Warns on a rank that is not among the consecutive ones of its node."""
+    if rank // num_devices != node_rank:
+        warnings.warn(
+            f"rank {rank} runs on node {node_rank}, expected on node {rank // num_devices}: groups "
+            "of consecutive ranks are spread over nodes and gathers leave them; number ranks node "
+            "by node (SLURM's --distribution=block).",
+            stacklevel=2,
+        )
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    """As Lightning's own, but for Hydra and SLURM.
+
+    Children are given rank 0's Hydra job, not its command line; a SLURM layout is refused with the
+    lines that would be right; and a fit under SLURM is requeued.
+    """
+
+    def __init__(
+        self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, *, on_cuda: bool
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self.on_cuda = on_cuda
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        environment = self.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.job_id() is not None:
+            check_slurm_layout(
+                os.environ,
+                num_devices=self.num_processes,
+                num_nodes=self.num_nodes,
+                on_cuda=self.on_cuda,
+            )
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._start_children()
+        children = Children.current()
+        self.procs = children.processes if children is not None else []
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        with children.needed() if children is not None else nullcontext():
+            if trainer is not None and Requeueing.is_wanted(trainer):
+                return Requeueing(trainer).run(function, *args, **kwargs)
+            return function(*args, **kwargs)
+
+    def _start_children(self) -> None:
+        environment = self.cluster_environment
+        check_launch(self.num_processes)
+        commands = [child_command(local_rank) for local_rank in range(1, self.num_processes)]
+        first_rank = environment.node_rank() * self.num_processes + 1
+        children = Children(current_job(), first_rank=first_rank, before=Untouched.now())
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        for local_rank, (command, cwd) in enumerate(commands, 1):
+            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            children.processes.append(subprocess.Popen(command, env=variables, cwd=cwd))
+        children.start()

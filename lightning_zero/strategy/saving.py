@@ -1,4 +1,4 @@
-"""Which form a checkpoint has, and who writes it when; the strategy's saving half.
+"""Checkpoints on their way to the disk and back: which form they have, who writes them when.
 
 [Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
 thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
@@ -6,81 +6,69 @@ checkpoint and the end of fit wait for it, and raise what went wrong in it; the 
 writes its own, while training waits: it may be the last that can be made. A checkpoint that
 Lightning removes because a newer one takes its place is kept until the newer one is complete, and
 stays if that fails.
+
+[Note: Every format] Lightning's `load_from_checkpoint` opens its argument as one file of
+`torch.save`, through one function of its module `lightning.pytorch.core.saving`.
+`accept_every_format` puts another in that function's place: it opens directories, `.safetensors`
+files and remote storage, and hands everything else to Lightning's as before. The rest of the loader
+(hyperparameters, arguments, strictness) is its own, for all formats.
+
+Alternatives considered: an override of `LightningModule.load_from_checkpoint` would have to repeat
+its check of being called on a class, and the loader.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.core import saving as lightnings
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zero._version import __version__
-from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import Place, locate
+from lightning_zero.checkpoint import atomic, open_checkpoint
+from lightning_zero.checkpoint.atomic import Place, local_path, locate
+from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
-from lightning_zero.checkpoint.remote import check_shared
+from lightning_zero.checkpoint.remote import RemotePath, check_shared
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
-from lightning_zero.checkpoint.sharded import (
+from lightning_zero.checkpoint.source import find_damage, raise_damage
+from lightning_zero.checkpoint.states import (
     sharded_masters,
     sharded_optimizer_state,
     sharded_state_dict,
     shards_in,
     whole_as_shards,
 )
-from lightning_zero.comm.channel import Channel
+from lightning_zero.checkpoint.torch_file import write_torch_file
+from lightning_zero.comm.control import Channel
 from lightning_zero.engine.engine import Engine
-from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["MASTERS_KEY", "NOTE_KEY", "CheckpointForm", "InFlight", "Saving", "is_own_io"]
-
-
-class InFlight:
-    """Runs a save in a thread, and what is to follow it; used from one thread.
-
-    The thread is no daemon: a process that ends waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
-        self._save: Future[None] | None = None
-        self._following: list[Future[None]] = []
-
-    def start(self, action: Callable[[], None]) -> None:
-        """Runs `action` in a thread. Call `wait` first."""
-        assert self._save is None, "one at a time"
-        self._save = self._thread.submit(action)
-
-    def when_done(self, action: Callable[[], None]) -> None:
-        """Runs `action` once what is under way has succeeded; never if it fails."""
-        save = self._save
-        if save is None:
-            action()
-        else:
-            self._following.append(
-                self._thread.submit(lambda: None if save.exception() else action())
-            )
-
-    def wait(self) -> None:
-        """Waits until nothing is under way.
-
-        Raises:
-            BaseException: What the action, or one that followed it, raised; once.
-        """
-        under_way = [self._save, *self._following] if self._save is not None else []
-        wait(under_way)
-        self._save, self._following = None, []
-        for future in under_way:
-            future.result()
+__all__ = [
+    "MASTERS_KEY",
+    "NOTE_KEY",
+    "CheckpointForm",
+    "Saving",
+    "ZeroCheckpointIO",
+    "accept_every_format",
+    "is_download",
+    "is_own_io",
+]
 
 
 CheckpointForm = Literal["auto", "full", "sharded"]
@@ -92,15 +80,7 @@ _SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
 
 
 class Saving:
-    """Decides on the form and writes the sharded one.
-
-    Args:
-        form: "full", "sharded", or "auto": full below 2^31 parameter elements.
-        is_async: Let training go on while a sharded checkpoint is written.
-
-    Raises:
-        ValueError: An unknown form, or an asynchronous full one.
-    """
+    """Decides on the form and writes the sharded one; `is_async`: while training goes on."""
 
     def __init__(self, form: CheckpointForm, *, is_async: bool) -> None:
         if form not in _FORMS:
@@ -112,7 +92,9 @@ class Saving:
             )
         self._form = form
         self._is_async = is_async
-        self._in_flight = InFlight()
+        # No daemon: a process that ends waits for the thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
+        self._in_flight: list[Future[None]] = []  # a save, and what is to follow it
         self._channel: Channel | None = None
         self._planned = Planned()  # over that channel
         self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
@@ -126,11 +108,7 @@ class Saving:
     # ---------------------------------------------------------------- which form
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:
-        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it.
-
-        Raises:
-            ValueError: There is one.
-        """
+        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it."""
         if self._form == "sharded" and is_own_io(checkpoint_io):
             raise ValueError(
                 f'checkpoint="sharded" writes by itself and would not use '
@@ -140,11 +118,8 @@ class Saving:
     def check_callbacks(self, trainer: Trainer, *, is_sharded: bool) -> None:
         """Refuses callbacks that would lose checkpoints; after their own set-up.
 
-        Warns of a link that would point to a checkpoint before it is complete.
-
-        Raises:
-            ValueError: Storage that each rank has for itself, or names that `ModelCheckpoint` tells
-                apart by what is there already, when saves are still in flight.
+        They would on storage that each rank has for itself, and by names that `ModelCheckpoint`
+        tells apart by what is there already, when saves are still in flight.
         """
         callbacks = trainer.checkpoint_callbacks
         for callback in callbacks:
@@ -162,7 +137,6 @@ class Saving:
             )
 
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
-        """Whether the next checkpoint is written in the sharded form."""
         if self._form != "auto":
             return self._form == "sharded"
         if is_own_io(checkpoint_io):
@@ -183,7 +157,7 @@ class Saving:
         if is_closed:
             state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
-            state = sharded_state_dict(engine, module, kind)
+            state = sharded_state_dict(module, kind)
         self._shards |= shards_in(state)
         return state
 
@@ -210,8 +184,8 @@ class Saving:
             last_masters: After fit: the masters that were kept on rank 0.
 
         Raises:
-            OSError: It cannot be written, or the save in flight before could not, and this one is;
-                on every rank.
+            OSError: On every rank: it cannot be written; or it is, and the save in flight before
+                could not.
         """
         failure: Exception | None = None
         try:
@@ -270,7 +244,8 @@ class Saving:
             except BaseException:
                 self._memory.clear()
                 raise
-        self._in_flight.start(partial(_run_in_session, save))
+        assert not self._in_flight, "one at a time"
+        self._in_flight.append(self._thread.submit(_run_in_session, save))
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""
@@ -291,27 +266,34 @@ class Saving:
     # ---------------------------------------------------------------- the save in flight
 
     def finish(self, *, warns: bool = False) -> None:
-        """Waits for the save in flight.
+        """Waits for the save in flight, and raises what it failed of, once.
 
         Args:
             warns: Only warn of its failure, because something else has failed already.
-
-        Raises:
-            BaseException: What it failed of; once.
         """
+        wait(self._in_flight)
+        under_way, self._in_flight = self._in_flight, []
         try:
-            self._in_flight.wait()
+            for future in under_way:
+                future.result()
         except Exception as error:
             if not warns:
                 raise
             rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
 
     def remove(self, filepath: _PATH) -> None:
-        """Deletes a checkpoint, once the one in flight is complete. On rank 0 only.
+        """Deletes a checkpoint, once the one in flight has succeeded. On rank 0 only.
 
         Warns where that fails: the save before has succeeded, and other ranks know nothing.
         """
-        self._in_flight.when_done(partial(_remove_or_warn, locate(filepath)))
+        place = locate(filepath)
+        if not self._in_flight:
+            _remove_or_warn(place)
+            return
+        save = self._in_flight[0]
+        self._in_flight.append(
+            self._thread.submit(lambda: None if save.exception() else _remove_or_warn(place))
+        )
 
     def free(self) -> None:
         """Frees what is kept from one save to the next. On every rank."""
@@ -321,7 +303,7 @@ class Saving:
 
 
 def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
-    """Whether the user has given a `CheckpointIO`, other than the defaults."""
+    """Whether it is one that the user has given."""
     return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
 
 
@@ -345,3 +327,81 @@ def _reuses_names(callback: Checkpoint) -> bool:
         and bool(callback.filename)
         and "{" not in str(callback.filename)
     )
+
+
+# -------------------------------------------------------------------- whole files, and loading
+
+
+class ZeroCheckpointIO(TorchCheckpointIO):
+    """Writes a file whole or not at all, without a copy in memory, and checks it when it is read.
+
+    The file is what `torch.save` writes. Remote storage is written in the same way, and read by
+    Lightning where other code than `ZeroStrategy` asks.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place = locate(path)
+        if isinstance(place, Path):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        elif is_sharded(place):
+            raise FileExistsError(
+                errno.EEXIST,
+                "a sharded checkpoint is there, which a full one cannot replace at a remote "
+                "address; delete it, or choose another name",
+                str(place),
+            )
+        write_torch_file(checkpoint, place)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if _is_local_file_protocol(path) and local_path(path).is_file():
+            raise_damage(path, find_damage(local_path(path)))
+        loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        return loaded
+
+
+def accept_every_format() -> None:
+    """See [Note: Every format]. Doing it again is harmless."""
+    load_file: Callable[..., Any] = vars(lightnings)["pl_load"]
+    if load_file.__module__ == __name__:
+        return
+
+    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        is_place = isinstance(path_or_url, (str, Path)) and not is_download(path_or_url)
+        if is_place:
+            raise_damage(path_or_url, find_damage(path_or_url))
+        if not is_place or not _is_ours(path_or_url):
+            return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
+        checkpoint = open_checkpoint(path_or_url, weights_only=weights_only)
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        if isinstance(map_location, (str, torch.device)):
+            # The module follows its first tensor.
+            state_dict = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {
+                name: value.to(map_location) if isinstance(value, Tensor) else value
+                for name, value in state_dict.items()
+            }
+        return checkpoint
+
+    lightnings.pl_load = load  # type: ignore[attr-defined]
+
+
+def is_download(path: _PATH) -> bool:
+    """Whether it is an address of the web, which Lightning downloads as a whole."""
+    return str(path).startswith(("http://", "https://"))
+
+
+def _is_ours(path: _PATH) -> bool:
+    place = locate(path)
+    return isinstance(place, RemotePath) or place.is_dir() or place.suffix == ".safetensors"

@@ -1,41 +1,85 @@
-"""`Trainer(strategy="zero3")`: the names and settings that a user gives.
+"""`Trainer(strategy="zero3")`: the names and settings that a user gives; what is saved of a run.
 
     ProcessStrategy     who the ranks are, how they start, how they talk      processes.py
     EngineStrategy      an engine for each run, its steps and its end         engine_strategy.py
-    CheckpointStrategy  states of that engine, saved and loaded               checkpointing.py
-    ZeroStrategy        all settings, DeepSpeed's too, and registered names   here
+    ZeroStrategy        all settings, DeepSpeed's too; states of that engine, saved and loaded
 
 Lightning asks one object for all of it, so each is a subclass of the one above.
+
+[Note: Whole or for a file] Lightning asks `lightning_module_state_dict` for what goes into a
+checkpoint, and users ask it for the weights. In the sharded form the first are entries that each
+rank writes for itself; of these nobody but a save can make anything. So the Trainer's checkpoints
+get theirs by a way of their own, and all others whole tensors.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_zero.checkpoint import (
+    full_state_dict,
+    load_masters,
+    load_module,
+    load_optimizer,
+    narrow_masters,
+    open_checkpoint,
+)
+from lightning_zero.checkpoint.atomic import locate, recover
+from lightning_zero.checkpoint.remote import check_shared
+from lightning_zero.checkpoint.source import raise_damage_of_any
 from lightning_zero.comm.alike import check_alike
-from lightning_zero.comm.world import DEFAULT_TIMEOUT, as_timeout, gather_objects
+from lightning_zero.comm.world import DEFAULT_TIMEOUT, failing_together, gather_objects
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.layout.config import Modules
+from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES
-from lightning_zero.strategy.checkpointing import CheckpointStrategy
-from lightning_zero.strategy.launch import StartMethod
-from lightning_zero.strategy.lifecycle import WholeAfterFit
+from lightning_zero.optim.state import optimizer_state_dict
+from lightning_zero.strategy.averages import Averages, check_restorable
+from lightning_zero.strategy.engine_strategy import (
+    RALLY_DEADLINE,
+    EngineStrategy,
+    WholeAfterFit,
+    run_state,
+)
+from lightning_zero.strategy.loops import LockstepLoops
+from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
-from lightning_zero.strategy.saving import CheckpointForm, Saving
+from lightning_zero.strategy.processes import StartMethod
+from lightning_zero.strategy.saving import (
+    MASTERS_KEY,
+    NOTE_KEY,
+    CheckpointForm,
+    Saving,
+    ZeroCheckpointIO,
+    is_download,
+    is_own_io,
+)
 from lightning_zero.strategy.settings import Settings
+from lightning_zero.tensors.meta import await_values, expecting_values
 
 __all__ = ["ZeroStrategy"]
 
@@ -50,8 +94,12 @@ _REGISTERED: dict[str, dict[str, Any]] = {
     "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
 }
 
+# Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
+_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
+_FOR_CHECKPOINTS = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
-class ZeroStrategy(CheckpointStrategy):
+
+class ZeroStrategy(EngineStrategy):
     """ZeRO stages 1-3 for any LightningModule.
 
     Registered as `zero1`, `zero2`, `zero3`, `zero1_offload`, `zero2_offload`, `zero3_offload` and
@@ -133,28 +181,26 @@ class ZeroStrategy(CheckpointStrategy):
         wait_report_s: float | None = 30.0,
         start_method: StartMethod = "popen",
     ) -> None:
-        given = locals()  # every setting of the engine, by its name
+        settings = Settings(locals())  # by their names
+        self._saving = Saving(checkpoint, is_async=async_save)
+        self._saving.check(checkpoint_io)
         super().__init__(
-            Settings(given, checks_memory=check_memory),
-            Saving(checkpoint, is_async=async_save),
+            settings,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=as_timeout(timeout),  # the engine's too
+            timeout=timeout,
             wait_report_s=wait_report_s,
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )
-        self._facts = {
-            "checkpoint": checkpoint,
-            "async_save": str(async_save),
-            "whole_after_fit": str(whole_after_fit),
-        }
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
         self.translation: Translation | None = None  # all that the DeepSpeed file says
+        self.before_saving: Callable[[], object] | None = None  # called before tensors are gathered
+        self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @classmethod
     def from_deepspeed(
@@ -193,6 +239,19 @@ class ZeroStrategy(CheckpointStrategy):
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
 
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for name, settings in _REGISTERED.items():
+            for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
+                if name + suffix not in strategy_registry:
+                    description = f"ZeRO {settings}, processes started by {start_method}"
+                    strategy_registry.register(
+                        name + suffix, cls, description, start_method=start_method, **settings
+                    )
+
+    # ---------------------------------------------------------------- a run
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -208,24 +267,291 @@ class ZeroStrategy(CheckpointStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # Before any rank does what the others would have to do with it.
-        fields = {**self._settings.facts(), **self._facts}
-        fields["precision"] = self.precision_plugin.precision
+        fields = self._settings.facts() | {"precision": str(self.precision_plugin.precision)}
         with self._waiting("the settings of all ranks"):
             everyone = gather_objects({"ZeroStrategy": fields})
         check_alike(everyone)
 
-    @classmethod
+    @property
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, settings in _REGISTERED.items():
-            for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
-                if name + suffix not in strategy_registry:
-                    description = f"ZeRO {settings}, processes started by {start_method}"
-                    strategy_registry.register(
-                        name + suffix, cls, description, start_method=start_method, **settings
-                    )
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ZeroCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = ZeroCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        self._saving.check(self._checkpoint_io)
+        super().connect(model)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
+        connector, state = trainer._checkpoint_connector, self._module_state
+        Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
+        super().setup(trainer)
+        self._has_lost_states = False
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._averages = Averages(self.engine, callbacks, self._average_state)
+
+    @override
+    def on_train_end(self) -> None:
+        self.finish_saving()
+
+    def finish_saving(self, *, warns: bool = False) -> None:
+        """Waits until a checkpoint that is written while training goes on is complete. Local.
+
+        Args:
+            warns: Only warn of its failure.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        self._saving.finish(warns=warns)
+
+    @override
+    def teardown(self) -> None:
+        has_failed = run_state(self.lightning_module).status == TrainerStatus.INTERRUPTED
+        try:
+            if not has_failed and self._loses_weights():
+                assert self.lightning_module is not None
+                _save_unsaved(self.lightning_module.trainer)
+            self.finish_saving(warns=has_failed)
+        finally:
+            self._saving.free()
+            super().teardown()
+
+    # ---------------------------------------------------------------- what is saved
+
+    @property
+    def _saves_shards(self) -> bool:
+        """Whether the next checkpoint is written in the sharded form."""
+        assert self.lightning_module is not None
+        return self._saving.is_sharded(self.lightning_module, self.checkpoint_io)
+
+    def _is_left_to_io(self, path: _PATH) -> bool:
+        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or a download."""
+        return is_own_io(self.checkpoint_io) or is_download(path)
+
+    def _meet(self, name: str) -> None:
+        """During a run: a rank that does so alone would wait for data of the others. Collective."""
+        if (engine := self._engine) is not None:
+            engine.lockstep.meet_for(name)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors on rank 0, whatever the form; on the meta device elsewhere. Collective."""
+        return self._module_state(is_for_file=False)
+
+    def _module_state(self, *, is_for_file: bool = True) -> dict[str, Any]:
+        """See [Note: Whole or for a file]. Collective."""
+        if self.before_saving is not None:
+            self.before_saving()
+        module = self.lightning_module
+        assert module is not None
+        if not self._is_together():
+            return {}
+        self._meet("the state of the module, for a checkpoint")
+        if is_for_file and self._owner is not None and self._saves_shards:
+            is_closed = self._engine is None
+            state = self._saving.state_dict(self._owner, module, is_closed=is_closed)
+        else:
+            state = full_state_dict(self._engine) if self._engine else module.state_dict()
+        return with_saved_names(state)
+
+    def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
+        """As `_module_state`, of a callback's averaged module. Collective."""
+        if not self._is_together():
+            return {}
+        if self._saves_shards:
+            return self._saving.state_dict(self.engine, average, kind)
+        return full_state_dict(self.engine, average)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        owner = self._owner
+        if self._has_lost_states:
+            raise RuntimeError(
+                "the optimizer states are not there: the Trainer was pickled after a run, and the "
+                "ranks that hold them were not; save with weights_only=True, or resume from a "
+                "checkpoint (ckpt_path=...) that was saved before."
+            )
+        if owner is None or optimizer not in owner.optimizers:
+            return super().optimizer_state(optimizer)
+        if not self._is_together():
+            return {}
+        owner.optimizers.check_has_states()
+        self._meet("the state of an optimizer, for a checkpoint")
+        if self._saves_shards:
+            return self._saving.optimizer_state(optimizer, owner)
+        return optimizer_state_dict(optimizer, owner.buckets, is_recipient=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Writes what Lightning has dumped. Collective.
+
+        Raises:
+            TypeError: Storage options for the sharded form.
+            OSError: It cannot be written; on every rank.
+        """
+        if (choice := self._settings.choice) is not None:
+            chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
+            checkpoint[NOTE_KEY] = {"auto": chosen}
+        if not self._is_together():
+            rank_zero_warn(
+                f"{filepath} was not saved: other ranks did not come together within "
+                f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
+            )
+        elif self._owner is not None and self._saves_shards:
+            if storage_options is not None:
+                raise TypeError(
+                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
+                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                )
+            last_masters = self._last_masters if self._engine is None else None
+            self._saving.save(checkpoint, filepath, self._owner, last_masters=last_masters)
+        else:
+            self._save_full(checkpoint, filepath, storage_options)
+
+    def _save_full(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
+        engine = self._engine
+        if "optimizer_states" in checkpoint:
+            masters = self._last_masters if engine is None else narrow_masters(engine)
+            if masters:
+                checkpoint[MASTERS_KEY] = masters
+        io, is_left_to_io = self.checkpoint_io, self._is_left_to_io(filepath)
+
+        def write() -> None:
+            if not is_left_to_io:
+                check_shared(filepath, self.world_size)
+            io.save_checkpoint(checkpoint, filepath, storage_options)
+
+        # Else the others would wait in the next collective for a rank 0 that has raised.
+        self._on_rank_zero(f"save {filepath}", write)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._is_left_to_io(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._saving.remove(filepath)
+
+    # ---------------------------------------------------------------- loading
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Opens a checkpoint of any format, the same on every rank. Collective.
+
+        A `checkpoint_io` other than the default one reads for itself.
+
+        Raises:
+            ValueError: It is damaged, or of no known format.
+            OSError, RuntimeError: Another rank could not open it.
+        """
+        self._saving.finish()
+        path = self.broadcast(checkpoint_path)
+        if self._is_left_to_io(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        with failing_together(f"reach {path}"):
+            check_shared(path, self.world_size)
+        self._on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
+        raise_damage_of_any(path, self.global_rank, self.world_size, gather_objects)
+        with failing_together(f"open {path}"):
+            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        for key, value in checkpoint.items():
+            if key not in _COPIED_ON_LOADING:
+                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Into the module and the masters: each rank its own elements. Collective."""
+        module = self.lightning_module
+        assert module is not None
+        awaited: dict[str, Tensor] = {}
+        with expecting_values(module):
+            load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
+            if awaited and run_state(module).fn == TrainerFn.FITTING:
+                check_restorable(checkpoint)
+            await_values(module, awaited)
+        masters = checkpoint.get(MASTERS_KEY, {})
+        if self._engine is None:
+            self._masters_to_load = masters
+        else:
+            load_masters(self._engine, masters)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Into the strategy's optimizers: each rank its own elements. Collective.
+
+        Raises:
+            ValueError: There are more or fewer optimizers.
+        """
+        states: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
+        optimizers = self.optimizers
+        if len(states) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint holds the states of {len(states)} optimizers, expected "
+                f"{len(optimizers)}; resume with the configure_optimizers that was saved."
+            )
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                load_optimizer(self.engine, optimizer, state)
+
+    # ---------------------------------------------------------------- pickling
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to a run; a copy begins runs of its own. Local."""
+        if self._engine is not None:
+            raise RuntimeError(
+                "a ZeroStrategy and its Trainer cannot be pickled or copied while the Trainer "
+                "runs: other ranks hold parts of the module; do it after fit, or use "
+                "trainer.save_checkpoint()."
+            )
+        state = super().__getstate__()
+        state["_has_lost_states"] |= self._owner is not None
+        launcher: Any = copy.copy(self._launcher)
+        if hasattr(launcher, "procs"):
+            launcher.procs = []  # what it has started is this process's
+        state["_launcher"] = launcher
+        of_runs = ("_building", "_closed", "_watched_by", "_has_rallied", "_keeps_whole")
+        renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
+        return state | dict.fromkeys(of_runs) | renewed
 
 
 # Lightning takes modules from torch.compile for some strategies of its own only. Of these it asks
 # for this class nowhere else, while a DDPStrategy is distributed also on one device.
 SingleDeviceStrategy.register(ZeroStrategy)
+
+
+def _save_unsaved(trainer: Trainer) -> None:
+    """Saves what would be lost with the parameters, unless a callback has just done so. Collective.
+
+    To `last-step-N.ckpt` in the Trainer's `default_root_dir`.
+    """
+    callbacks: list[Any] = list(trainer.checkpoint_callbacks)
+    saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks]
+    if trainer.global_step in (0, *saved) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    path = Path(trainer.default_root_dir) / f"last-step-{trainer.global_step}.ckpt"
+    rank_zero_warn(f"no checkpoint has the last step, so it is saved to {path}.")
+    trainer.save_checkpoint(path)

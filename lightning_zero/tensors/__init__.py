@@ -7,7 +7,6 @@
     sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
     composite   tensors made of tensors, such as quantised states
     meta        parameters without memory: given some, awaited, or dropped
-    names       names of parameters, and of the entries of a state dict
 
 Begin with `buffer`, then `guarded`.
 """

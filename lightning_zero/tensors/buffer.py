@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero.layout.flat import FlatLayout
 
-__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "slice_shard", "widest"]
+__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "widest"]
 
 _MARK = "_is_of_flat_buffer"  # on a storage, whose Python object lives as long as itself
 
@@ -53,12 +53,10 @@ class FlatBuffer:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether the storage holds memory."""
         return self.tensor.untyped_storage().size() > 0
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held at this moment."""
         return self.tensor.untyped_storage().nbytes()
 
     def allocate(self) -> None:
@@ -100,10 +98,7 @@ class Scratch:
     about as much as the reduction's own work on it. On a device the caching allocator does all of
     this.
 
-    Args:
-        device: Of the tensors.
-        allocate: Makes new memory of so many elements, 1-D; None: torch does.
-        max_kept: Tensors that are kept at most.
+    `allocate` makes new memory of so many elements, 1-D; None: torch does.
     """
 
     def __init__(
@@ -129,7 +124,6 @@ class Scratch:
         return self._empty(0, dtype).set_(chosen.untyped_storage(), 0, (numel,), (1,))
 
     def give(self, tensor: Tensor) -> None:
-        """Returns a tensor that `take` gave."""
         if len(self._spare) < self._max_kept:
             self._spare.append(tensor)
 
@@ -137,13 +131,7 @@ class Scratch:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def clear(self) -> None:
-        """Frees what is kept."""
         self._spare.clear()
-
-
-def slice_shard(layout: FlatLayout, shard: Tensor, rank: int) -> list[Tensor]:
-    """For each slot, the 1-D view of `shard` with this rank's elements of it; possibly empty."""
-    return [shard[part.start : part.stop] for part in layout.parts(rank)]
 
 
 def widest(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:

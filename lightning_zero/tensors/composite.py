@@ -22,7 +22,6 @@ _T = TypeVar("_T")
 
 
 def is_composite(value: object) -> bool:
-    """Whether `value` is a tensor made of tensors."""
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
 
 

@@ -17,12 +17,7 @@ __all__ = ["Cut", "OwnPart", "Part"]
 
 
 class Sharers(Protocol):
-    """The ranks that have a shard of one parameter; a `Communicator` between them.
-
-    Attributes:
-        mesh: Which ranks they are.
-        device: Where they communicate.
-    """
+    """The ranks that have a shard of one parameter: of `Communicator`, what is asked here."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -30,28 +25,19 @@ class Sharers(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def sum_over_shards_(self, values: Tensor, name: str) -> Tensor:
-        """See `Communicator`."""
+    def sum_over_shards_(self, values: Tensor, name: str) -> Tensor: ...
 
-    def max_(self, values: Tensor, name: str) -> Tensor:
-        """See `Communicator`."""
+    def max_(self, values: Tensor, name: str) -> Tensor: ...
 
-    def wait_for_copies(self) -> None:
-        """See `Communicator`."""
+    def wait_for_copies(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Which elements of one parameter each rank has.
-
-    Attributes:
-        slot: The parameter.
-        layout: Of its bucket.
-        comm: Between the ranks that have a shard.
-    """
+    """Which elements of one parameter each rank has."""
 
     slot: Slot
-    layout: FlatLayout
+    layout: FlatLayout  # of its bucket
     comm: Sharers
 
     @property
@@ -89,9 +75,7 @@ class OwnPart:
     values: Tensor
 
     def read(self) -> Tensor:
-        """See `Part`."""
         return self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        """See `Part`."""
         write(self.values)

@@ -69,26 +69,16 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """What a parameter knows of its bucket.
+    """What a parameter knows of its bucket."""
 
-    Attributes:
-        name: Qualified name.
-        shape: Shape of the whole parameter.
-        dtype: Dtype of the whole parameter.
-        own_class: Its class while it is not guarded.
-        bucket: What holds it.
-        index: Its slot there.
-        make_whole: Called with the name before the values are used.
-        put_grad: Called with the slot and what is set as `.grad`; None: torch sets it.
-    """
-
-    name: str
-    shape: torch.Size
+    name: str  # qualified
+    shape: torch.Size  # of the whole parameter, as dtype
     dtype: torch.dtype
-    own_class: type[nn.Parameter]
+    own_class: type[nn.Parameter]  # while it is not guarded
     bucket: Holder
-    index: int
-    make_whole: Callable[[str], None]
+    index: int  # its slot there
+    make_whole: Callable[[str], None]  # called with the name before the values are used
+    # Called with the slot and what is set as `.grad`; None: torch sets it.
     put_grad: Callable[[int, Tensor], None] | None = None
 
 
@@ -201,7 +191,6 @@ def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
-    """Ties `parameter` to its bucket, or unties it."""
     if placement is None:
         parameter.__dict__.pop(_ATTRIBUTE, None)
     else:
@@ -209,7 +198,6 @@ def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
 
 
 def has_placement(parameter: Tensor) -> bool:
-    """Whether an engine holds `parameter`."""
     return _ATTRIBUTE in parameter.__dict__
 
 
@@ -247,7 +235,7 @@ def _equal(input: Tensor, other: Tensor) -> bool:
     try:
         for parameter in _guarded_in((one, other)):
             if isinstance(parameter, GuardedParameter):
-                placement_of(parameter).make_whole(placement_of(parameter).name)
+                _make_whole(placement_of(parameter))
     except BetweenStepsError:
         return placement.bucket.equals(one, other)
     with torch._C.DisableTorchFunctionSubclass():
@@ -333,33 +321,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
 # Answered by the object as it is; none of these reads the values.
-_UNTOUCHED = {
-    getattr(Tensor, name).__get__
-    for name in (
-        "grad",
-        "grad_fn",
-        "grad_dtype",
-        "is_leaf",
-        "is_meta",
-        "is_quantized",
-        "is_sparse",
-        "layout",
-        "name",
-        "requires_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_version",
-    )
-}
-_UNTOUCHED |= {
-    getattr(Tensor, name).__set__
-    for name in (
-        "grad_dtype",
-        "requires_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-    )
-}
+_SETTABLE = ("grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_READABLE = ("grad", "grad_fn", "is_leaf", "is_meta", "is_quantized", "is_sparse", "layout", "name")
+_UNTOUCHED = {getattr(Tensor, name).__set__ for name in _SETTABLE}
+_UNTOUCHED |= {getattr(Tensor, name).__get__ for name in (*_SETTABLE, *_READABLE, "_version")}
 _UNTOUCHED |= {
     Tensor.grad.__delete__,  # type: ignore[union-attr]  # a descriptor, typed as its value
     Tensor.__hash__,

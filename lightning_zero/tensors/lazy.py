@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["LazyTensor", "read_flat", "values_reader", "written_by"]
+__all__ = ["LazyTensor", "arguments_of", "read_flat", "values_reader", "written_by"]
 
 _Read = Callable[[int, int], Tensor]
 
@@ -28,12 +28,9 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype, read: _Read) -> LazyTensor:
-        """A tensor of `shape` whose row-major elements [start, stop) are `read(start, stop)`.
+        """A tensor whose row-major elements [start, stop) are `read(start, stop)`.
 
-        Args:
-            shape: Of the tensor.
-            dtype: Of the tensor, and of what `read` returns.
-            read: Returns a new 1-D CPU tensor of `stop - start` elements.
+        That is a new 1-D CPU tensor of this dtype.
         """
         stored = Tensor._make_wrapper_subclass(LazyTensor, torch.Size(shape), dtype=dtype)
         assert isinstance(stored, LazyTensor)
@@ -44,12 +41,10 @@ class LazyTensor(Tensor):
         """All values, a new plain tensor of this shape."""
         return self._read(0, self.numel()).view(self.shape)
 
-    def tolist(self) -> Any:
-        """As of a plain tensor; torch itself refuses it to subclasses."""
+    def tolist(self) -> Any:  # torch itself refuses this and the next to subclasses
         return self.read().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor; torch itself refuses it to subclasses."""
         return self.read().numpy(force=force)
 
     @classmethod
@@ -88,16 +83,17 @@ def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor.reshape(-1)[start:stop]
 
 
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given to an operator of torch, by name."""
+    names = (argument.name for argument in func._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors to which an operator of torch writes."""
-    arguments = func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False))
-    given.update(kwargs)
-    written = [
-        given.get(argument.name)
-        for argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    given = arguments_of(func, args, kwargs)
+    aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    written = [given.get(name) for name, alias in aliases.items() if alias and alias.is_write]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 

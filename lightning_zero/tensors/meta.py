@@ -42,9 +42,7 @@ _AWAITED = "_zero_awaited"
 def await_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Remembers where parameters and buffers on the meta device will get their values from.
 
-    Args:
-        module: Not held by an engine yet.
-        values: Whole tensors by qualified name; kept, and read when the engine takes over.
+    These are whole tensors by qualified name: kept, and read when an engine takes `module` over.
     """
     named = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     for name, value in values.items():
@@ -130,18 +128,17 @@ class ConstantStates(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_CONSTANTS: dict[Any, float | None] = {
-    torch.full_like: None,
-    torch.zeros_like: 0,
-    torch.ones_like: 1,
-}
+_CONSTANTS = {torch.full_like: None, torch.zeros_like: 0, torch.ones_like: 1}
 
 
 _DROPPED = "_zero_left_out"
 
 
 class _Dropped:
-    """Has the place of the bucket that held a parameter; whatever is asked of it is an error."""
+    """Has the place of the bucket that held a parameter; whatever is asked of it is an error.
+
+    That is what a guarded parameter, or `gathered`, asks for.
+    """
 
     device = torch.device("meta")
 
@@ -149,13 +146,11 @@ class _Dropped:
         self._name = name
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Whatever a guarded parameter, or `gathered`, asks for."""
         if name.startswith("__"):  # Python itself does
             raise AttributeError(name)
         self.refuse()
 
     def refuse(self, _: str = "") -> NoReturn:
-        """Raises what users of the parameter are told."""
         raise RuntimeError(_text(self._name))
 
 
@@ -206,18 +201,13 @@ def expecting_values(module: nn.Module) -> Iterator[None]:
 
 
 def check_none_left_out(module: nn.Module) -> None:
-    """Before an engine takes the module over.
-
-    Raises:
-        ValueError: A parameter was left out, and nothing is loaded into it.
-    """
+    """Before an engine takes it over: what was left out has something to load, or ValueError."""
     for parameter in module.parameters():
         if is_left_out(parameter) and awaited_values(parameter) is None:
             raise ValueError(_text(parameter.__dict__[_DROPPED][0]))
 
 
 def forget_left_out(module: nn.Module) -> None:
-    """All parameters have values again."""
     for parameter in module.parameters():
         parameter.__dict__.pop(_DROPPED, None)
 

@@ -26,51 +26,43 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_zero.tensors.cut import Cut, OwnPart, Part
-from lightning_zero.tensors.lazy import read_flat, written_by
+from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 
 __all__ = ["ShardedTensor", "ShardedTensorError"]
 
 
 class ShardedTensorError(RuntimeError):
-    """An operation needs more of a tensor than this rank has.
+    """An operation needs more of a tensor, `sharded`, than this rank has.
 
     Python's operators would take a TypeError for "not implemented" and compare identities instead.
-
-    Attributes:
-        sharded: That tensor.
-        why: The reason.
     """
 
     sharded: ShardedTensor | None = None
     why: str = ""
 
 
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(name)
+
+    return refuse
+
+
 class ShardedTensor(Tensor):
-    """This rank's part of a tensor. See [Note: Sharded tensors].
+    """This rank's part of a tensor. See [Note: Sharded tensors]."""
 
-    Attributes:
-        cut: Which part.
-        noun: What it is of the parameter, `p.grad` or `p.data`, or was computed from.
-        is_tracked: It was computed from what requires a gradient. See [Note: No gradient].
-    """
-
-    cut: Cut
-    noun: str
-    is_tracked: bool
+    cut: Cut  # which part
+    noun: str  # what it is of the parameter, p.grad or p.data, or was computed from
+    is_tracked: bool  # computed from what requires a gradient: see [Note: No gradient]
     _part: Part
 
     @staticmethod
     def of(
         part: Part, cut: Cut, noun: str, like: Tensor, shape: Sequence[int] | None = None
     ) -> ShardedTensor:
-        """`part` as a tensor of the whole shape; memory is shared.
+        """`part`, the elements `cut.owned`, as a tensor of the whole shape; memory is shared.
 
-        Args:
-            part: The elements `cut.owned`.
-            cut: Which they are.
-            noun: See the attribute.
-            like: Has their dtype and device.
-            shape: None: the parameter's.
+        `like` has their dtype and device; without a `shape` it is the parameter's.
         """
         size = torch.Size(cut.slot.shape if shape is None else shape)
         sharded = Tensor._make_wrapper_subclass(
@@ -177,24 +169,11 @@ class ShardedTensor(Tensor):
 
     # ---------------------------------------------------------------- what torch does without them
 
-    def tolist(self) -> NoReturn:
-        """Refused."""
-        self._refuse("tolist")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused."""
-        self._refuse("numpy")
-
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        self._refuse("numpy")
-
-    def data_ptr(self) -> NoReturn:
-        """Refused."""
-        self._refuse("data_ptr")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refused."""
-        self._refuse("untyped_storage")
+    tolist = _refused("tolist")
+    numpy = __array__ = _refused("numpy")
+    data_ptr = _refused("data_ptr")
+    untyped_storage = _refused("untyped_storage")
+    __reduce_ex__ = _refused("pickle")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copy = self.detach().clone()
@@ -207,9 +186,6 @@ class ShardedTensor(Tensor):
         return (
             format(self.item(), spec) if spec and self.dim() == 0 else object.__format__(self, spec)
         )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse("pickle")
 
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -484,8 +460,7 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     sharded = args[0]
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given.update(zip((a.name for a in arguments), args, strict=False))
-    given.update(kwargs)
+    given |= arguments_of(func, args, kwargs)
     if not isinstance(sharded, ShardedTensor) or written_by(func, args, kwargs):
         _first_of(args, kwargs)._refuse(name)
     dim = given.get("dim")

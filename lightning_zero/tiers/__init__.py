@@ -2,7 +2,6 @@
 
 Imports record, layout and tensors.
 
-    shard_store   `ShardStore`: where one shard rests; in memory, or in a file
     storage       `Storage`: all stores of an engine, and the copies between tiers
     grad_offload  gradient shards that rest off the device
     pipeline      reads, works and writes ranges of files, each behind the other
@@ -10,30 +9,7 @@ Imports record, layout and tensors.
     disk          what the file system gives: room, O_DIRECT, a directory that goes with us
     memory        page-aligned, pinned buffers, and how much CPU memory there is
 
-Begin with `shard_store`. A new tier for optimizer state is a `Tier` in layout/offload.py, which
-tells who gets it; a `ShardStore`, made in `storage`; a way into and out of buffers in
+Begin with `storage`. A new tier for optimizer state is a `Tier` in layout/offload.py, which tells
+who gets it; a store of `ShardStore`, made by `Storage`; a way into and out of buffers in
 optim/chunks.py, where it is no memory; and its bytes in engine/counting.py and planner/resting.py.
 """
-
-from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
-from lightning_zero.tiers.nvme import NvmeFile, NvmeStore, Transfer
-from lightning_zero.tiers.pipeline import FileRange, Job, Pipeline
-from lightning_zero.tiers.shard_store import InFile, InMemory, ShardStore
-from lightning_zero.tiers.storage import ParamReader, Storage
-
-__all__ = [
-    "BufferPool",
-    "FileRange",
-    "InFile",
-    "InMemory",
-    "Job",
-    "NvmeFile",
-    "NvmeStore",
-    "ParamReader",
-    "Pipeline",
-    "ShardStore",
-    "Storage",
-    "Transfer",
-    "aligned_empty",
-    "make_buffers",
-]

@@ -37,6 +37,13 @@ __all__ = [
 _PREFIX = "lightning_zero"
 _LOCK = ".lock"
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+_REASONS = {
+    errno.ENOENT: "does not exist; is the disk mounted? Make the directory first",
+    errno.ENOTDIR: "is no directory; give a directory on a local NVMe disk",
+    errno.EACCES: "is not writable by user {uid}",
+    errno.EROFS: "is mounted read-only",
+    errno.ENOSPC: "is full, not even a directory can be made; free space on that disk",
+}
 
 
 def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
@@ -44,9 +51,6 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
 
     Returns:
         The directory, and the file descriptor that holds its lock: closing it gives it up.
-
-    Raises:
-        OSError: `path` is missing, no directory, or not writable.
     """
     job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "none")
     for _ in range(100):
@@ -55,7 +59,9 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
         try:
             directory.mkdir(mode=0o700)
         except OSError as error:
-            raise _explained(error, path) from None
+            why = f"cannot take a directory: {error.strerror}"
+            why = _REASONS.get(error.errno or 0, why).format(uid=os.getuid())
+            raise OSError(error.errno, f"the NVMe path {why}", str(path)) from None
         with contextlib.suppress(FileNotFoundError):  # removed already: begin anew
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             if _is_locked(lock, directory / _LOCK):
@@ -64,39 +70,29 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
     raise RuntimeError(f"other processes removed every directory made under {path}, 100 times")
 
 
-def remove_abandoned(path: Path) -> list[Path]:
-    """Remove directories under `path` that processes of this machine left when they died.
-
-    Returns:
-        What was removed.
-    """
-    removed: list[Path] = []
-    try:
-        directories = [path / name for name in sorted(os.listdir(path))]
-    except OSError:
-        return removed  # whether `path` can be used is asked elsewhere
+def remove_abandoned(path: Path) -> None:
+    """Remove directories under `path` that processes of this machine left when they died."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # whether `path` can be used is asked elsewhere
+        names = sorted(os.listdir(path))
     here = {_word(word) for word in _machine()}
-    for directory in directories:
-        words = directory.name.split(".")
-        if len(words) != 7 or words[0] != _PREFIX or not here & set(words[2:4]):
-            continue
-        # Another user's directory cannot be opened and is not ours to remove.
-        with contextlib.suppress(OSError):
-            if _remove_if_free(directory):
-                removed.append(directory)
-    return removed
+    for name in names:
+        words = name.split(".")
+        if len(words) == 7 and words[0] == _PREFIX and here & set(words[2:4]):
+            # Another user's directory cannot be opened and is not ours to remove.
+            with contextlib.suppress(OSError):
+                _remove_if_free(path / name)
 
 
-def _remove_if_free(directory: Path) -> bool:
+def _remove_if_free(directory: Path) -> None:
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR)
     except FileNotFoundError:
         directory.rmdir()  # fails if it is not empty: then it is none of ours
-        return True
+        return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory)
-        return True
     finally:
         os.close(lock)
 
@@ -124,24 +120,8 @@ def _word(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", text)[:60]
 
 
-def _explained(error: OSError, path: Path) -> OSError:
-    reasons = {
-        errno.ENOENT: "does not exist; is the disk mounted? Make the directory first",
-        errno.ENOTDIR: "is no directory; give a directory on a local NVMe disk",
-        errno.EACCES: f"is not writable by user {os.getuid()}",
-        errno.EROFS: "is mounted read-only",
-        errno.ENOSPC: "is full, not even a directory can be made; free space on that disk",
-    }
-    reason = reasons.get(error.errno or 0, f"cannot take a directory: {error.strerror}")
-    return OSError(error.errno, f"the NVMe path {reason}", str(path))
-
-
 def allocate(path: Path, nbytes: int) -> None:
-    """Make a file of `nbytes` zeros that have their room on the disk.
-
-    Raises:
-        OSError: There is no such room, and no file then; or the file cannot be made.
-    """
+    """Make a file of `nbytes` zeros that have their room on the disk; without it, no file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -167,22 +147,18 @@ def takes_direct(directory: Path) -> bool:
     """Whether a page can be written and read past the page cache; some refuse only then."""
     path = directory / "probe"
     array: Any = aligned_empty(PAGE_BYTES, pin=False).numpy()
-    page = memoryview(array)
+    page = [memoryview(array)]
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-        return False
-    try:
-        return os.pwritev(descriptor, [page], 0) == os.preadv(descriptor, [page], 0) == PAGE_BYTES
+        try:
+            return os.pwritev(descriptor, page, 0) == os.preadv(descriptor, page, 0) == PAGE_BYTES
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
         return False
     finally:
-        os.close(descriptor)
         path.unlink(missing_ok=True)
 
 
@@ -199,7 +175,7 @@ def free_bytes(path: Path) -> int:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system of `path` ("ext4", "tmpfs"); "unknown" where none is told."""
+    """Such as "ext4", "tmpfs"; "unknown" where none is told."""
     best, kind = "", "unknown"
     resolved = str(path.resolve())
     with contextlib.suppress(OSError):

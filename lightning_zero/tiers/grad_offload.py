@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
-from lightning_zero.tiers import InFile, InMemory, ShardStore, Storage, Transfer
+from lightning_zero.tiers.nvme import Transfer
+from lightning_zero.tiers.storage import InFile, InMemory, ShardStore, Storage
 
 __all__ = ["GradQueue", "OffloadedGrad"]
 
@@ -41,7 +43,6 @@ class GradQueue:
         self._queue.append(grad)
 
     def leave(self, grad: OffloadedGrad) -> None:
-        """`grad` has landed or was dropped."""
         if grad in self._queue:
             self._queue.remove(grad)
 
@@ -51,9 +52,9 @@ class GradQueue:
             target.copy_(source)
             return None
         self._stream.wait_stream(streams.current(source.device))
+        moving = self.storage.recorder.moving
         with streams.on(self._stream):
-            recorder = self.storage.recorder
-            with recorder.moving(name, target.nbytes, source.device, target.device):
+            with moving(name, target.nbytes, source.device, target.device):
                 target.copy_(source, non_blocking=True)
             event: streams.Event = self._stream.record_event()
             return event
@@ -82,43 +83,33 @@ class OffloadedGrad:
         self._numel = numel
         self._dtype = dtype
         self._tier = tier
-        self._store: ShardStore | None = None  # None until the first mean
         self._transit: _Transit | None = None
-        self._shown: Tensor | None = None
 
-    @property
+    @cached_property
     def store(self) -> ShardStore:
-        """Where the mean rests; made at the first use."""
-        if self._store is None:
-            storage = self._queue.storage
-            if self._tier is Tier.NVME:
-                self._store = storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
-            else:
-                self._store = InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
-        return self._store
+        """Where the mean rests; made for the first one."""
+        storage = self._queue.storage
+        if self._tier is Tier.NVME:
+            return storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
+        return InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
 
-    @property
+    @cached_property
     def shard(self) -> Tensor:
         """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
-        if self._shown is None:
-            self._shown = self.store.look(0, self._numel)
-        return self._shown
+        return self.store.look(0, self._numel)
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes at rest."""
-        return self._store.nbytes if self._store is not None else 0
+        return self.store.nbytes if "store" in self.__dict__ else 0
 
     def look(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop): a view, or a LazyTensor."""
         return self.store.look(start, stop)
 
     def put(self, mean: Tensor, *, is_added: bool) -> None:
-        """Sends a mean on its way here.
+        """Sends a mean on its way here, to be added to what rests here or to replace that.
 
-        Args:
-            mean: 1-D, on the device; not to be written to any more.
-            is_added: Add it to what rests here instead of replacing that.
+        1-D, on the device; not to be written to any more.
         """
         self.settle()
         self._queue.admit(self)
@@ -140,8 +131,15 @@ class OffloadedGrad:
                 self._land(transit)
             if transit.transfer is not None:
                 transit.transfer.wait()
-            if transit.is_staged:
-                self._queue.scratch.give(transit.values)
+            self._give_back(transit)
+
+    def drop(self) -> None:
+        """Forgets what is on its way, after an exception."""
+        transit = self._end_transit()
+        if transit is not None:
+            if transit.transfer is not None:
+                transit.transfer.settle()
+            self._give_back(transit)
 
     def _end_transit(self) -> _Transit | None:
         """What was on its way; it is in CPU memory by now."""
@@ -152,6 +150,10 @@ class OffloadedGrad:
             with recorder.span(Kind.TO_CPU, self._name, is_wait=True):
                 transit.event.synchronize()
         return transit
+
+    def _give_back(self, transit: _Transit) -> None:
+        if transit.is_staged:
+            self._queue.scratch.give(transit.values)
 
     def _land(self, transit: _Transit) -> None:
         store = self.store
@@ -169,11 +171,3 @@ class OffloadedGrad:
         values = self.store.fetch(start, stop)
         change(values)
         self.store.write(start, values)
-
-    def drop(self) -> None:
-        """Forgets what is on its way, after an exception."""
-        transit = self._end_transit()
-        if transit is not None and transit.transfer is not None:
-            transit.transfer.settle()
-        if transit is not None and transit.is_staged:
-            self._queue.scratch.give(transit.values)

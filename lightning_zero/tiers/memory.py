@@ -40,19 +40,10 @@ class _Pages(mmap.mmap):
 
 
 def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
-    """Uninitialised memory for transfers.
+    """Uninitialised CPU memory: 1-D, uint8, `nbytes`, beginning at a multiple of 4096.
 
     Pages of our own, not `torch.empty(pin_memory=True)`: that one rounds up to a power of two.
-
-    Args:
-        nbytes: Size.
-        pin: Pin it where CUDA is there; elsewhere it makes no difference.
-
-    Returns:
-        1-D, uint8, `nbytes`, CPU, beginning at a multiple of 4096.
-
-    Raises:
-        RuntimeError: The driver refuses to pin this much.
+    Pinned, if asked for, where CUDA is there; a RuntimeError where the driver refuses this much.
     """
     return _map(nbytes, pin=pin)[0]
 
@@ -73,20 +64,17 @@ def make_buffers(count: int, nbytes: int, *, pin: bool) -> list[Tensor]:
 
 
 class BufferPool:
-    """Buffers that are taken and given back, by any thread."""
-
-    nbytes: int  # of one buffer
+    """Buffers that are taken and given back, by any thread; first given, first taken."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self.nbytes = buffers[0].numel()
+        self.nbytes = buffers[0].numel()  # of one buffer
         self._free: deque[tuple[Tensor, Event | None]] = deque((one, None) for one in buffers)
         self._is_closed = False
 
     def take(self, *, waits: bool = True) -> Tensor | None:
         """A free buffer, 1-D, uint8, `nbytes`; None if all are taken.
 
-        Args:
-            waits: For copies to a device that `give` has told of; else None if one is under way.
+        `waits`: for copies to a device that `give` has told of; else None if one is under way.
         """
         try:
             buffer, left = self._free.popleft()

@@ -60,22 +60,16 @@ class Transfer:
     what a read fills must not be used, what a write takes must not be changed.
     """
 
-    is_write: bool
-    start: int  # bytes, in the file
-    stop: int
-    is_stale: bool  # a write to the same bytes was asked for after this read
-    is_cancelled: bool
-    is_done: bool  # the memory is free again, after success, failure or `cancel`
-    error: Exception | None  # what went wrong so far
-
     def __init__(
         self, name: str, recorder: Recorder, *, is_write: bool, start: int, stop: int
     ) -> None:
         self.is_write = is_write
-        self.start = start
+        self.start = start  # bytes, in the file
         self.stop = stop
-        self.is_stale = self.is_cancelled = self.is_done = False
-        self.error = None
+        self.is_stale = False  # a write to the same bytes was asked for after this read
+        self.is_cancelled = False
+        self.is_done = False  # the memory is free again, after success, failure or `cancel`
+        self.error: Exception | None = None  # what went wrong so far
         self._what = (Kind.WRITE if is_write else Kind.READ, name)
         self._recorder = recorder
         self._span = recorder.span(*self._what, stop - start, on_host=True)
@@ -116,8 +110,7 @@ class Transfer:
     def wait(self) -> None:
         """Return when all bytes are moved; any thread may call it, any number of times.
 
-        Raises:
-            OSError: The transfer failed; says the path, the offset and the bytes.
+        An OSError with the path, the offset and the bytes, if the transfer failed.
         """
         with self._recorder.span(*self._what, is_wait=True, on_host=True):
             self.settle()
@@ -134,23 +127,18 @@ class Transfer:
         self.is_cancelled = True
 
     def overlaps(self, other: Transfer) -> bool:
-        """Whether both touch a common byte."""
         return self.start < other.stop and other.start < self.stop
 
 
 class NvmeFile:
     """A file of fixed size in a store. See [Note: Order of transfers]."""
 
-    path: Path
-    name: str  # of what is in it
-    nbytes: int  # a multiple of 4096
-
     def __init__(
         self, store: NvmeStore, path: Path, nbytes: int, descriptor: int, name: str
     ) -> None:
         self.path = path
-        self.name = name
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # a multiple of 4096
+        self.name = name  # of what is in it
         self._store = store
         self._descriptor = descriptor
         self._lock = threading.Lock()
@@ -164,18 +152,13 @@ class NvmeFile:
         Args:
             offset: Bytes, a multiple of 4096.
             into: 1-D, contiguous, any dtype, CPU; its memory begins at a multiple of 4096 and has
-                a multiple of 4096 bytes. It must not be used before the transfer is done.
+                a multiple of 4096 bytes.
             after: Transfers that use the memory until they are done.
         """
         return self._begin(offset, into, after, is_write=False)
 
     def write(self, offset: int, source: Tensor) -> Transfer:
-        """Begin to write `source` at `offset`.
-
-        Args:
-            offset: Bytes, a multiple of 4096.
-            source: As `into` of `read`. It must not be changed before the transfer is done.
-        """
+        """Begin to write `source` at `offset`; both as of `read`."""
         return self._begin(offset, source, (), is_write=True)
 
     def cancel(self) -> None:
@@ -294,14 +277,7 @@ class NvmeStore:
     """
 
     directory: Path
-    is_direct: bool  # whether O_DIRECT works here; else files pass through the page cache
-    block_bytes: int  # of transfers from now on; may be set
-    bytes_read: int  # since construction
-    bytes_written: int
-    bytes_allocated: int
-    recorder: Recorder
-    reading: _Queue  # of blocks
-    writing: _Queue
+    is_direct: bool  # O_DIRECT works here; else files pass through the page cache
 
     def __init__(
         self,
@@ -322,10 +298,6 @@ class NvmeStore:
             num_write_threads: Blocks that are written at once.
             block_bytes: Bytes that a thread moves at once, a multiple of 4096.
             recorder: Of reads and writes, and the waits for them.
-
-        Raises:
-            OSError: `path` is missing, no directory, not writable, or full.
-            ValueError: A number is out of range.
         """
         if min(num_read_threads, num_write_threads) < 1:
             raise ValueError(
@@ -334,14 +306,15 @@ class NvmeStore:
             )
         if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
             raise ValueError(f"block_bytes must be a multiple of {PAGE_BYTES}, got {block_bytes}")
-        self.block_bytes = block_bytes
+        self.block_bytes = block_bytes  # of transfers from now on; may be set
         self.recorder = recorder or Recorder()
-        self.bytes_read = self.bytes_written = self.bytes_allocated = 0
+        self.bytes_read = self.bytes_written = 0  # since construction
         self._pid = os.getpid()
         self._lock = threading.Lock()
         remove_abandoned(Path(path))
         self.directory, lock = locked_directory(Path(path), rank=rank)
-        self.reading, self.writing = SimpleQueue(), SimpleQueue()
+        self.reading: _Queue = SimpleQueue()
+        self.writing: _Queue = SimpleQueue()
         threads = [_start("nvme-read", self.reading) for _ in range(num_read_threads)]
         threads += [_start("nvme-write", self.writing) for _ in range(num_write_threads)]
         self._files: list[NvmeFile] = []
@@ -365,22 +338,16 @@ class NvmeStore:
             )
 
     def create(self, name: str, nbytes: int) -> NvmeFile:
-        """Make a file with room for `nbytes`, rounded up to 4096; its bytes are zero.
-
-        Raises:
-            OSError: The disk is full, or the directory is gone.
-        """
+        """Make a file with room for `nbytes`, rounded up to 4096; its bytes are zero."""
         self.check_open()
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             path = self.directory / f"{len(self._files):04d}-{quote(name, safe='')[:100]}"
             allocate(path, nbytes + _GUARD_BYTES)
-            flags = os.O_RDWR | (os.O_DIRECT if self.is_direct else 0)
-            descriptor = os.open(path, flags)
+            descriptor = os.open(path, os.O_RDWR | (os.O_DIRECT if self.is_direct else 0))
             self._descriptors.append(descriptor)
             file = NvmeFile(self, path, nbytes, descriptor, name)
             self._files.append(file)
-            self.bytes_allocated += nbytes + _GUARD_BYTES
         return file
 
     def close(self) -> None:
@@ -392,11 +359,7 @@ class NvmeStore:
         self._finalizer()
 
     def check_open(self) -> None:
-        """Refuse to work in a forked child and after `close`.
-
-        Raises:
-            RuntimeError: It is one of these moments.
-        """
+        """Refuse, by a RuntimeError, to work in a forked child and after `close`."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the files in {self.directory} belong to process {self._pid}; a forked child "
@@ -406,7 +369,6 @@ class NvmeStore:
             raise RuntimeError(f"the files in {self.directory} are closed and removed")
 
     def count(self, nbytes: int, *, is_write: bool) -> None:
-        """Add to the bytes read or written."""
         with self._lock:
             if is_write:
                 self.bytes_written += nbytes

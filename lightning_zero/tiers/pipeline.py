@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.nvme import NvmeFile, Transfer
 
-__all__ = ["FileRange", "Job", "Pipeline"]
+__all__ = ["FileRange", "Task", "Pipeline"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class FileRange:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class Task:
     """Work on some ranges that are in one buffer together.
 
     `run` gets one uint8 view per range, in order. When it returns nothing may use the views any
@@ -52,7 +51,7 @@ class Job:
     """
 
     ranges: Sequence[FileRange]
-    run: Callable[[list[Tensor]], object]
+    run: Callable[[list[Tensor]], object] = lambda views: None
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +59,7 @@ class Job:
         return sum(part.nbytes for part in self.ranges)
 
 
-_NO_JOB = Job((), lambda views: None)
+_NO_JOB = Task(())
 
 
 class _Slot:
@@ -77,7 +76,7 @@ class _Slot:
         self.views: list[Tensor] = []
         self.reads: list[Transfer] = []
 
-    def begin_reads(self, job: Job) -> None:
+    def begin_reads(self, job: Task) -> None:
         self.job = job
         self.views = list(self.buffer[: job.nbytes].split([part.nbytes for part in job.ranges]))
         self.reads = [
@@ -119,42 +118,30 @@ class _Slot:
 class Pipeline:
     """Runs jobs through buffers that nobody else uses; one thread at a time may call it.
 
-    After an exception of a job or of a transfer it can be used again.
+    After an exception of a job or of a transfer it can be used again. The buffers: uint8, of one
+    size, page-aligned.
     """
 
-    wait_read_s: float  # the caller waited for reads, since construction
-    wait_write_s: float  # the caller waited for buffers that were being written, or in `drain`
-    compute_s: float  # in `Job.run`
-
     def __init__(self, buffers: Iterable[Tensor], recorder: Recorder | None = None) -> None:
-        """Take the buffers: uint8, of one size, page-aligned."""
         self._recorder = recorder or Recorder()
-        self.wait_read_s = self.wait_write_s = self.compute_s = 0.0
         self._slots = [_Slot(buffer) for buffer in buffers]
         self._resting = deque(self._slots)  # the one whose writes were asked for first comes first
         self._loaded: deque[_Slot] = deque()  # with the next jobs, in order
 
-    def prefetch(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[Task]) -> None:
         """Begin to read the first jobs, as far as buffers go.
 
         The next `run` begins with them where its jobs have the same ranges; else they are dropped.
-
-        Raises:
-            ValueError: A job needs more than a buffer.
         """
         self._check(jobs)
         self._drop()
         self._load(iter(jobs))
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Sequence[Task]) -> None:
         """Run all jobs in order; writes may be on their way when it returns.
 
-        After an exception, one of a job too, nothing is read ahead any more; `cancel` waits for
-        the writes.
-
-        Raises:
-            OSError: A read, or a write so far, failed.
-            ValueError: A job needs more than a buffer.
+        After an exception (of a job; an OSError of a read, or of a write so far) nothing is read
+        ahead any more; `cancel` waits for the writes.
         """
         self._check(jobs)
         begun = [list(slot.job.ranges) for slot in self._loaded]
@@ -173,14 +160,8 @@ class Pipeline:
             raise
 
     def drain(self) -> None:
-        """Wait for all writes.
-
-        Raises:
-            OSError: One of them failed.
-        """
-        begin = perf_counter()
+        """Wait for all writes; an OSError if one of them failed."""
         self._finish_writes(self._slots)
-        self.wait_write_s += perf_counter() - begin
 
     def cancel(self) -> None:
         """Drop what was read, finish what is being written, and forget errors.
@@ -192,7 +173,7 @@ class Pipeline:
         for slot in self._slots:
             slot.finish_writes()
 
-    def _check(self, jobs: Sequence[Job]) -> None:
+    def _check(self, jobs: Sequence[Task]) -> None:
         size = self._slots[0].buffer.numel()
         for job in jobs:
             if job.nbytes > size:
@@ -201,7 +182,7 @@ class Pipeline:
                     f"{job.nbytes}; use a larger buffer_size"
                 )
 
-    def _load(self, waiting: Iterator[Job]) -> None:
+    def _load(self, waiting: Iterator[Task]) -> None:
         """Begin to read what has a buffer; the writes of the job that had it may be under way."""
         while self._resting and (job := next(waiting, None)) is not None:
             self._resting[0].begin_reads(job)
@@ -209,15 +190,9 @@ class Pipeline:
 
     def _run_next(self) -> None:
         slot = self._loaded[0]
-        begin = perf_counter()
         self._finish_writes([slot])
-        written = perf_counter()
         slot.wait_for_reads()
-        read = perf_counter()
         slot.job.run(slot.views)
-        self.compute_s += perf_counter() - read
-        self.wait_read_s += read - written
-        self.wait_write_s += written - begin
         slot.begin_writes()
         self._resting.append(self._loaded.popleft())
 

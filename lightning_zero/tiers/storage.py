@@ -1,4 +1,9 @@
-"""The tiers of one rank: makes stores for its shards, owns files and buffers, moves values between.
+"""Where the shards of one rank rest, and how they move between tiers.
+
+A store holds one flat tensor in memory or in a file, and answers for ranges of elements: in memory
+by a view; from a file by a copy, which `write` writes back. Who steps many ranges in a row lets a
+`Pipeline` move them instead: `range_of` names a range for it. `Storage` makes all stores of an
+engine and owns their files and buffers.
 
 [Note: Apart or together] On a CUDA device the CPU tier is other memory, and what is stepped there
 travels. Where the module computes on the CPU both tiers are the same memory, and nothing is copied.
@@ -7,6 +12,7 @@ travels. Where the module computes on the CPU both tiers are the same memory, an
 from __future__ import annotations
 
 import errno
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,27 +30,113 @@ from lightning_zero.layout.offload import (
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore, Transfer
-from lightning_zero.tiers.pipeline import Pipeline
-from lightning_zero.tiers.shard_store import InFile, InMemory, ShardStore
+from lightning_zero.tiers.pipeline import FileRange, Pipeline
 
-__all__ = ["ParamReader", "Storage", "Uploader"]
+__all__ = ["InFile", "InMemory", "ParamReader", "ShardStore", "Storage"]
 
 
-class Uploader:
+class InMemory:
+    """A tensor in the memory of a device or of the CPU."""
+
+    def __init__(self, tensor: Tensor, tier: Tier) -> None:
+        self.tensor = tensor
+        self.tier = tier
+        self.numel = tensor.numel()
+        self.dtype = tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+    def fetch(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), 1-D: a view of memory, or a copy in CPU memory."""
+        return self.tensor[start:stop]
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replaces the elements from `start` on by `values`, 1-D, of any floating dtype."""
+        target = self.tensor[start : start + values.numel()]
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+    look = fetch  # elements to be shown to others: a view, or a LazyTensor
+
+
+class InFile:
+    """A tensor in a file, padded to whole pages."""
+
+    tier = Tier.NVME
+
+    def __init__(self, store: NvmeStore, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.name = name
+        self.numel = numel
+        self.dtype = dtype
+        self.nbytes = padded_bytes(numel, dtype)
+        self._file = store.create(name, self.nbytes)
+
+    def fetch(self, start: int, stop: int) -> Tensor:
+        """Waits for writes under way."""
+        memory, first, own = self._around(start, stop)
+        self._file.read(first, memory).wait()
+        return memory[own].view(self.dtype)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Waits until the values are written."""
+        memory, first, own = self._around(start, start + values.numel())
+        if memory[own].numel() != memory.numel():
+            self._file.read(first, memory).wait()  # the neighbours in the outer pages
+        memory[own].view(self.dtype).copy_(values)
+        self._file.write(first, memory).wait()
+
+    def look(self, start: int, stop: int) -> Tensor:
+        def read(first: int, last: int) -> Tensor:
+            return self.fetch(start + first, start + last)
+
+        return LazyTensor.of((stop - start,), self.dtype, read)
+
+    def begin_fetch(self, start: int, stop: int, buffer: Tensor) -> Transfer:
+        """Begins to read elements [start, stop) into `buffer`: uint8, aligned, large enough."""
+        nbytes = padded_bytes(stop - start, self.dtype)
+        return self._file.read(start * self.dtype.itemsize, buffer[:nbytes])
+
+    def begin_write(self, values: Tensor) -> Transfer:
+        """Begins to replace the first elements by `values`: 1-D, whole pages or all elements."""
+        memory = aligned_empty(padded_bytes(values.numel(), self.dtype), pin=False)
+        memory[: values.numel() * self.dtype.itemsize].view(self.dtype).copy_(values)
+        return self._file.write(0, memory)
+
+    def range_of(
+        self, start: int, stop: int, *, is_read: bool = True, is_written: bool = True
+    ) -> FileRange:
+        """Elements [start, stop) for a pipeline; `start` is a multiple of `PAGE_BYTES`."""
+        nbytes = padded_bytes(stop - start, self.dtype)
+        offset = start * self.dtype.itemsize
+        return FileRange(self._file, offset, nbytes, is_read=is_read, is_written=is_written)
+
+    def _around(self, start: int, stop: int) -> tuple[Tensor, int, slice]:
+        """Memory for the whole pages around [start, stop), their offset, and its bytes therein."""
+        first = start * self.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
+        last = padded_bytes(stop, self.dtype) if stop > start else first
+        own = slice(start * self.dtype.itemsize - first, stop * self.dtype.itemsize - first)
+        return aligned_empty(last - first, pin=False), first, own
+
+
+ShardStore = InMemory | InFile
+
+
+class _Uploader:
     """Casts block by block into page-locked memory; one block travels while the next is cast."""
 
     def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
         stream = streams.make_stream(device)
         assert stream is not None, device
         self._stream = stream
-        self._blocks = [
-            aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin) for _ in range(NUM_UPLOAD_BLOCKS)
-        ]
-        self._events: list[streams.Event | None] = [None] * NUM_UPLOAD_BLOCKS
-        self._next = 0
+        self._pool = BufferPool(
+            [aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin) for _ in range(NUM_UPLOAD_BLOCKS)]
+        )
         self._recorder = recorder
 
     def send(self, values: Tensor, target: Tensor, name: str) -> None:
@@ -56,14 +148,12 @@ class Uploader:
         with streams.on(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
             for start in range(0, values.numel(), step):
                 part = target[start : start + step]
-                event = self._events[self._next]
-                if event is not None:
-                    event.synchronize()
-                block = self._blocks[self._next].view(target.dtype)[: part.numel()]
+                buffer = self._pool.take()
+                assert buffer is not None
+                block = buffer.view(target.dtype)[: part.numel()]
                 block.copy_(values[start : start + step])
                 part.copy_(block, non_blocking=True)
-                self._events[self._next] = self._stream.record_event()
-                self._next = (self._next + 1) % NUM_UPLOAD_BLOCKS
+                self._pool.give(buffer, self._stream.record_event())
         with span(Kind.TO_DEVICE, name, is_wait=True):
             current.wait_stream(self._stream)
 
@@ -83,7 +173,6 @@ class ParamReader:
 
     @property
     def has_begun(self) -> bool:
-        """Some of it has been read, or is being read."""
         return bool(self._begun)
 
     def begin(self) -> bool:
@@ -141,12 +230,11 @@ class ParamReader:
 
 
 class Storage:
-    """Stores for the shards of one rank.
+    """Makes the stores of one rank, owns their files and buffers.
 
     Attributes:
         device: Where the module computes.
         is_apart: The CPU tier is other memory than the device's. See [Note: Apart or together].
-        recorder: Of what moves between tiers.
         buffer_bytes: Of the buffers through which files are read and written.
     """
 
@@ -167,24 +255,15 @@ class Storage:
         self._optimizer = offload_optimizer or OffloadConfig()
         self._step = step_buffers(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
-        self.buffer_bytes = 0  # of all buffers
-        self._pipeline: Pipeline | None = None
-        self._param_pool: BufferPool | None = None
-        self._uploader: Uploader | None = None
+        self.buffer_bytes = 0
         for config in (offload_param, offload_optimizer):
             if config is not None and config.device != "cpu":
                 self._store(config)
 
     def check_room(self, param_bytes: int, optim_bytes: int, *, num_ranks: int) -> None:
-        """Refuses a disk that is too small for what is certain to come.
+        """Refuses, by an OSError, a disk that is too small for what is certain to come.
 
-        Args:
-            param_bytes: Of this rank, in the folder for parameters.
-            optim_bytes: Of this rank, in the folder for the optimizer.
-            num_ranks: Ranks that share the disk.
-
-        Raises:
-            OSError: There is not enough room; says the folder, and bytes needed and free.
+        Bytes are those of this rank; `num_ranks` share the disk.
         """
         needed: dict[str, int] = {}
         for config, nbytes in ((self._param, param_bytes), (self._optimizer, optim_bytes)):
@@ -206,15 +285,14 @@ class Storage:
         return self.device if tier is Tier.DEVICE else torch.device("cpu")
 
     def is_elsewhere(self, tier: Tier) -> bool:
-        """A tensor of the device must travel to rest in `tier`."""
         return tier.is_elsewhere(is_apart=self.is_apart)
 
     def keep_param(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
-        """A store for a parameter shard with these `values` (1-D), which it may take over."""
+        """A store with these `values` (1-D), which it may take over."""
         return self._keep(f"{name}.param", values, tier, self._param)
 
     def keep_master(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
-        """A store for a master with these `values` (1-D), which it may take over."""
+        """As `keep_param`."""
         return self._keep(f"{name}.master", values, tier, self._optimizer)
 
     def make_optim(self, name: str, numel: int, dtype: torch.dtype) -> InFile:
@@ -241,9 +319,6 @@ class Storage:
             with self.recorder.moving(name, values.nbytes, values.device, target):
                 store.write(start, values)
             return
-        if self._uploader is None:
-            pin = self._optimizer.pin_memory
-            self._uploader = Uploader(self.device, pin=pin, recorder=self.recorder)
         self._uploader.send(values, store.fetch(start, start + values.numel()), name)
 
     def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> ShardStore:
@@ -252,9 +327,7 @@ class Storage:
             store.write(0, values)
             return store
         if tier is Tier.CPU and self.is_apart:
-            memory = self._cpu_empty(values.numel(), values.dtype, config)
-            memory.copy_(values)
-            return InMemory(memory, tier)
+            values = self._cpu_empty(values.numel(), values.dtype, config).copy_(values)
         return InMemory(values, tier)
 
     def _store(self, config: OffloadConfig) -> NvmeStore:
@@ -265,23 +338,23 @@ class Storage:
 
     # ---------------------------------------------------------------- buffers
 
-    @property
+    @cached_property
     def pipeline(self) -> Pipeline:
         """Moves optimizer states between files and memory."""
-        if self._pipeline is None:
-            self._pipeline = Pipeline(self._buffers(self._step), self.recorder)
-        return self._pipeline
+        return Pipeline(self._buffers(self._step), self.recorder)
 
-    @property
+    @cached_property
     def param_pool(self) -> BufferPool:
         """Buffers through which parameters come from files."""
-        if self._param_pool is None:
-            self._param_pool = BufferPool(self._buffers(self._param))
-        return self._param_pool
+        return BufferPool(self._buffers(self._param))
+
+    @cached_property
+    def _uploader(self) -> _Uploader:
+        return _Uploader(self.device, pin=self._optimizer.pin_memory, recorder=self.recorder)
 
     @property
     def step_buffer_bytes(self) -> int:
-        """Size of one buffer of `pipeline`."""
+        """Of one buffer of `pipeline`."""
         return self._step.bytes_of_a_buffer
 
     def _buffers(self, config: OffloadConfig) -> list[Tensor]:
@@ -291,21 +364,21 @@ class Storage:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from NVMe since the beginning."""
         return sum(store.bytes_read for store in self._stores.values())
 
     @property
     def bytes_written(self) -> int:
-        """Bytes written to NVMe since the beginning."""
         return sum(store.bytes_written for store in self._stores.values())
 
     def close(self) -> None:
         """Removes all files; every store in a file is lost. Closing twice is harmless."""
-        if self._pipeline is not None:
-            self._pipeline.cancel()
-        if self._param_pool is not None:
-            self._param_pool.close()
+        made = self.__dict__  # of the cached ones, those that somebody has asked for
+        if "pipeline" in made:
+            self.pipeline.cancel()
+        if "param_pool" in made:
+            self.param_pool.close()
         for store in self._stores.values():
             store.close()
         self._stores, self.buffer_bytes = {}, 0
-        self._pipeline = self._param_pool = self._uploader = None
+        for name in ("pipeline", "param_pool", "_uploader"):
+            made.pop(name, None)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.cli.plan_source import of_arguments
+from lightning_zero.cli.plan import of_arguments
 from lightning_zero.layout.offload import Tier
 from lightning_zero.planner import Choice, Job, Machine, take_inventory, trace_step
 from lightning_zero.planner.timeline import replay

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 
-from lightning_zero.cli.io_bench import Rates
+from lightning_zero.cli.io_bench import DiskRates
 from lightning_zero.tiers.nvme import NvmeFile
 
 __all__ = ["fio_rates"]
@@ -17,7 +17,7 @@ _MIB = 2**20
 
 def fio_rates(
     file: NvmeFile, *, block_bytes: int, num_threads: int, is_direct: bool, seconds: float
-) -> Rates | None:
+) -> DiskRates | None:
     """Rates by `fio` of direct reads, writes and both on `file`; None where it is not installed.
 
     What `file` held is lost.
@@ -37,7 +37,7 @@ def fio_rates(
         "runtime": f"{max(100, round(1e3 * seconds))}ms",
         "output-format": "json",
     }
-    return Rates(
+    return DiskRates(
         _fio(options, "read", file.nbytes, num_threads),
         _fio(options, "write", file.nbytes, num_threads),
         _fio(options, "rw", file.nbytes, 2 * num_threads),  # each thread reads and writes by turns

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_zero.observe.watch import Wanted, Watch, Watched
+from lightning_zero.observe.monitor import Wanted, Watch, Watched
 from tests.benchmarks.report import BATCH, SIZES
 from tests.benchmarks.systems import ADAMW
 from tests.distributed.ranks import run_ranks

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.tiers import FileRange, Job, NvmeFile, NvmeStore, Pipeline, make_buffers
+from lightning_zero.tiers.memory import make_buffers
+from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
+from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 from tests.benchmarks.fio import fio_rates
 
 NUMEL = 4 * 2**20  # of a chunk
@@ -52,10 +54,10 @@ class Steps:
         self.step = 0
         self.write_from_memory()
 
-    def jobs(self, work: Callable[[list[Tensor]], object], *, is_read: bool = True) -> list[Job]:
+    def jobs(self, work: Callable[[list[Tensor]], object], *, is_read: bool = True) -> list[Task]:
         """Jobs that do `work` on the states of each chunk."""
         return [
-            Job(
+            Task(
                 [
                     FileRange(self.file, (chunk * STATES + state) * CHUNK_BYTES, CHUNK_BYTES,
                           is_written=True, is_read=is_read)
@@ -66,7 +68,7 @@ class Steps:
             for chunk in range(self.num_chunks)
         ]  # fmt: skip
 
-    def run(self, jobs: list[Job]) -> float:
+    def run(self, jobs: list[Task]) -> float:
         """Seconds until everything is written."""
         begin = time.perf_counter()
         self.pipeline.run(jobs)

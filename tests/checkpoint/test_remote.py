@@ -14,8 +14,7 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import silent, write_torch_file
 from lightning_zero.cli import main
-from lightning_zero.strategy.checkpoint_io import is_download
-from lightning_zero.strategy.saving import Saving
+from lightning_zero.strategy.saving import Saving, is_download
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 
@@ -132,7 +131,7 @@ def test_a_file_is_there_only_when_all_of_it_was_written(memory):
     with pytest.raises(RuntimeError, match="on the way"), path.replacing(3) as file:  # noqa: PT012
         file.write(b"new")
         raise RuntimeError("on the way")
-    assert path.read_bytes() == b"old"
+    assert path.open().read() == b"old"
 
 
 @pytest.mark.parametrize("name", ["run[1]/a.ckpt", "run?/*.ckpt"])

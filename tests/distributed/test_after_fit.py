@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy
 from lightning_zero.engine import optimizers as attached
-from lightning_zero.strategy import lifecycle as after_fit
+from lightning_zero.strategy import engine_strategy as after_fit
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule

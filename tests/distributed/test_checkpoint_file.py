@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.strategy.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.strategy.saving import ZeroCheckpointIO
 from tests.distributed.ranks import run_ranks
 from tests.fitting import Outcome, arrays, assert_same, fit_reference, make_trainer, settings
 from tests.full_disk import mounted_tmpfs

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_zero import OffloadConfig, __version__
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.comm.channel import Channel
+from lightning_zero.comm.control import Channel
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule

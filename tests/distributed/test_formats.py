@@ -342,7 +342,7 @@ def _open_missing(rank, world_size, spec):
     trainer.strategy.barrier()
     if rank == 1:
         # What a node without the shared file system sees.
-        import lightning_zero.strategy.checkpointing as checkpoints
+        import lightning_zero.strategy.strategy as checkpoints
 
         checkpoints.open_checkpoint = partial(_open_elsewhere, checkpoints.open_checkpoint)
     make_trainer(spec).validate(MLPModule(ranks=2), ckpt_path="one.ckpt")

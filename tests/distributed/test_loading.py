@@ -261,7 +261,7 @@ def _own_code(stage, net, kind):
     gather_whole = Masters.gather_whole
 
     def noted(masters):
-        gathered_names.extend(slot.name for slot in masters.plan.layout.slots)
+        gathered_names.extend(slot.name for slot in masters._bucket.plan.layout.slots)
         return gather_whole(masters)
 
     Masters.gather_whole = noted

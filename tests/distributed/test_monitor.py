@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.observe.files import read_step
-from lightning_zero.observe.throughput import flops_per_token
+from lightning_zero.observe.metrics import flops_per_token
+from lightning_zero.observe.recordings import read_step
 from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings

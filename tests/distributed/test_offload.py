@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.tiers import Storage
+from lightning_zero.tiers.storage import Storage
 from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_zero import full_grad, gathered
-from lightning_zero.tiers import Storage
+from lightning_zero.tiers.storage import Storage
 from tests.cells import slow_but
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import fit, make_trainer, settings

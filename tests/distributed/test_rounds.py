@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, uneven_calls
-from lightning_zero.comm.rounds import Rounds
+from lightning_zero.comm.control import Rounds
 from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import run_ranks
 

@@ -21,15 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.comm.doing import Doing, is_one_way, report, user_frames
-from lightning_zero.comm.groups import cut_connections
-from lightning_zero.comm.peers import Peers, how_ended
-from lightning_zero.comm.rank_store import store_of_ranks
+from lightning_zero.comm.peers import Peers, how_ended, store_of_ranks
+from lightning_zero.comm.reports import Doing, is_one_way, report, user_frames
 from lightning_zero.comm.watchdog import (
     PeerAbortedError,
     RanksApartError,
     Watchdog,
 )
+from lightning_zero.comm.world import cut_connections
 from lightning_zero.layout import order
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings

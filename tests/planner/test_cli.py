@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroStrategy
 from lightning_zero.cli import main
-from lightning_zero.cli.plan_source import of_arguments
+from lightning_zero.cli.plan import of_arguments
 from lightning_zero.planner import SHAPES, Decoder, shape_of_hugging_face
 from tests.planned import MODELS
 from tests.test_conf import composed

@@ -171,7 +171,7 @@ class FakeCuda:
         """See record/streams.py."""
         return self._stream(self.current)
 
-    def make_event(self, *, is_timed: bool = False) -> _Event:
+    def make_event(self) -> _Event:
         """See record/streams.py."""
         return _Event(self)
 
@@ -479,11 +479,11 @@ def _probe_on_cpu(probe: Callable[..., Any]) -> Callable[..., Any]:
     """The trial of an optimizer, whose rate may be a fake tensor."""
     run = _on_real_tensors(probe)
 
-    def probe_on_cpu(optimizer: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    def probe_on_cpu(optimizer: Any, device: torch.device) -> Any:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = 0.1
-        found = run(optimizer, torch.device("cpu"), dtype)
+        found = run(optimizer, torch.device("cpu"))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         return found

@@ -205,7 +205,7 @@ def _break(what: str) -> None:
     if what == "side stream":
         backends.DeviceBackend._on = lambda self, stream: streams.on(stream)
     elif what == "gather":
-        backends._Event.wait = lambda self: None
+        backends._UnderWay.wait = lambda self: None
     elif what == "drain":
         StepWorker.drain = lambda self: None
     elif what == "forget":

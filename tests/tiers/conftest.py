@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from lightning_zero.tiers import NvmeStore, aligned_empty
+from lightning_zero.tiers.memory import aligned_empty
+from lightning_zero.tiers.nvme import NvmeStore
 
 PAGE = 4096
 

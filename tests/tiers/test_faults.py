@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.tiers import FileRange, Job, NvmeStore, Pipeline, aligned_empty, make_buffers
+from lightning_zero.tiers.memory import aligned_empty, make_buffers
+from lightning_zero.tiers.nvme import NvmeStore
+from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 from tests.tiers.conftest import PAGE, make_ext4
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +28,7 @@ def increments(file, num_jobs=8):
     def add(views):
         views[0].add_(1)
 
-    return [Job([FileRange(file, n * size, size, True)], add) for n in range(num_jobs)]
+    return [Task([FileRange(file, n * size, size, True)], add) for n in range(num_jobs)]
 
 
 def step(pipeline, file):
@@ -83,7 +85,7 @@ def test_a_path_of_another_user_is_an_error_that_names_it(tmp_path):
         pytest.skip("only root can become another user")
     tmp_path.chmod(stat.S_IRWXU)
     script = (
-        "import os, sys, torch\nfrom lightning_zero.tiers import NvmeStore\n"
+        "import os, sys, torch\nfrom lightning_zero.tiers.nvme import NvmeStore\n"
         "os.setuid(65534)\nNvmeStore(sys.argv[1], rank=0)"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.cli import main
-from lightning_zero.cli.io_bench import DiskReport, Rates, TierSettings, as_text
+from lightning_zero.cli.io_bench import DiskRates, DiskReport, TierSettings, as_text
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -40,7 +40,7 @@ def test_it_prints_rates_and_settings_to_use(tmp_path, capsys):
 
 
 def test_it_prints_a_table(tmp_path):
-    settings, rates = TierSettings(buffer_count=3), Rates(1.5e9, 2e9, 2.5e9)
+    settings, rates = TierSettings(buffer_count=3), DiskRates(1.5e9, 2e9, 2.5e9)
     printed = as_text(DiskReport(tmp_path, "ext4", True, 2**30, settings, (), rates))
     assert "tier  1.50   2.00   2.50" in printed
     assert "buffer_count=3, buffer_size=16777216 (3 x 64 MiB of CPU memory)" in printed

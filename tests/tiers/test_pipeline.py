@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.tiers import FileRange, Job, NvmeStore, Pipeline, aligned_empty, make_buffers
+from lightning_zero.record.spans import Kind
+from lightning_zero.tiers.memory import aligned_empty, make_buffers
+from lightning_zero.tiers.nvme import NvmeStore
+from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 from tests.tiers.conftest import PAGE
 
 NUM_PAGES = 6  # of each of two files
@@ -76,7 +79,7 @@ def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, step
                 for view, piece in zip(views, job, strict=True):
                     view.copy_(view * 3 + value if piece[4] else torch.full_like(view, value))
 
-            jobs.append(Job(pieces_of(job, files), run))
+            jobs.append(Task(pieces_of(job, files), run))
         pipeline.prefetch(random.Random(value).choice([jobs, jobs[::-1]])[:num_prefetched])
         pipeline.run(jobs)
         for number, job in enumerate(drawn, start=value - len(drawn) + 1):
@@ -87,6 +90,15 @@ def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, step
     for file, expected in zip(files, memory.files, strict=True):
         assert torch.equal(whole(file), expected)
     store.close()
+
+
+def seconds_waited(recorder):
+    """By kind, in the window that began with `recorder.begin`: the caller stood still so long."""
+    waited = {Kind.READ: 0.0, Kind.WRITE: 0.0}
+    for span in recorder.end().spans:
+        if span.is_wait:
+            waited[span.kind] += span.stop_s - span.start_s
+    return waited
 
 
 def make_states(store, numel, num_chunks):
@@ -100,7 +112,8 @@ def test_adamw_steps_bit_equal_to_memory(store):
     torch.manual_seed(0)
     gradients = torch.randn(num_steps, num_chunks, numel)
     expected = [torch.zeros(num_chunks, numel) for _ in range(3)]
-    pipeline = Pipeline(make_buffers(3, 3 * 4 * numel, pin=False))
+    pipeline = Pipeline(make_buffers(3, 3 * 4 * numel, pin=False), store.recorder)
+    store.recorder.begin(0)
 
     def step_chunk(views, gradient, step):
         p, m, v = (view.view(torch.float32) for view in views)
@@ -114,7 +127,7 @@ def test_adamw_steps_bit_equal_to_memory(store):
         for chunk in range(num_chunks):
             step_chunk([state[chunk] for state in expected], gradients[step, chunk], step + 1)
         jobs = [
-            Job(
+            Task(
                 [FileRange(file, 4 * numel * chunk, 4 * numel, is_written=True) for file in files],
                 lambda views, g=gradients[step, chunk], s=step + 1: step_chunk(views, g, s),
             )
@@ -126,14 +139,14 @@ def test_adamw_steps_bit_equal_to_memory(store):
     for file, state in zip(files, expected, strict=True):
         assert torch.equal(whole(file).view(torch.float32), state.view(-1))
     assert store.bytes_read == store.bytes_written + sum(file.nbytes for file in files)
-    assert min(pipeline.wait_read_s, pipeline.wait_write_s, pipeline.compute_s) > 0
+    assert min(seconds_waited(store.recorder).values()) > 0
 
 
 def test_jobs_run_in_order_on_the_callers_thread(store):
     file = store.create("state", 20 * PAGE)
     ran = []
     jobs = [
-        Job(
+        Task(
             [FileRange(file, number * PAGE, PAGE, is_written=True)],
             lambda _, number=number: ran.append((number, threading.current_thread())),
         )
@@ -146,19 +159,21 @@ def test_jobs_run_in_order_on_the_callers_thread(store):
 def test_the_disk_reads_ahead_and_writes_behind_while_jobs_run(store):
     file, num_jobs, slow_s = store.create("state", 8 * PAGE), 8, 0.05
     jobs = [
-        Job([FileRange(file, number * PAGE, PAGE, is_written=True)], lambda _: time.sleep(slow_s))
+        Task([FileRange(file, number * PAGE, PAGE, is_written=True)], lambda _: time.sleep(slow_s))
         for number in range(num_jobs)
     ]
-    pipeline = Pipeline(make_buffers(3, PAGE, pin=False))
+    pipeline = Pipeline(make_buffers(3, PAGE, pin=False), store.recorder)
+    store.recorder.begin(0)
+    start = time.perf_counter()
     pipeline.run(jobs)
-    assert pipeline.compute_s >= num_jobs * slow_s
+    assert time.perf_counter() - start >= num_jobs * slow_s
     # The first read alone can be waited for.
-    assert pipeline.wait_read_s + pipeline.wait_write_s < 3 * slow_s
+    assert sum(seconds_waited(store.recorder).values()) < 3 * slow_s
 
 
 def test_what_was_prefetched_is_not_read_again(store):
     file = store.create("state", 4 * PAGE)
-    jobs = [Job([FileRange(file, n * PAGE, PAGE, False)], lambda _: None) for n in range(4)]
+    jobs = [Task([FileRange(file, n * PAGE, PAGE, False)], lambda _: None) for n in range(4)]
     pipeline = Pipeline(make_buffers(4, PAGE, pin=False))
     pipeline.prefetch(jobs)
     pipeline.run(jobs)
@@ -170,7 +185,7 @@ def test_what_was_prefetched_is_not_read_again(store):
 
 def test_a_prefetch_is_read_again_after_a_write_from_elsewhere(store, filled):
     file, seen = store.create("state", PAGE), []
-    jobs = [Job([FileRange(file, 0, PAGE, False)], lambda views: seen.append(int(views[0][0])))]
+    jobs = [Task([FileRange(file, 0, PAGE, False)], lambda views: seen.append(int(views[0][0])))]
     pipeline = Pipeline(make_buffers(2, PAGE, pin=False))
     pipeline.prefetch(jobs)
     file.write(0, filled(PAGE, 5)).wait()
@@ -182,7 +197,7 @@ def test_a_job_larger_than_a_buffer_is_refused_with_both_sizes(store):
     file = store.create("state", 4 * PAGE)
     pipeline = Pipeline(make_buffers(2, PAGE, pin=False))
     with pytest.raises(ValueError, match=r"at most 4096 bytes.*got one of 8192"):
-        pipeline.run([Job([FileRange(file, 0, 2 * PAGE, True)], lambda _: None)])
+        pipeline.run([Task([FileRange(file, 0, 2 * PAGE, True)], lambda _: None)])
 
 
 def test_after_an_exception_in_a_job_the_next_step_is_right(store):
@@ -198,7 +213,7 @@ def test_after_an_exception_in_a_job_the_next_step_is_right(store):
 
     def jobs(third=add):
         runs = [add, add, third, add, add, add]
-        return [Job([FileRange(file, n * PAGE, PAGE, True)], run) for n, run in enumerate(runs)]
+        return [Task([FileRange(file, n * PAGE, PAGE, True)], run) for n, run in enumerate(runs)]
 
     with pytest.raises(KeyError):
         pipeline.run(jobs(fail))
@@ -227,7 +242,7 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tm
             store = NvmeStore(tmp_path, rank=0, block_bytes=PAGE)
             file = store.create("state", 12 * PAGE)
             pipeline = Pipeline(make_buffers(3, 2 * PAGE, pin=False))
-            jobs = [Job([FileRange(file, 2 * n * PAGE, 2 * PAGE, True)], add) for n in range(6)]
+            jobs = [Task([FileRange(file, 2 * n * PAGE, 2 * PAGE, True)], add) for n in range(6)]
             with pytest.raises(InterruptedHere):  # noqa: PT012
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0002, 0.006))
                 until = time.monotonic() + 5
@@ -246,7 +261,7 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tm
 def test_a_job_may_only_write_or_only_read(store, filled):
     file, seen = store.create("state", 2 * PAGE), []
     file.write(PAGE, filled(PAGE, 7)).wait()
-    job = Job(
+    job = Task(
         [
             FileRange(file, 0, PAGE, is_written=True, is_read=False),
             FileRange(file, PAGE, PAGE, False),
@@ -262,11 +277,12 @@ def test_a_job_may_only_write_or_only_read(store, filled):
 
 def test_a_pipeline_that_waits_for_the_disk_says_for_how_long(store):
     file = store.create("state", 64 * 2**20)
-    jobs = [Job([FileRange(file, n * 2**23, 2**23, True)], lambda _: None) for n in range(8)]
-    pipeline = Pipeline(make_buffers(2, 2**23, pin=False))
+    jobs = [Task([FileRange(file, n * 2**23, 2**23, True)], lambda _: None) for n in range(8)]
+    pipeline = Pipeline(make_buffers(2, 2**23, pin=False), store.recorder)
+    store.recorder.begin(0)
     start = time.perf_counter()
     pipeline.run(jobs)
     pipeline.drain()
     spent = time.perf_counter() - start
-    waited = pipeline.wait_read_s + pipeline.wait_write_s
+    waited = sum(seconds_waited(store.recorder).values())
     assert 0.5 * spent < waited <= spent

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_zero.observe.chrome import ON_CPU, chrome_trace
+from lightning_zero.observe.recordings import ON_CPU, chrome_trace
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import NBYTES, made_ranks, made_step
 
@@ -81,6 +81,13 @@ def test_ranks_stand_on_one_clock():
     ranks = [Recording(0, 2, 3, 1.0), Recording(1, 2, 3, 1.0, (Span(Kind.GATHER, "a", -0.25, 0),))]
     windows = {e["pid"]: e["ts"] for e in complete(chrome_trace(ranks)) if e["cat"] == "window"}
     assert windows == {0: 250_000.0, 1: 250_000.0}
+
+
+def test_a_step_of_which_nothing_was_kept_is_a_window_alone():
+    events = complete(chrome_trace([Recording(0, 1, 3, 1.0)]))
+    assert [(event["cat"], event["ts"], event["dur"]) for event in events] == [
+        ("window", 0.0, 1_000_000.0)
+    ]
 
 
 def test_mistakes_are_errors():

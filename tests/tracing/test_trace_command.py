@@ -6,8 +6,7 @@ import pytest
 
 from lightning_zero.cli import main
 from lightning_zero.observe import plots as style
-from lightning_zero.observe.chrome import ON_CPU
-from lightning_zero.observe.files import write_recording
+from lightning_zero.observe.recordings import ON_CPU, write_recording
 from tests.tracing.steps import made_ranks
 
 

@@ -1,0 +1,201 @@
+"""One pass of an `Order`, and the plans that are learned from the logs of passes.
+
+An event is one integer, of n units:
+
+    0 .. n-1       the gather of a unit
+    n              backward begins (the turn)
+    n+1 ..         the reduction of a bucket
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate, islice
+
+from lightning_zero.layout.talk import Heard, Round
+
+__all__ = ["Learned", "Pass", "hash_of", "hoisted"]
+
+_ALIKE = 2  # equal logs that make a plan
+_MOST_ALIKE = 64
+_TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
+_CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretold
+_MOST_LOGGED = 100_000  # events
+_MOST_KNOWN = 1000  # keys: where each pass has a new one, none would be met again
+
+
+@dataclass
+class Pass:
+    """What this rank has done in a pass, and has still to do."""
+
+    key: int | None  # None: nothing is learned from it
+    is_training: bool = False
+    plan: tuple[int, ...] | None = None
+    is_learned: bool = True  # the plan comes from logs
+    saying: Future[Heard] | None = None  # the round of its beginning
+    is_begun: bool = True  # that one has been heard, or need not be before an event
+    cursor: int = 0
+    log: list[int] = field(default_factory=list)
+    has_turned: bool = False
+    has_logged_turn: bool = False
+    eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
+    ready: set[int] = field(default_factory=set)
+    reduced: list[int] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)  # units
+    has_deviated: bool = False
+    is_in_vain: bool = False
+
+    def note(self, event: int) -> None:
+        """Writes an event that is issued into the log."""
+        if len(self.log) < _MOST_LOGGED:
+            self.log.append(event)
+
+    def upcoming(self) -> Iterator[int]:
+        """The rest of the plan."""
+        return islice(self.plan or (), self.cursor, None)
+
+    @property
+    def next(self) -> int | None:
+        """The first of them."""
+        if self.plan is None or self.cursor >= len(self.plan):
+            return None
+        return self.plan[self.cursor]
+
+    @property
+    def num_planned(self) -> int:
+        return len(self.plan or ())
+
+    @property
+    def num_ready(self) -> int:
+        """How many of the first of `eager` are ready."""
+        ready = self.ready
+        return next((i for i, b in enumerate(self.eager) if b not in ready), len(self.eager))
+
+
+@dataclass
+class _Known:
+    """Of one key."""
+
+    log: tuple[int, ...] = ()
+    num_alike: int = 0
+    num_needed: int = _ALIKE
+    plan: tuple[int, ...] | None = None
+    trust: int = _TRUST
+
+
+class Learned:
+    """What is known from earlier passes: the same on every rank.
+
+    Args:
+        numels: Elements of each unit.
+        ahead: See `hoisted`.
+
+    Attributes:
+        last_log: A hash of what the last training pass has issued.
+    """
+
+    def __init__(self, numels: Sequence[int], ahead: int | None) -> None:
+        self._numels = numels
+        self._ahead = ahead
+        self.forget()
+
+    def forget(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self._following: dict[tuple[int, ...], int] = {}
+        self._context: tuple[int, ...] = ()
+        self.last_log = 0
+
+    def plan_of(self, key: int | None) -> tuple[int, ...] | None:
+        known = self._known.get(key) if key is not None else None
+        return known.plan if known is not None else None
+
+    def foretell(self) -> int | None:
+        """The key that came after as many of the last ones as are known to have come before."""
+        told = (self._following.get(self._context[-length:]) for length in _CONTEXTS)
+        return next((key for key in told if key is not None), None)
+
+    def follow(self, key: int) -> None:
+        """A training pass with this key comes now."""
+        if len(self._following) > _MOST_KNOWN:
+            self._following.clear()
+        for length in _CONTEXTS:
+            self._following[self._context[-length:]] = key
+        self._context = (*self._context, key)[-_CONTEXTS[0] :]
+
+    def learn(self, one: Pass, heard: Round, *, is_incomplete: bool) -> None:
+        """From a pass that has ended, at a boundary."""
+        log = tuple(one.log) if one.is_learned else ()
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        known = self._known.setdefault(one.key, _Known()) if one.key is not None else _Known()
+        mark, is_as_last = hash_of(log if one.plan is None else known.log), False
+        if one.is_training:
+            self.last_log, is_as_last = mark, mark == self.last_log
+        if one.key is None or not one.is_learned or len(log) >= _MOST_LOGGED:
+            return
+        if one.plan is None:
+            known.num_alike = known.num_alike + 1 if log == known.log else 1 + is_as_last
+            known.log = log
+            if known.num_alike >= known.num_needed:
+                known.plan, known.trust = hoisted(log, self._numels, self._ahead), _TRUST
+            return
+        has_deviated = heard.highest.has_deviated or is_incomplete  # any rank
+        change = -4 if has_deviated else -1 if heard.lowest.is_in_vain else 1
+        known.trust = min(known.trust + change, _MOST_TRUST)
+        if known.trust < 0:
+            known.plan, known.log, known.num_alike = None, (), 0
+            known.num_needed = min(2 * known.num_needed, _MOST_ALIKE)
+
+
+def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tuple[int, ...]:
+    """The plan of a log: gathers come before the reductions that they need not wait for.
+
+    A unit that forward gathers last and backward first is gathered once, unless forward gathers it
+    twice: the second time it may be for a use without gradients, after which it is freed.
+
+    Args:
+        log: Events.
+        numels: Elements of each unit.
+        ahead: A gather passes the reductions since the gather before it; with a number, also those
+            before earlier ones, as long as their units have no more elements. 0: none.
+    """
+    turn = len(numels)
+    plan: list[int] = []
+    units: list[int] = []
+    since = [0]  # reductions before each gather, behind the one before it
+    last_of_forward: int | None = None
+    for event in log:
+        place = len(plan)
+        if event > turn:
+            since[-1] += 1
+        elif event == turn:
+            is_last_once = bool(units) and units.count(units[-1]) == 1
+            last_of_forward = units[-1] if is_last_once else None
+            units, since = [], [0]
+        else:
+            units.append(event)
+            passed = since[-1]
+            if ahead is not None:
+                together = accumulate(numels[unit] for unit in reversed(units))
+                pairs = zip(reversed(since), together, strict=True)
+                passed = sum(num for num, numel in pairs if numel <= ahead)
+            since.append(0)
+            is_whole, last_of_forward = event == last_of_forward, None
+            if is_whole:
+                continue
+            while passed and plan[place - 1] > turn:
+                place, passed = place - 1, passed - 1
+        plan.insert(place, event)
+    return tuple(plan)
+
+
+def hash_of(*parts: object) -> int:
+    """The same in every process, of less than 62 bits."""
+    digest = blake2b(digest_size=7)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+        digest.update(b"\0")
+    return int.from_bytes(digest.digest(), "big")
