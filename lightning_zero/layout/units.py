@@ -15,7 +15,7 @@ holds, such as the experts of a mixture.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torch import nn
 
@@ -39,15 +39,14 @@ def find_units(
     `named` are the parameters of `module`, each once, and `blocks` what `find_blocks` found; of one
     inside another, the inner has its parameters.
     """
-    units = list(blocks)
+    units = set(blocks)
     for name, child in module.named_modules():
         own = sum(p.numel() for p in child.parameters(recurse=False))
-        if name != ROOT and own >= _UNIT_NUMEL and not any(_is_inside(name, u) for u in units):
-            units.append(name)
+        if name != ROOT and own >= _UNIT_NUMEL and _innermost(name, units) == ROOT:
+            units.add(name)
     users: dict[nn.Parameter, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = max((u for u in units if _is_inside(name, u)), key=len, default=ROOT)
-        users.setdefault(parameter, set()).add(owner)
+        users.setdefault(parameter, set()).add(_innermost(name, units))
     return {
         name: next(iter(users[parameter]))
         for name, parameter in named.items()
@@ -124,5 +123,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _is_inside(name: str, unit: str) -> bool:
-    return name == unit or name.startswith(f"{unit}.")
+def _innermost(name: str, units: Set[str]) -> str:
+    """Of `units` the one that is called `name`, or holds it; the root where none does."""
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name

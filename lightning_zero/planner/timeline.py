@@ -237,9 +237,9 @@ class Replay:
 
     def _look(self, activation_bytes: int) -> None:
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
-        now = Peak(self._gathered_bytes, buckets, activation_bytes, self._freed_bytes)
-        if now.total_bytes > self._most.total_bytes:
-            self._most = now
+        needed = self._gathered_bytes + buckets + activation_bytes - self._freed_bytes
+        if needed > self._most.total_bytes:
+            self._most = Peak(self._gathered_bytes, buckets, activation_bytes, self._freed_bytes)
 
     def _act(self, moment: TraceMoment) -> None:
         unit = self._units.get(moment.name, _NO_UNIT)
@@ -339,9 +339,10 @@ class Replay:
             self._open[bucket.name] = self._scratch.take(nbytes)
         self._look(self._activation_bytes)
         self._activation_bytes -= numel * bucket.dtype.itemsize  # it has been copied, and is gone
-        missing = self._missing.setdefault(
-            bucket.name, {slot.name for slot in bucket.layout.slots} & self._coming
-        )
+        if bucket.name not in self._missing:
+            names = {slot.name for slot in bucket.layout.slots}
+            self._missing[bucket.name] = names & self._coming
+        missing = self._missing[bucket.name]
         missing.discard(name)
         if missing:
             return
