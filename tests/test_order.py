@@ -451,3 +451,16 @@ TURN = 3  # of three units
 )
 def test_gathers_come_before_reductions_they_need_not_wait_for(log, ahead, plan):
     assert hoisted(log, [1, 1, 1], ahead) == tuple(plan)
+
+
+def test_a_plan_is_made_in_time_that_grows_as_the_log_does():
+    class Counted(list):
+        num_looks = 0
+
+        def __getitem__(self, unit):
+            self.num_looks += 1
+            return super().__getitem__(unit)
+
+    numels = Counted([1, 1, 1])
+    hoisted([0, 1, 2] * 100, numels, 2)
+    assert numels.num_looks <= 900
