@@ -524,6 +524,7 @@ class Masters:
         self._bucket = bucket
         self._shards = bucket.shards
         self._stepped: Tensor | None = None  # 1-D, own part, master dtype; inside a step
+        self._hidden: list[Tensor | None] | None = None  # `.grad` of all, inside a step without
 
     # ---------------------------------------------------------------- this rank's elements
 
@@ -654,14 +655,15 @@ class Masters:
     def enter_step(self, *, has_grads: bool = True) -> None:
         """Points parameters at their masters and `.grad` at their reduced gradients, if wanted.
 
-        For optimizers that step all slices in one call: a master that rests in a file is in memory
-        until `leave_step`.
+        Else it is None, and what it was again after `leave_step`. For optimizers that step all
+        slices in one call: a master that rests in a file is in memory until then.
         """
         bucket = self._bucket
         bucket.finish_gather()
         bucket.absorb_changes()
         bucket.prints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
+        self._hidden = None if has_grads else bucket.grads.shown()
         if has_grads:
             grads = bucket.grads.fetch_all(bucket.plan.master_dtype)
         bucket.wait_for_sent()
@@ -682,7 +684,11 @@ class Masters:
             self._shards.store_exact(self._stepped)
         self._stepped = None
         bucket.point_at_rest()
-        bucket.grads.show()
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            bucket.grads.show()
+        else:
+            bucket.grads.show_again(hidden)
         if is_changed and bucket.plan.stage.gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()

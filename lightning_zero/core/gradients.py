@@ -115,7 +115,7 @@ class Gradients:
 
         `expected`, by slot: its gradient is likely to come; None: where it is wanted.
         """
-        for index, grad in enumerate(self._grads()):
+        for index, grad in enumerate(self.shown()):
             if grad is None:
                 self.is_local[index] = self.is_reduced[index] = False
             elif self.is_local[index]:
@@ -136,7 +136,7 @@ class Gradients:
 
     def zero(self, *, set_to_none: bool) -> None:
         """As `Optimizer.zero_grad`."""
-        for parameter, grad in zip(self._parameters, self._grads(), strict=True):
+        for parameter, grad in zip(self._parameters, self.shown(), strict=True):
             if grad is not None and set_to_none:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
@@ -148,12 +148,12 @@ class Gradients:
         rests_alone = self._offloaded is None and not self._is_whole_mean and not self._is_in_place
         if self.shard is None or not rests_alone or self._average is not None:
             return
-        if [grad for grad in self._grads() if grad is not None]:
+        if [grad for grad in self.shown() if grad is not None]:
             return
         self.is_reduced = [False] * len(self._parameters)
         self._forget_zeroed()
 
-    def _grads(self) -> list[Tensor | None]:
+    def shown(self) -> list[Tensor | None]:
         """`.grad` of every parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             return [parameter.grad for parameter in self._parameters]
@@ -335,6 +335,13 @@ class Gradients:
             for index, is_reduced in enumerate(self.is_reduced):
                 if is_reduced and not self.is_local[index]:
                     self._show(index)
+
+    def show_again(self, grads: Sequence[Tensor | None]) -> None:
+        """Points `.grad` where it was when `grads` were `shown`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    self._point(index, grad)
 
     def _show(self, index: int) -> None:
         # What autograd knows of earlier means is forgotten.

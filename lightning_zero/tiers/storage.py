@@ -12,6 +12,7 @@ travels. Where the module computes on the CPU both tiers are the same memory, an
 from __future__ import annotations
 
 import errno
+from collections import deque
 from functools import cached_property
 from pathlib import Path
 
@@ -134,8 +135,10 @@ class _Uploader:
         stream = streams.make_stream(device)
         assert stream is not None, device
         self._stream = stream
-        self._pool = BufferPool(
-            [aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin) for _ in range(NUM_UPLOAD_BLOCKS)]
+        # Sent first, filled first, with the end of its copy; none is taken out, for an interrupt
+        # would lose it.
+        self._blocks: deque[tuple[Tensor, streams.Event | None]] = deque(
+            (aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin), None) for _ in range(NUM_UPLOAD_BLOCKS)
         )
         self._recorder = recorder
 
@@ -148,12 +151,14 @@ class _Uploader:
         with streams.on(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
             for start in range(0, values.numel(), step):
                 part = target[start : start + step]
-                buffer = self._pool.take()
-                assert buffer is not None
+                buffer, left = self._blocks[0]
+                if left is not None:
+                    left.synchronize()
                 block = buffer.view(target.dtype)[: part.numel()]
                 block.copy_(values[start : start + step])
                 part.copy_(block, non_blocking=True)
-                self._pool.give(buffer, self._stream.record_event())
+                self._blocks[0] = buffer, self._stream.record_event()
+                self._blocks.rotate(-1)
         with span(Kind.TO_DEVICE, name, is_wait=True):
             current.wait_stream(self._stream)
 

@@ -313,6 +313,41 @@ def test_a_parameter_of_one_number_keeps_its_state(optimizer, stage):
     run(_scalar, stage, optimizer)
 
 
+def _load_between(stage):
+    from lightning_zero.optim.state import load_optimizer_state_dict, optimizer_state_dict
+
+    module = nn.Linear(4, 3)
+    engine, _ = start(module, stage, torch.optim.AdamW(module.parameters(), lr=0.1))
+    (own,) = engine.optimizers
+
+    def load():
+        state = optimizer_state_dict(own, engine.buckets, is_recipient=True)
+        load_optimizer_state_dict(own, engine.buckets, state)
+
+    engine.backward(module(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.zero_grad()
+    load()
+    assert all(parameter.grad is None for parameter in module.parameters()), stage
+    for _ in range(2):
+        with engine.no_sync():
+            engine.backward(module(torch.ones(2, 4)).sum())
+        load()
+    engine.backward(module(torch.ones(2, 4)).sum())
+    load()
+    assert engine.grad_norm().item() == pytest.approx(15**0.5 * 6), stage
+    engine.close()
+
+
+def _load_between_in_all_stages(rank, world_size):
+    for stage in range(4):
+        _load_between(stage)
+
+
+def test_optimizer_states_that_are_loaded_leave_gradients_as_they_are():
+    run(_load_between_in_all_stages)
+
+
 class Detour(nn.Module):
     """Layers in pairs; the second of a pair is used only if told so, in an order told, too."""
 

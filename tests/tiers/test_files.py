@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_zero.layout.offload import NUM_UPLOAD_BLOCKS
+from lightning_zero.record import streams
 from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore
+from lightning_zero.tiers.storage import Storage
 from tests.tiers.conftest import PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -262,6 +266,31 @@ def test_a_pool_gives_what_it_has():
     assert pool.take() is None
     with pytest.raises(ValueError, match="got 0 and 5"):
         make_buffers(0, 5, pin=False)
+
+
+class AtOnce:
+    """In the place of a CUDA stream and of an event on it: everything is done at once."""
+
+    def do_nothing(self, *_):
+        pass
+
+    wait_stream = synchronize = do_nothing
+
+    def record_event(self):
+        return self
+
+
+def test_uploads_that_fail_leave_all_blocks_for_the_next(monkeypatch):
+    for name in ("make_stream", "current"):
+        monkeypatch.setattr(streams, name, lambda device: AtOnce())
+    monkeypatch.setattr(streams, "on", nullcontext)
+    device, target = torch.device("cpu"), torch.zeros(2)
+    storage = Storage(device, rank=0)
+    for _ in range(NUM_UPLOAD_BLOCKS + 1):
+        with pytest.raises(RuntimeError, match="must match"):
+            storage._uploader.send(torch.ones(3), target, "a")
+    storage._uploader.send(torch.ones(2), target, "a")
+    assert target.tolist() == [1, 1]
 
 
 def test_wrong_numbers_are_refused(tmp_path):
