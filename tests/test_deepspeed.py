@@ -532,6 +532,18 @@ def test_gradients_are_summed_in_float32_unless_lowered(source, dtype, ignored):
         ({"zero_optimization": "stage 3"}, "zero_optimization must be a section"),
         ({"fp16": True}, "fp16 must be a section"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false"),
+        (
+            {"fp16": {"fp16_master_weights_and_grads": "yes"}},
+            "fp16.fp16_master_weights_and_grads must be true or false, got 'yes'",
+        ),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": 1}},
+            "bf16.bf16_master_weights_and_grads must be true or false, got 1",
+        ),
+        (
+            {"bf16": {"bf16_optimizer_states": "no"}},
+            "bf16.bf16_optimizer_states must be true or false, got 'no'",
+        ),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale must be a number"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "at least 1, got 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled"),
