@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_zero import OffloadConfig, ZeroConfig, ZeroStrategy
-from lightning_zero.deepspeed import build_optimizer, build_scheduler, translate
+from lightning_zero.deepspeed import Translation, build_optimizer, build_scheduler, translate
 
 FROM_THE_DOCS = {
     "train_batch_size": 32,
@@ -631,6 +631,12 @@ def test_a_file_that_is_not_json_is_named(write):
         translate("no_such_file.json")
     with pytest.raises(TypeError, match="a path or a mapping"):
         translate(3)
+
+
+def test_a_translation_needs_settings_and_arguments_of_the_trainer_alone():
+    made = Translation(ZeroConfig(stage=2), {"precision": "bf16-mixed"})
+    assert (made.optimizer, made.scheduler, made.batch_size_per_device) == (None, None, None)
+    assert made.message() == ""
 
 
 # The optimizer section.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 
 from lightning_zero.layout.talk import Heard, Round
 
@@ -179,9 +179,9 @@ def hoisted(log: Sequence[int], numels: Sequence[int], ahead: int | None) -> tup
             units.append(event)
             passed = since[-1]
             if ahead is not None:
-                together = accumulate(numels[unit] for unit in reversed(units))
-                pairs = zip(reversed(since), together, strict=True)
-                passed = sum(num for num, numel in pairs if numel <= ahead)
+                sums = accumulate(numels[unit] for unit in reversed(units))
+                together = takewhile(lambda numel: numel <= ahead, sums)
+                passed = sum(num for _, num in zip(together, reversed(since), strict=False))
             since.append(0)
             is_whole, last_of_forward = event == last_of_forward, None
             if is_whole:
