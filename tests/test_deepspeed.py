@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_zero import OffloadConfig, ZeroConfig, ZeroStrategy
-from lightning_zero.deepspeed import build_optimizer, build_scheduler, translate
+from lightning_zero.deepspeed import Translation, build_optimizer, build_scheduler, translate
 
 FROM_THE_DOCS = {
     "train_batch_size": 32,
@@ -532,6 +532,18 @@ def test_gradients_are_summed_in_float32_unless_lowered(source, dtype, ignored):
         ({"zero_optimization": "stage 3"}, "zero_optimization must be a section"),
         ({"fp16": True}, "fp16 must be a section"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled must be true or false"),
+        (
+            {"fp16": {"fp16_master_weights_and_grads": "yes"}},
+            "fp16.fp16_master_weights_and_grads must be true or false, got 'yes'",
+        ),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": 1}},
+            "bf16.bf16_master_weights_and_grads must be true or false, got 1",
+        ),
+        (
+            {"bf16": {"bf16_optimizer_states": "no"}},
+            "bf16.bf16_optimizer_states must be true or false, got 'no'",
+        ),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale must be a number"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "at least 1, got 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled"),
@@ -619,6 +631,12 @@ def test_a_file_that_is_not_json_is_named(write):
         translate("no_such_file.json")
     with pytest.raises(TypeError, match="a path or a mapping"):
         translate(3)
+
+
+def test_a_translation_needs_settings_and_arguments_of_the_trainer_alone():
+    made = Translation(ZeroConfig(stage=2), {"precision": "bf16-mixed"})
+    assert (made.optimizer, made.scheduler, made.batch_size_per_device) == (None, None, None)
+    assert made.message() == ""
 
 
 # The optimizer section.

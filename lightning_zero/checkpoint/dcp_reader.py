@@ -71,7 +71,8 @@ class _Items:
         """The object `name`, which is not a tensor."""
         place = self._places[MetadataIndex(name)]
         with reading(self._file(place.relative_path)) as pread:
-            content = io.BytesIO(pread(place.length, place.offset))
+            item = io.BufferedReader(ByteRange(pread, place.offset, place.length))
+            content = io.BytesIO(item.read(place.length))  # `pread` gives 2 GiB at most at once
         return torch.load(content, map_location="cpu", weights_only=weights_only)
 
     def _read_range(self, name: str, entry: TensorStorageMetadata, start: int, stop: int) -> Tensor:

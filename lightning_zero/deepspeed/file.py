@@ -334,7 +334,6 @@ _OF_ZERO: dict[str, Fate] = {
     "zenflow": (_is_given, "its late updates change the result; remove the section."),
 }
 
-_MASTERS: Fate = (_is_enabled, "masters and optimizer state are float32; set it to false.")
 _FP16: dict[str, Fate] = {
     **_all("enabled loss_scale initial_scale_power loss_scale_window"),
     "auto_cast": "inputs of matrix products are cast by autocast",
@@ -342,12 +341,12 @@ _FP16: dict[str, Fate] = {
         "hysteresis consecutive_hysteresis", "GradScaler lowers the scale at the first overflow"
     ),
     "min_loss_scale": "GradScaler has no lowest scale",
-    "fp16_master_weights_and_grads": _MASTERS,
+    "fp16_master_weights_and_grads": None,
 }
 _BF16: dict[str, Fate] = {
     **_all("enabled check_grad_overflow check_overflow"),
+    **_all("bf16_master_weights_and_grads bf16_optimizer_states"),
     "immediate_grad_update": "gradients are added as they arrive",
-    **_all("bf16_master_weights_and_grads bf16_optimizer_states", _MASTERS),
 }
 _OFFLOAD: dict[str, Fate] = {
     **_all("device nvme_path pin_memory buffer_count"),

@@ -160,6 +160,13 @@ def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
     if len(enabled) > 1:
         names = " and ".join(section.name for section in enabled)
         raise ValueError(f"{names} are enabled together; enable one of them.")
+    for section in (fp16, bf16):
+        for key in section.values:
+            if key.endswith(("master_weights_and_grads", "optimizer_states")) and section.flag(key):
+                raise ValueError(
+                    f"{section.path(key)} = True changes the training and is not available here: "
+                    "masters and optimizer state are float32; set it to false."
+                )
     if not enabled:
         return torch.float32, {}
     enabled[0].leave_out()

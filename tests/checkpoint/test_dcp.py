@@ -87,6 +87,13 @@ def test_a_flat_range_reads_its_own_bytes_only(tmp_path):
     assert _bytes_read() - before < 10_000
 
 
+def test_an_object_is_read_whole_where_the_system_gives_less_at_once(tmp_path, monkeypatch):
+    save({"big": "x" * 100_000, "w": values((2, 2))}, tmp_path)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 2**14), at))
+    assert open_sharded(tmp_path)["state_dict"]["big"] == "x" * 100_000
+
+
 def _bytes_read():
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
