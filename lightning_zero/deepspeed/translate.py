@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ class Translation:
 
     config: ZeroConfig
     trainer_kwargs: dict[str, Any]
-    batch_size_per_device: int | None
-    grad_scaler_kwargs: dict[str, Any]
-    optimizer: dict[str, Any] | None
-    scheduler: dict[str, Any] | None
-    ignored: dict[str, str]
-    warnings: tuple[str, ...]
+    batch_size_per_device: int | None = None
+    grad_scaler_kwargs: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    ignored: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def configure_optimizers(
         self, parameters: Parameters, *, total_num_steps: int | None = None
