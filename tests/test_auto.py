@@ -16,7 +16,7 @@ from lightning_zero.strategy.settings import (
     Room,
     auto_base,
     choose,
-    refuse_what_cannot,
+    refuse_what_cannot_fit,
 )
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit, fit_reference, make_trainer, settings
@@ -116,7 +116,7 @@ def test_wrong_settings_are_refused_when_the_strategy_is_made(arguments, error, 
 
 def refuse(model, config, room, place=CUDA):
     optimizer = torch.optim.AdamW(model.parameters())
-    refuse_what_cannot(model, [optimizer], config, room, place)
+    refuse_what_cannot_fit(model, [optimizer], config, room, place)
 
 
 def test_what_fits_by_states_alone_is_not_refused(model):
@@ -150,7 +150,7 @@ def test_states_of_an_optimizer_that_cannot_be_tried_are_not_counted(model):
         def step(self, closure):
             return closure()
 
-    refuse_what_cannot(model, [Odd(model.parameters())], ZeroConfig(stage=0), room(12), CUDA)
+    refuse_what_cannot_fit(model, [Odd(model.parameters())], ZeroConfig(stage=0), room(12), CUDA)
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_not_if_told_so(monkeypatch):

@@ -5,7 +5,7 @@ Imports the engine and all below it.
     states        whole tensors, or each rank its own elements for torch's format (DCP)
     shard_tensor  the hooks by which DCP saves and loads flat shards of n-D tensors
     dcp_writer    files of that format, written all or nothing
-    dcp_reader    and read, whole or in part
+    dcp_reader    opens directories of that format, whole or in part
     torch_file    one file of `torch.save`, tensor after tensor
     load          into modules, masters and optimizer states, whatever wrote them
     source        opens any form, finds what is damaged, and says what is there

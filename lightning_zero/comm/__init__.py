@@ -11,7 +11,10 @@
     peers       the processes of this node, watched by the kernel; the store of the watchdogs
     reports     what every rank is doing, for whoever waits too long
 
-Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`. What a rank does
-about an exception is decided above: in a step by core/schedule.py, in a run of the Trainer by
-strategy/engine_strategy.py (`on_exception`), in set-up and files by `world.failing_together`.
+Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`. What becomes of
+the other ranks when one raises: with an engine alone, its round says so (`Order.give_up_pass`);
+under the Trainer ranks go on together if they can, by `Communicator.rally`, which `_is_together` in
+strategy/engine_strategy.py asks for; before there is an engine, `Watchdog.abort`; as one begins,
+`alike.compare`; in whole files and opening, `world.failing_together`; in sharded saves,
+`Channel.attempt`.
 """

@@ -21,7 +21,8 @@ Imports record, layout, tensors, comm and tiers.
 Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
 at a hook of `hooks`; `Gradients.receive` takes it, and knows when its bucket has all. Then
 `reducing` tells the order of all ranks (`Order.ready`), which calls `Schedule.issue_reduction` when
-its turn has come, and that `Gradients.reduce`. From then on the mean is `Gradients.shard`, or rests
-in an `OffloadedGrad`. What a gather waits for: the note at the top of `schedule`. What happens to
-the others when a rank raises: `Schedule.come_to_rest`.
+its turn has come: by way of `Reducing.reduce` it comes to `Gradients.reduce`. From then on the mean
+is `Gradients.shard`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top of
+`schedule`. What a rank that raises does to itself: `Schedule.come_to_rest`; what becomes of the
+others: the end of comm's text.
 """

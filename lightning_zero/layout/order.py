@@ -11,8 +11,8 @@ of pass it is, which parameters are trained, what the pass before it was.
   A rank that has ended its pass goes on answering until all have. So all events of all ranks are
   decided by rounds, and every rank logs the same ones.
 * A log that was the same twice running becomes the *plan* of its key, with gathers moved ahead of
-  the reductions in front of them (`hoisted`). A pass with a plan has no rounds: every rank issues
-  the plan, each event when it needs it, or is ready for it, or needs one behind it.
+  the reductions in front of them (`hoisted` in passes.py). A pass with a plan has no rounds: every
+  rank issues the plan, each event when it needs it, or is ready for it, or needs one behind it.
 * A rank that needs a unit which is not in the rest of its plan issues that rest, with what there
   is, and asks for it. The others answer in the round at the end of their pass. Gradients that come
   after their reduction are *late*: reduced once more, after the end. Before its own backward the
@@ -31,16 +31,16 @@ Why nobody waits in a circle:
 3. A rank waits for a round only when it has issued all events up to that round. Whoever has not
    come to it computes, or waits for data, which comes by 2.
 4. Whether a pass has a plan follows from its key and from the results of rounds, which are the same
-   on all ranks. A key that does not follow from the rounds before it (`_following`) is compared in
-   a round that is waited for before the first event; one that does, in a round that nobody waits
-   for, so that ranks which come to different points find it out though some of them wait for data.
+   on all ranks. A key that does not follow from the rounds before it (`Learned`) is compared in a
+   round that is waited for before the first event; one that does, in a round that nobody waits for,
+   so that ranks which come to different points find it out though some of them wait for data.
 
 A boundary is a round in which nobody asks for a unit any more. Such rounds carry, besides, what any
 rank has touched, what a rank wishes (to stop, say) and marks of what is trained and of all that was
 done together before: what differs there is an error on all ranks.
 
-In a *loose* context, which ranks leave one after the other (lockstep.py), a rank that has left
-takes part in the passes of the others, in the same way: it issues their plans, or answers.
+In a *loose* context, which ranks leave one after the other (core/lockstep.py), a rank that has
+left takes part in the passes of the others, in the same way: it issues their plans, or answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run shows: callbacks, loggers, files and pictures.
 
-Imports record, layout and strategy; the only room that knows W&B.
+Imports record, layout, checkpoint and strategy; the only room that knows W&B.
 
     monitor     `ZeroMonitor`, the callback, and one fit as it sees it
     metrics     what is logged of a step, and of the time between two: speed

@@ -1,12 +1,12 @@
 """Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
 
-Imports layout, and copies optimizers as optim does: no device and no process group is touched.
+Imports layout, and of optim how an optimizer is copied. No device and no process group is touched.
 
     estimates   every stage with every offload; all of it for one; which fit; the cheapest
     resting     bytes at rest, by the rules by which the engine allocates, of one rank and of all
     trace       one step on fake tensors: order of use, activations; of a deep model from a few of
                 its blocks
-    timeline    the schedule replayed on that: the most of a step
+    timeline    the schedule replayed on that: `Peak`, what a step needs beside what rests
     traffic     bytes between ranks and tiers, and the time they take
     shapes      models that are known by name, or by the config.json of Hugging Face
     optimizers  what an optimizer keeps of each parameter

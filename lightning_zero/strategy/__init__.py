@@ -3,7 +3,9 @@
 Imports the engine, checkpoint, planner and deepspeed; from here on lightning and Hydra are known.
 
     strategy          `ZeroStrategy`: what a user gives the Trainer; states saved and loaded
-    settings, schema  its arguments, checked, or chosen by the planner; the same for Hydra
+    settings, schema  its arguments, checked, or chosen by the planner; the same for Hydra. What is
+                      wrong is refused before any process group, here and by constructors; what
+                      does not fit into memory, in set-up
     engine_strategy   engines over a run: set-up, closures, gradients, failure, teardown, and what
                       is left after a fit
     saving            checkpoints on their way to the disk and back, whole and sharded

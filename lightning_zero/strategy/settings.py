@@ -45,7 +45,7 @@ __all__ = [
     "as_arguments",
     "auto_base",
     "choose",
-    "refuse_what_cannot",
+    "refuse_what_cannot_fit",
 ]
 
 _AUTO = "auto"
@@ -158,7 +158,7 @@ class Settings:
             self.config = config
         if is_checked:
             with failing_together("begin"):  # models are not compared yet
-                refuse_what_cannot(trainer.lightning_module, optimizers, config, room, place)
+                refuse_what_cannot_fit(trainer.lightning_module, optimizers, config, room, place)
         return config
 
     def _param_dtype(self, precision: ZeroPrecision | None) -> torch.dtype | None:
@@ -294,7 +294,7 @@ def _gib(nbytes: int) -> str:
 # -------------------------------------------------------------------- the look before a run
 
 
-def refuse_what_cannot(
+def refuse_what_cannot_fit(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     config: ZeroConfig,
