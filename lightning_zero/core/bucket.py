@@ -468,7 +468,8 @@ class Bucket:
     def cancel_gather(self, *, is_lost: bool) -> None:
         """Forgets a gather whose group is gone.
 
-        If all `is_lost`, the parameters stay guarded; else `gather_again` follows on every rank.
+        `is_lost`: no gather can complete the parameters any more, which stay guarded. Else
+        `gather_again` follows: one gather on every rank, whatever each was waiting for.
         """
         if self.phase is not Phase.GATHERING:
             return
