@@ -96,10 +96,11 @@ def test_a_timeout_may_be_a_number_of_seconds(timeout):
     ("seconds", "error"),
     [("30", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)],
 )
-def test_the_seconds_of_a_reported_wait_are_checked(seconds, error):
-    with pytest.raises(error, match="wait_report_s must be"):
-        build_strategy(wait_report_s=seconds)
-    assert build_strategy(wait_report_s=None)._wait_report_s is None
+@pytest.mark.parametrize("name", ["wait_report_s", "lost_after_s"])
+def test_the_seconds_of_waiting_are_checked(name, seconds, error):
+    with pytest.raises(error, match=f"{name} must be"):
+        build_strategy(**{name: seconds})
+    build_strategy(**{name: None})
 
 
 @pytest.mark.parametrize("backend", ["glo", "nccl2", "cpu:gloo,cuda:ncl", ""])

@@ -33,7 +33,7 @@ from lightning_zero.comm.backends import (
 )
 from lightning_zero.comm.control import Channel, Control
 from lightning_zero.comm.watchdog import Watchdog, next_name
-from lightning_zero.comm.world import cut_connections, has_world, world_size
+from lightning_zero.comm.world import WaitLimits, cut_connections, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
@@ -55,7 +55,7 @@ class Communicator:
         compare: Called on the control plane before any group is made that depends on settings;
             what it raises, it raises on every rank.
         watchdog: Tells of the failures of other ranks; None: one of its own.
-        report_after_s: Of a watchdog of its own.
+        limits: Limits of waiting of a watchdog of its own.
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
@@ -80,7 +80,7 @@ class Communicator:
         group_size: int | None = None,
         compare: Callable[[Control], None] | None = None,
         watchdog: Watchdog | None = None,
-        report_after_s: float | None = None,
+        limits: WaitLimits | None = None,
     ) -> None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not has_world() and launched > 1:
@@ -110,7 +110,7 @@ class Communicator:
         self._open_group()
         self.control = Control(self.recorder, rank=self.rank, size=self.size, timeout=timeout)
         if watchdog is None:
-            watchdog = Watchdog(name, rank=self.rank, size=self.size, report_after_s=report_after_s)
+            watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the process ends the watch
         self.control.watchdog = watchdog

@@ -5,6 +5,7 @@ Only the thread of a watchdog uses these.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import selectors
@@ -23,12 +24,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["HostedStore", "Peer", "Peers", "Roll", "how_ended", "store_of_ranks"]
+__all__ = [
+    "Heartbeats",
+    "HostedStore",
+    "Peer",
+    "Peers",
+    "Roll",
+    "how_ended",
+    "log_unreadable",
+    "store_of_ranks",
+]
 
 _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
 _MEET_S = 3.0  # for rank 0, which begins about now
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
 _LATE_S = 0.05  # of an answer of the store
+_MAX_BEAT_S = 5.0  # between two heartbeats
+_BEATS = 4  # in the time after which a silent rank is lost
+
+_log = logging.getLogger(__name__)
 _Request = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
@@ -88,7 +102,11 @@ class Peers:
 
     def _take_up(self, lines: Iterator[str]) -> None:
         for line in lines:
-            rank, pid = map(int, line.split())
+            try:
+                rank, pid = map(int, line.split())
+            except ValueError:
+                log_unreadable(line)
+                continue
             if rank == self._rank:
                 continue
             self._peers.append(peer := Peer(rank, pid))
@@ -185,7 +203,7 @@ class Roll:
         """Appends, if it is not there yet, and reads up to there: to be iterated to its end."""
         read = ""
         while read != line:
-            read = store.compare_set(f"{self._key}/{self.num_read}", "", line).decode()
+            read = _text(store.compare_set(f"{self._key}/{self.num_read}", "", line))
             self.num_read += 1
             yield read
 
@@ -193,20 +211,79 @@ class Roll:
         """Those that have come since the last time."""
         while store.check([key := f"{self._key}/{self.num_read}"]):
             self.num_read += 1
-            yield store.get(key).decode()
+            yield _text(store.get(key))
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="backslashreplace")
+
+
+def log_unreadable(line: str) -> None:
+    """Logs a line of the store that no rank of this program has written; it is skipped."""
+    _log.warning("a line in the ranks' store is not readable and is skipped: %.200r", line)
+
+
+class Heartbeats:
+    """Finds a rank that is silent, such as a stopped process or a node without a network.
+
+    Each rank writes a number that grows, and reads that of the next rank: two requests for each
+    beat, whatever the number of ranks. Of several lost ranks in a row the first one is found.
+
+    Args:
+        name: Prefix of the keys in the store.
+        rank: This rank.
+        size: Number of ranks.
+        lost_s: Seconds of silence after which a rank is lost.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, lost_s: float) -> None:
+        self.next_rank = (rank + 1) % size
+        self._own, self._others = f"{name}/beat/{rank}", f"{name}/beat/{self.next_rank}"
+        self._lost_s = lost_s
+        self._every_s = min(_MAX_BEAT_S, lost_s / _BEATS)
+        self._beat_at = 0.0  # time.monotonic() of the last own beat
+        self._num_beats = 0
+        self._heard = b""  # the last beat of the next rank
+        self._heard_at = 0.0
+
+    def look(self, store: Any) -> str | None:
+        """Beats where it is time; a clause with its subject where the next rank is lost."""
+        now = time.monotonic()
+        since = now - self._beat_at
+        if since < self._every_s:
+            return None
+        self._beat_at = now
+        self._num_beats += 1
+        store.set(self._own, str(self._num_beats))
+        beat = store.get(self._others) if store.check([self._others]) else b""
+        # A job that was suspended as a whole goes on: this rank was silent itself.
+        if not beat or beat != self._heard or since > self._lost_s / 2:
+            self._heard, self._heard_at = beat, now
+        elif now - self._heard_at > self._lost_s:
+            return (
+                f"rank {self.next_rank} has been silent for {self._lost_s:g} s (lost_after_s): its "
+                "process is stopped, or its node cannot be reached"
+            )
+        return None
 
 
 class HostedStore:
     """The ranks' store as a client sees it that must not wait for ever; of one thread.
 
     One of the ranks has it in its process. A request to it has no time limit: where that process
-    dies while forks of it, such as workers of a data loader, hold its connections open, no answer
-    comes and no end either. So another thread, which may stay behind, waits for the answer.
+    dies while forks of it, such as workers of a data loader, hold its connections open, or where
+    its node cannot be reached, no answer comes and no end either. So another thread, which may stay
+    behind, waits for the answer.
+
+    Args:
+        store: A client of its own.
+        is_gone: Whether the answer will never come; called with the seconds for which this request
+            has waited, again and again.
     """
 
-    def __init__(self, store: Any, is_gone: Callable[[], bool]) -> None:
-        self._store = store  # a client that nobody else uses
-        self._is_gone = is_gone  # whether that process is; asked while an answer is late
+    def __init__(self, store: Any, is_gone: Callable[[float], bool]) -> None:
+        self._store = store
+        self._is_gone = is_gone
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="lightning-zero-store").start()
 
@@ -221,9 +298,10 @@ class HostedStore:
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Raises RuntimeError, as the store does, where its process is gone."""
         answer: Future[Any] = Future()
+        asked_at = time.monotonic()
         self._requests.put((answer, name, arguments))
         while not wait([answer], timeout=_LATE_S).done:
-            if self._is_gone():
+            if self._is_gone(time.monotonic() - asked_at):
                 raise RuntimeError("the process that has the ranks' store is gone.")
         return answer.result()
 
@@ -237,16 +315,31 @@ class HostedStore:
         self._store = None
 
 
-def store_of_ranks(rank: int, is_rank_0_gone: Callable[[], bool]) -> Any:
-    """The store of WORLD, by a connection of its own: a request waits for the one before it."""
+def store_of_ranks(
+    rank: int,
+    is_rank_0_gone: Callable[[], bool],
+    is_lost: Callable[[str, float], bool] = lambda place, seconds: False,
+) -> Any:
+    """The store of WORLD, by a connection of its own: a request waits for the one before it.
+
+    Args:
+        rank: This rank.
+        is_rank_0_gone: Whether the process of rank 0 has ended.
+        is_lost: Whether to wait no longer for an answer; called with the place of the store, such
+            as "10.0.0.1:29500, in the process of rank 0", and the seconds it has not answered for.
+    """
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
-    return HostedStore(store, is_rank_0_gone) if rank and _is_with_rank_0(store) else store
-
-
-def _is_with_rank_0(store: Any) -> bool:
-    """Whether it goes with the process of rank 0; else it is in files, or torchrun has it."""
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
+    server = store
+    while isinstance(server, dist.distributed_c10d.PrefixStore):
+        server = server.underlying_store
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return hasattr(store, "port") and not is_torchruns
+    if not hasattr(server, "port") or not (rank or is_torchruns):
+        return store  # in files, or in this process
+    host = "torchrun" if is_torchruns else "the process of rank 0"
+    place = f"{server.host}:{server.port}, in {host}"
+
+    def is_gone(seconds: float) -> bool:
+        return (not is_torchruns and is_rank_0_gone()) or is_lost(place, seconds)
+
+    return HostedStore(store, is_gone)

@@ -186,8 +186,7 @@ class Reports:
         The one that asked reads all answers, and writes the report.
         """
         self._reported = self._waits.of_main()
-        describe = self.describe() if self.describe is not None else None
-        doing = self._waits.doing(describe() if describe is not None else "")
+        doing = self.doing()
         key = f"{self._name}/doing/{number}"
         store.set(f"{key}/{self._rank}", json.dumps(asdict(doing)))
         is_again = bool(news.get("is_again"))
@@ -198,13 +197,19 @@ class Reports:
         else:
             self._write(store, key, self._collect(store, key))
 
+    def doing(self) -> Doing:
+        """What this rank is doing."""
+        describe = self.describe() if self.describe is not None else None
+        return self._waits.doing(describe() if describe is not None else "")
+
     def _collect(self, store: Any, key: str) -> list[Doing | None]:
         answers: list[Doing | None] = [None] * self._size
         until = time.monotonic() + _ANSWER_S
         while None in answers and time.monotonic() < until:
             for rank, answer in enumerate(answers):
                 if answer is None and store.check([f"{key}/{rank}"]):
-                    answers[rank] = Doing(**json.loads(store.get(f"{key}/{rank}")))
+                    with suppress(ValueError, TypeError):  # not readable: as if it gave no answer
+                        answers[rank] = Doing(**json.loads(store.get(f"{key}/{rank}")))
             time.sleep(0.02)
         return answers
 

@@ -10,7 +10,9 @@ read the same entries in the same order:
 A watchdog needs neither its main thread, which may wait for ever in a collective, nor the
 connections of the rank that failed: processes that this one has forked, such as DataLoader workers,
 hold them open. It hears of an exception from the log, and of the end of a process of its own node
-from the kernel. Then it cuts the connections of its own rank, so that whoever waits on them fails
+from the kernel. A rank that is silent, because its process is stopped or its node cannot be
+reached, is lost only where the user has set a limit; then heartbeats in the store show it. Then it
+cuts the connections of its own rank, so that whoever waits on them fails
 and says why.
 """
 
@@ -35,9 +37,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.peers import HostedStore, Peers, Roll, how_ended, store_of_ranks
+from lightning_zero.comm.peers import (
+    Heartbeats,
+    HostedStore,
+    Peers,
+    Roll,
+    how_ended,
+    log_unreadable,
+    store_of_ranks,
+)
 from lightning_zero.comm.reports import News, Reports, Wait, Waits
-from lightning_zero.comm.world import cut_connections, world_size
+from lightning_zero.comm.world import WaitLimits, cut_connections, world_size
 
 __all__ = [
     "PeerAbortedError",
@@ -91,7 +101,7 @@ class Watchdog:
         name: Of its keys in the store.
         rank: Of this process.
         size: Number of ranks.
-        report_after_s: See `Reports`.
+        limits: How long a rank may keep others waiting; None: the defaults of `WaitLimits`.
         rallies: Until `leave`, the ranks come together after a failure in `rally` or not at all, so
             that nobody may wait elsewhere. Otherwise collectives on other groups that begin after
             a failure are left alone, as long as all ranks live.
@@ -105,7 +115,7 @@ class Watchdog:
         *,
         rank: int,
         size: int,
-        report_after_s: float | None = 30.0,
+        limits: WaitLimits | None = None,
         rallies: bool = False,
         how_ended: Callable[[int], str | None] = lambda pid: None,
     ) -> None:
@@ -113,7 +123,8 @@ class Watchdog:
         self._size = size
         self._name = f"lightning_zero/{name}"
         self._waits = Waits(threading.get_ident())
-        self._reports = Reports(self._name, rank, size, report_after_s, self._waits)
+        self._limits = limits = limits or WaitLimits()
+        self._reports = Reports(self._name, rank, size, limits.report_s, self._waits)
         self._rallies = rallies
         self._how_ended = how_ended
         # Weak: an engine that nobody closes goes all the same.
@@ -130,9 +141,12 @@ class Watchdog:
         # Of the thread.
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_over = False
+        self._has_logged_failure = False
         self._store: Any = None  # None: there is none any more
         self._world: Any = None  # the default group, with which the watch ends
         self._store_gone_at: float | None = None
+        self._is_silence_reported = False  # of the store, in the request under way
+        self._heartbeats: Heartbeats | None = None  # where a silent rank is lost after a time
         self._news = Roll(f"{self._name}/news")
         self._roll_of_ends = Roll("lightning_zero/ends")  # of all runs
         self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
@@ -141,7 +155,9 @@ class Watchdog:
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
             self._peers = Peers()
-            self._store = store_of_ranks(rank, self._peers.is_rank_0_gone)
+            self._store = store_of_ranks(rank, self._peers.is_rank_0_gone, self._is_store_lost)
+            if limits.lost_s is not None:
+                self._heartbeats = Heartbeats(self._name, rank, size, limits.lost_s)
             self._peers.announce(rank, self._store)
             self._thread = _Thread(self)
             self._thread.start()
@@ -358,11 +374,21 @@ class Watchdog:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_over = True
             return
-        for look in (self._look_at_store, self._look_at_peers, self._look_at_main):
+        looks = (
+            self._look_at_store,
+            self._look_at_heartbeats,
+            self._look_at_peers,
+            self._look_at_main,
+        )
+        for look in looks:
             try:
                 look()
             except RuntimeError:  # the process that has the store is gone
                 self._lose_store()
+            except Exception:  # the watch goes on: nothing else would end a wait
+                if not sys.is_finalizing() and not self._has_logged_failure:
+                    self._has_logged_failure = True
+                    _log.exception("rank %d: a look of the watchdog has failed.", self._rank)
 
     def _look_at_store(self) -> None:
         while not self._orders.empty():
@@ -371,6 +397,39 @@ class Watchdog:
             for text in self._news.read(self._store):
                 self._take(text)
             self._peers.find(self._store)
+
+    def _look_at_heartbeats(self) -> None:
+        if self._heartbeats is None or self._store is None or not self._is_needed:
+            return
+        text, rank = self._heartbeats.look(self._store), self._heartbeats.next_rank
+        if text is not None and self.verdict is None and not self._has_left(rank):
+            self._bury(rank, text)
+            self._append({"kind": "dead", "rank": rank, "text": text})
+
+    def _is_store_lost(self, place: str, seconds: float) -> bool:
+        """Whether a request to the store has waited too long; reports a long wait once.
+
+        Without the store no other rank learns what this one is doing, so it reports that itself.
+        """
+        limits = self._limits
+        if limits.report_s is None or seconds <= limits.report_s:
+            self._is_silence_reported = False
+        elif not self._is_silence_reported:
+            self._is_silence_reported = True
+            head = (
+                f"the ranks' store ({place}) has not answered rank {self._rank} for {seconds:.0f} "
+                "s: its process is stopped, or its node cannot be reached. What this rank is doing:"
+            )
+            _log.warning("%s", "\n  ".join([head, *self._reports.doing().lines()]))
+        if limits.lost_s is None or seconds <= limits.lost_s or not self._is_needed:
+            return False
+        if self.verdict is None:
+            self._bury(
+                None,
+                f"the ranks' store ({place}) has not answered for {limits.lost_s:g} s "
+                "(lost_after_s): its process is stopped, or its node cannot be reached",
+            )
+        return True
 
     def _drop_store(self) -> None:
         store, self._store = self._store, None
@@ -393,20 +452,25 @@ class Watchdog:
             return
         for found in self._news.append(self._store, mine):
             news = self._take(found)
-            if entry["kind"] == news["kind"] == "report":
+            if news is not None and entry["kind"] == news["kind"] == "report":
                 return  # also if another rank has asked the same
 
-    def _take(self, text: str) -> News:
-        """Does what an entry of the log, just read, calls for."""
-        number, news = self._news.num_read - 1, json.loads(text)
-        kind, by = news["kind"], news["by"]
-        if kind == "abort":
-            verdict = Verdict(by if news.get("is_own", True) else None, news["text"])
-            if self._aborts.setdefault(news["epoch"], verdict) is verdict:
-                self._judge()
-        elif kind == "dead":
-            self._bury(news["rank"], news["text"])
-        elif kind == "report":
+    def _take(self, text: str) -> News | None:
+        """Does what an entry of the log, just read, calls for; None: it is not readable."""
+        number = self._news.num_read - 1
+        try:
+            news = json.loads(text)
+            kind, by = news["kind"], news["by"]
+            if kind == "abort":
+                verdict = Verdict(by if news.get("is_own", True) else None, news["text"])
+                if self._aborts.setdefault(news["epoch"], verdict) is verdict:
+                    self._judge()
+            elif kind == "dead":
+                self._bury(news["rank"], news["text"])
+        except (ValueError, KeyError, TypeError):
+            log_unreadable(text)
+            return None
+        if kind == "report":
             for entry in self._reports.answer(self._store, number, news):
                 self._append(entry)
         return dict(news)
@@ -464,7 +528,10 @@ class Watchdog:
     def _note_ends(self, lines: Iterable[str]) -> None:
         for line in lines:
             rank, _, end = line.partition(" ")
-            self._ends.setdefault(int(rank), end)
+            if rank.isdecimal():
+                self._ends.setdefault(int(rank), end)
+            else:
+                log_unreadable(line)
 
     def _has_left(self, rank: int) -> bool:
         return self._store is not None and self._store.check([f"{self._name}/left/{rank}"])

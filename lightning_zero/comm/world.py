@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,8 +19,8 @@ from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "WaitLimits",
     "as_timeout",
-    "as_wait_report_s",
     "broadcast_object",
     "check_backend",
     "cut_connections",
@@ -60,19 +61,39 @@ def as_timeout(value: object) -> timedelta | None:
     return timeout
 
 
-def as_wait_report_s(value: object) -> float | None:
-    """What a user gave as the seconds of a wait that is reported; None: never."""
+@dataclass(frozen=True)
+class WaitLimits:
+    """How long a rank may keep the others waiting, in seconds.
+
+    Attributes:
+        report_s: A longer wait is reported once, with what every rank is doing; None: never.
+        lost_s: A rank of which nothing has been received for longer is lost, which ends the job on
+            all ranks; None: silence alone ends nothing.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: One is not more than 0.
+    """
+
+    report_s: float | None = 30.0
+    lost_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_seconds("wait_report_s", self.report_s, "no report")
+        _check_seconds("lost_after_s", self.lost_s, "that silence alone ends nothing")
+
+
+def _check_seconds(name: str, value: object, without: str) -> None:
     if value is None:
-        return None
+        return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"wait_report_s must be a number of seconds, or None for no report, got {value!r}."
+            f"{name} must be a number of seconds, or None, which means {without}, got {value!r}."
         )
     if not value > 0:  # NaN neither
         raise ValueError(
-            f"wait_report_s must be more than 0 seconds, got {value!r}; None is no report."
+            f"{name} must be more than 0 seconds, got {value!r}; None means {without}."
         )
-    return float(value)
 
 
 def check_backend(value: object) -> None:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import Watchdog
-from lightning_zero.comm.world import as_timeout, as_wait_report_s, failing_together, has_world
+from lightning_zero.comm.world import WaitLimits, as_timeout, failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.gathering import Unit
@@ -76,6 +76,9 @@ class Engine:
         timeout: Of collectives, as a `timedelta` or in seconds; None: the backend's.
         wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing,
             in the output of rank 0; None: never.
+        lost_after_s: Seconds of silence after which a rank is lost, which ends the job on all
+            ranks; None: silence alone ends nothing. Long pauses that hold Python's lock are silent
+            too: at least a minute.
         watchdog: Tells of the failures of other ranks; None: one of its own.
 
     Attributes:
@@ -106,6 +109,7 @@ class Engine:
         device: torch.device | None = None,
         timeout: timedelta | float | None = None,
         wait_report_s: float | None = 30.0,
+        lost_after_s: float | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.module = module
@@ -114,7 +118,7 @@ class Engine:
             Communicator,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
-            report_after_s=as_wait_report_s(wait_report_s),
+            limits=WaitLimits(wait_report_s, lost_after_s),
         )
         comm, device, examined, runs_again = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm

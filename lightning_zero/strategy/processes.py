@@ -38,8 +38,8 @@ from typing_extensions import override
 
 from lightning_zero.comm.watchdog import Watchdog, next_name
 from lightning_zero.comm.world import (
+    WaitLimits,
     as_timeout,
-    as_wait_report_s,
     broadcast_object,
     check_backend,
     failing_together,
@@ -69,7 +69,7 @@ class ProcessStrategy(ParallelStrategy):
         *,
         process_group_backend: str | None,
         timeout: timedelta | float | None,
-        wait_report_s: float | None,
+        limits: WaitLimits,
         start_method: StartMethod,
         **of_lightning: Any,
     ) -> None:
@@ -79,7 +79,7 @@ class ProcessStrategy(ParallelStrategy):
         self.num_nodes = 1  # set by the Trainer
         self.process_group_backend = process_group_backend  # None before it is chosen
         self._timeout = as_timeout(timeout)
-        self._wait_report_s = as_wait_report_s(wait_report_s)
+        self._limits = limits
         self._start_method: StartMethod = start_method
         self._watchdog: Watchdog | None = None  # of the running run, and until the next one
         super().__init__(**of_lightning)
@@ -159,7 +159,7 @@ class ProcessStrategy(ParallelStrategy):
             next_name(self.global_rank),
             rank=self.global_rank,
             size=self.world_size,
-            report_after_s=self._wait_report_s,
+            limits=self._limits,
             rallies=True,
             how_ended=how_child_ended,
         )

@@ -51,7 +51,12 @@ from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_of_any
 from lightning_zero.comm.alike import check_alike
-from lightning_zero.comm.world import DEFAULT_TIMEOUT, failing_together, gather_objects
+from lightning_zero.comm.world import (
+    DEFAULT_TIMEOUT,
+    WaitLimits,
+    failing_together,
+    gather_objects,
+)
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.names import with_saved_names
@@ -136,6 +141,9 @@ class ZeroStrategy(EngineStrategy):
         timeout: Of every collective: a `timedelta`, or seconds. None: the backend's.
         wait_report_s: When a rank has waited so many seconds for others, rank 0's output tells what
             every rank is doing, once. None: never.
+        lost_after_s: A rank that has been silent for so many seconds, because its process is
+            stopped or its node cannot be reached, is lost, and the job ends on all ranks. None:
+            silence alone ends nothing.
         start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
 
     Raises:
@@ -179,6 +187,7 @@ class ZeroStrategy(EngineStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         wait_report_s: float | None = 30.0,
+        lost_after_s: float | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
         settings = Settings(locals())  # by their names
@@ -193,7 +202,7 @@ class ZeroStrategy(EngineStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            wait_report_s=wait_report_s,
+            limits=WaitLimits(wait_report_s, lost_after_s),
             whole_after_fit=whole_after_fit,
             start_method=start_method,
         )

@@ -28,7 +28,7 @@ from lightning_zero.comm.watchdog import (
     RanksApartError,
     Watchdog,
 )
-from lightning_zero.comm.world import cut_connections
+from lightning_zero.comm.world import WaitLimits, cut_connections
 from lightning_zero.layout import order
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
@@ -307,7 +307,7 @@ class _Lines(logging.Handler):
 def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     shown = _Lines()
     logging.getLogger("lightning_zero.comm.reports").addHandler(shown)
-    watchdog = Watchdog("threads", rank=rank, size=world_size, report_after_s=0.5)
+    watchdog = Watchdog("threads", rank=rank, size=world_size, limits=WaitLimits(0.5))
     if rank == 0 and not is_rank_0_there:
         watchdog.stop()  # as if it were stuck
 
@@ -372,7 +372,7 @@ def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender():
 
 
 def _barrier_beside_broadcast(rank, world_size):
-    watchdog = Watchdog("one way", rank=rank, size=world_size, report_after_s=0.5)
+    watchdog = Watchdog("one way", rank=rank, size=world_size, limits=WaitLimits(0.5))
     if rank == 0:
         dist.barrier()
     else:
@@ -512,6 +512,74 @@ def _fail_without_the_store(rank, world_size):
 def test_a_connection_that_fails_with_the_store_of_another_node_is_explained():
     told = run_ranks(2, _fail_without_the_store)[1]
     assert "rank 1 stops because rank 0, or the launcher that held the ranks' store" in told
+
+
+def _write_nonsense(rank, world_size):
+    shown = _Lines()
+    logging.getLogger("lightning_zero.comm.peers").addHandler(shown)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        for key in ("nonsense/news/0", "nonsense/news/1", "ends/0"):
+            store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
+        store.set("lightning_zero/nonsense/news/2", '{"kind": "dead"}')
+    dist.barrier()
+    watchdog = Watchdog("nonsense", rank=rank, size=world_size)
+    if rank == 1:
+        watchdog.abort(ArithmeticError("out of luck"))
+    error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
+    watchdog.stop()
+    return error, "".join(shown.lines)
+
+
+def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
+    (error, logged), _ = run_ranks(2, _write_nonsense)
+    assert error == (
+        "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
+    )
+    assert "not readable and is skipped" in logged
+
+
+def _stop_and_wait(rank, world_size, stopped, lost_after_s):
+    """One rank is stopped, rank 0 with the store; the other one lets it go on in the end."""
+    dist.init_process_group("gloo")
+    shown = _Lines()
+    logging.getLogger("lightning_zero.comm").addHandler(shown)
+    limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=lost_after_s)
+    watchdog = Watchdog("stopped", rank=rank, size=world_size, limits=limits)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    time.sleep(0.5)  # the first heartbeats
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        watchdog.stop()
+        return None
+    timer = threading.Timer(4, os.kill, (pids[stopped], signal.SIGCONT))
+    timer.start()
+    start = time.monotonic()
+    with watchdog.waiting("the other rank"):
+        while watchdog.verdict is None and timer.is_alive():
+            time.sleep(0.05)
+    seconds, verdict = time.monotonic() - start, watchdog.verdict
+    timer.join()
+    watchdog.stop()
+    return seconds, verdict and verdict.text, "\n".join(shown.lines)
+
+
+def test_a_stopped_rank_is_lost_after_the_time_that_was_given():
+    (seconds, text, _), _ = run_ranks(2, _stop_and_wait, 1, 1.0, has_group=False)
+    assert seconds < 3.5
+    assert text.startswith("rank 1 has been silent for 1 s (lost_after_s): its process is stopped")
+
+
+@pytest.mark.parametrize("lost_after_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rank_whose_store_does_not_answer_reports_so_itself(lost_after_s):
+    _, (_, text, logged) = run_ranks(2, _stop_and_wait, 0, lost_after_s, has_group=False)
+    assert re.search(r"the ranks' store \(.+:\d+, in the process of rank 0\) has not", logged)
+    assert "waits for the other rank" in logged
+    if lost_after_s is None:
+        assert text is None
+    else:
+        assert "has not answered for 1 s (lost_after_s)" in text
 
 
 def _rally_late(rank, world_size):
