@@ -7,10 +7,12 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.observe.composed import RunSettings, num_parameters, strategy_settings
+from lightning_zero.strategy.hydra import masked
 
 
 class Noted(CSVLogger):
@@ -59,3 +61,34 @@ def test_settings_of_the_strategy_are_plain_values():
     assert told["offload_optimizer"]["device"] == "cpu"
     assert told["unit_classes"] == ["Linear", "Block"]
     assert told["reduce_dtype"] == str(torch.bfloat16)
+
+
+def test_secrets_are_masked_in_what_loggers_are_given(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "t0p-s3cret")
+    monkeypatch.setenv("DATA_FOLDER", "/data")
+    config = OmegaConf.create(
+        {
+            "logger": {"wandb": {"api_key": "abc123", "project": "p"}},
+            "url": "https://user:${logger.wandb.api_key}@host",
+            "hub": "${oc.env:MY_TOKEN}",
+            "copies": ["${hub}", 3],
+            "folder": "${oc.env:DATA_FOLDER}/x",
+            "other": "/data",
+            "num_tokens": 5,
+            "tokenizer": "bytes",
+            "password": None,
+            "secret": {"name": "inner", "retries": 3},
+        }
+    )
+    assert masked(config) == {
+        "logger": {"wandb": {"api_key": "***", "project": "p"}},
+        "url": "https://user:***@host",
+        "hub": "***",
+        "copies": ["***", 3],
+        "folder": "***",
+        "other": "/data",
+        "num_tokens": 5,
+        "tokenizer": "bytes",
+        "password": None,
+        "secret": {"name": "***", "retries": 3},
+    }

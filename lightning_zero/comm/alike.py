@@ -50,8 +50,8 @@ def check_alike(everyone: Sequence[Facts]) -> None:
     if difference is not None:
         raise ValueError(
             f"ranks differ in {difference}. Every rank must build the same model and optimizers, "
-            "with the same settings; only values of parameters may differ, of which rank 0's are "
-            "taken."
+            "with the same settings and versions; only values of parameters may differ, of which "
+            "rank 0's are taken."
         )
 
 

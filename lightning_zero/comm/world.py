@@ -7,6 +7,8 @@ groups end here only: `cut_connections`.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -29,6 +32,7 @@ __all__ = [
     "has_world",
     "is_world",
     "leave_world",
+    "open_store",
     "raise_together",
     "tell",
     "wait_for_world",
@@ -36,6 +40,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = default_pg_timeout
+_RENDEZVOUS_MARGIN_S = 2.0  # for an error of torch's own, which says more
 
 _T = TypeVar("_T")
 
@@ -113,6 +118,46 @@ def check_backend(value: object) -> None:
                 f"'cpu:gloo,cuda:nccl', got {value!r}; leave it out for nccl on CUDA and gloo on "
                 "the CPU. A backend of another package must be registered before: import it first."
             )
+
+
+def open_store(rank: int, size: int, timeout: timedelta) -> Any:
+    """The store of the default process group, at MASTER_ADDR and MASTER_PORT. Collective.
+
+    A connection to a program that is not ours may never be answered, and torch's own timeout does
+    not end that; so a thread, which may stay behind, waits for it.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        timeout: Time for all ranks to come, whatever answers at the address.
+
+    Raises:
+        RuntimeError: Not all ranks have come in time, or something else has the port.
+    """
+    opened: list[Any] = []
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            opened.append(next(rendezvous("env://", rank, size, timeout=timeout))[0])
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True, name="lightning-zero-rendezvous")
+    thread.start()
+    # Torch ends most failures itself, and knows how many ranks have come.
+    thread.join(timeout.total_seconds() + _RENDEZVOUS_MARGIN_S)
+    if opened:
+        return dist.distributed_c10d.PrefixStore("default_pg", opened[0])
+    cause = failures[0] if failures else None
+    found = str(cause).splitlines()[0] if cause else f"no answer in {timeout.total_seconds():g} s"
+    raise RuntimeError(
+        f"rank {rank} of {size} could not meet the other ranks at "
+        f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR and "
+        f"MASTER_PORT): {found} All ranks must start within {timeout.total_seconds():g} s, the "
+        "address must be that of rank 0's node, and no other program may use the port: choose "
+        "another MASTER_PORT."
+    ) from cause
 
 
 def has_world() -> bool:

@@ -36,7 +36,12 @@ from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, to
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.counting import count_memory
-from lightning_zero.engine.facts import config_facts, module_facts, optimizer_facts
+from lightning_zero.engine.facts import (
+    config_facts,
+    module_facts,
+    optimizer_facts,
+    software_facts,
+)
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
@@ -427,7 +432,7 @@ def _begin_together(
         look = partial(examine, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in as_optimizers(optimizers)]
         runs_again = find_checkpointed(module, config.runs_again)
-        facts = module_facts(module, config)
+        facts = {"the installed versions": software_facts()} | module_facts(module, config)
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
         for number, (optimizer, found) in enumerate(examined):
             facts |= optimizer_facts(number, optimizer, found, names)

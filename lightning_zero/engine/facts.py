@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,17 +13,27 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_zero._version import __version__
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.optim.trial import Findings
 from lightning_zero.tensors.meta import awaited_values
 
-__all__ = ["config_facts", "module_facts", "optimizer_facts"]
+__all__ = ["config_facts", "module_facts", "optimizer_facts", "software_facts"]
 
 _OF_ONE_RANK = {"device", "generator", "global_rank", "local_rank", "rank", "seed"}  # group options
 _NOT_COMPARED = {"params", "param_names"}  # told by parameter
 _OF_ONE_NODE = {"nvme_path", "pin_memory", "buffer_count", "buffer_size"}  # of an OffloadConfig
+
+
+def software_facts() -> dict[str, str]:
+    """Versions that must be equal on all ranks: they share formats and orders of operations."""
+    return {
+        "lightning_zero": __version__,
+        "torch": torch.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
 
 
 def module_facts(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, str]]:

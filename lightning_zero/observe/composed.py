@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_zero.observe.monitor import ZeroMonitor
+from lightning_zero.strategy.hydra import masked
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [
@@ -29,7 +30,8 @@ __all__ = [
 def make_trainer(config: DictConfig) -> pl.Trainer:
     """The Trainer of `config.trainer`, with all of `config.callbacks` and `config.logger`.
 
-    Both are mappings of which a value may be null. Every logger is given the settings, resolved.
+    Both are mappings of which a value may be null. Every logger is given the settings, resolved,
+    without secrets: see `masked`.
     Left out, and said so, are callbacks of the package that have nothing to do: a
     `LearningRateMonitor` without a logger, a `ZeroMonitor` without a `ZeroStrategy`.
 
@@ -49,8 +51,7 @@ def make_trainer(config: DictConfig) -> pl.Trainer:
     callbacks = _members(config, "callbacks")
     if loggers is False:
         callbacks = _without(callbacks, LearningRateMonitor, "there is no logger")
-    settings: Any = OmegaConf.to_container(config, resolve=True)
-    callbacks.append(RunSettings(settings))
+    callbacks.append(RunSettings(masked(config)))
     make = instantiate(config.trainer, _partial_=True)
     strategy = make.keywords.get("strategy")
     if not (isinstance(strategy, ZeroStrategy) or str(strategy).startswith("zero")):

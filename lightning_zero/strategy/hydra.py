@@ -16,7 +16,18 @@ from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 
-__all__ = ["check_launch", "child_command", "current_job", "run_name", "sweep_name"]
+__all__ = [
+    "check_launch",
+    "child_command",
+    "current_job",
+    "is_secret",
+    "masked",
+    "run_name",
+    "sweep_name",
+]
+
+MASK = "***"
+_SECRET = {"apikey", "credential", "credentials", "key", "passwd", "password", "secret", "token"}
 
 _UNSAID = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}  # in the name of a run
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -37,7 +48,68 @@ def run_name() -> str | None:
     """What of a job's overrides tells it from others; None where there is nothing."""
     hydra = _hydra()
     words = hydra.overrides.task if hydra is not None else ()
-    return " ".join(word for word in words if word.split("=")[0] not in _UNSAID) or None
+    parts = (word.partition("=") for word in words)
+    shown = (
+        key + equals + (MASK if is_secret(key) else value)
+        for key, equals, value in parts
+        if key not in _UNSAID
+    )
+    return " ".join(shown) or None
+
+
+def is_secret(key: str) -> bool:
+    """Whether a setting of this name, such as `logger.wandb.api_key`, is for no log to show."""
+    last = key.rpartition(".")[2].lower()
+    return not _SECRET.isdisjoint(re.split(r"[^a-z0-9]+", last))
+
+
+def masked(config: Any) -> Any:
+    """The values of a `DictConfig`, resolved, without its secrets.
+
+    Secret are strings under a key that `is_secret`, what is read from the environment (`oc.env`),
+    and strings anywhere else that have such a value in them. Shorter ones than four letters are
+    not looked for elsewhere.
+    """
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(config, resolve=True)
+    secrets: set[str] = set()
+    shown = _mask(values, OmegaConf.to_container(config, resolve=False), False, secrets)
+    long = sorted((secret for secret in secrets if len(secret) >= 4), key=len, reverse=True)
+    return _replace(shown, long)
+
+
+def _mask(value: Any, source: Any, is_hidden: bool, secrets: set[str]) -> Any:
+    """`value` with secrets masked; `source` is the same before interpolation.
+
+    Values of variables whose name is a secret's, and of keys, are added to `secrets`.
+    """
+    if isinstance(value, dict):
+        sources = source if isinstance(source, dict) else {}
+        return {
+            key: _mask(part, sources.get(key), is_hidden or is_secret(str(key)), secrets)
+            for key, part in value.items()
+        }
+    if isinstance(value, list):
+        each = source if isinstance(source, list) else [None] * len(value)
+        return [_mask(p, s, is_hidden, secrets) for p, s in zip(value, each, strict=True)]
+    if not isinstance(value, str) or not value:
+        return value
+    variables = re.findall(r"\$\{oc\.env:([^,}]+)", source) if isinstance(source, str) else []
+    if is_hidden or any(map(is_secret, variables)):
+        secrets.add(value)
+    return MASK if is_hidden or variables else value
+
+
+def _replace(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace(part, secrets) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_replace(part, secrets) for part in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, MASK)
+    return value
 
 
 def sweep_name() -> str | None:

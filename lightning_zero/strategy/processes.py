@@ -45,6 +45,7 @@ from lightning_zero.comm.world import (
     failing_together,
     has_world,
     is_world,
+    open_store,
     wait_for_world,
     world_size,
 )
@@ -56,6 +57,7 @@ __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = get_args(StartMethod)
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # for all ranks to start
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -149,8 +151,10 @@ class ProcessStrategy(ParallelStrategy):
         backend = backend or _get_default_process_group_backend_for_device(device)
         self.process_group_backend = backend
         device_id = None if device.type == "cpu" else device
-        environment, timeout = self.cluster_environment, self._timeout
-        _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+        settings: dict[str, Any] = {"timeout": self._timeout, "device_id": device_id}
+        if not has_world():
+            settings["store"] = self._meet_ranks()
+        _init_dist_connection(self.cluster_environment, backend, **settings)
         self._check_world_size()
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -163,6 +167,14 @@ class ProcessStrategy(ParallelStrategy):
             rallies=True,
             how_ended=how_child_ended,
         )
+
+    def _meet_ranks(self) -> Any:
+        environment = self.cluster_environment
+        assert environment is not None
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        timeout = min(self._timeout or _RENDEZVOUS_TIMEOUT, _RENDEZVOUS_TIMEOUT)
+        return open_store(environment.global_rank(), environment.world_size(), timeout)
 
     def _check_world_size(self) -> None:
         """Compares what the Trainer was told with what has started, and would train wrongly."""

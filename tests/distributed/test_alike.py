@@ -220,6 +220,17 @@ def test_ranks_with_different_settings_are_told_the_first_one():
     run_ranks(2, _refuse_settings)
 
 
+def _refuse_versions(rank, world_size):
+    if rank:
+        torch.__version__ = "2.11.0"
+    with pytest.raises(ValueError, match=r"installed versions: torch is .* and 2\.11\.0 on rank 1"):
+        Engine(layers(4, 8, 4))
+
+
+def test_ranks_with_different_versions_are_an_error_that_names_them():
+    run_ranks(2, _refuse_versions)
+
+
 def _one_cannot(rank, world_size, stage):
     texts = []
     foreign = [nn.Parameter(torch.ones(13, 17))]

@@ -6,9 +6,11 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -225,3 +227,23 @@ def _run_cli(rank, world_size):
         dist.get_backend(),
         len(cli.model.losses),
     )
+
+
+def _meet_at_a_port_of_another_program(rank, world_size, is_ours_to_listen):
+    from lightning_zero.comm.world import open_store
+
+    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it accepts, and never answers
+        os.environ["MASTER_PORT"] = port = str(stranger.getsockname()[1])
+        own_rank = 0 if is_ours_to_listen else 1
+        with pytest.raises(RuntimeError) as caught:
+            open_store(own_rank, 2, timedelta(seconds=0.5))
+    return port, str(caught.value)
+
+
+@pytest.mark.parametrize("is_ours_to_listen", [True, False])
+def test_a_port_that_another_program_has_is_an_error_that_names_the_address(is_ours_to_listen):
+    (result,) = run_ranks(
+        1, _meet_at_a_port_of_another_program, is_ours_to_listen, has_group=False, timeout_s=20
+    )
+    port, error = result
+    assert f"could not meet the other ranks at 127.0.0.1:{port} (MASTER_ADDR" in error
