@@ -21,7 +21,9 @@ from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["count_memory", "held_bytes", "whole_bytes"]
+__all__ = ["count_memory", "full_checkpoint_bytes", "held_bytes", "whole_bytes"]
+
+_STATES_NUMEL = 2  # of Adam, for each element of a trained parameter
 
 
 def count_memory(
@@ -92,6 +94,24 @@ def whole_bytes(bucket: Bucket) -> int:
     """Bytes of whole parameters in the dtypes that they are given back in."""
     slots = zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
     return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
+
+
+def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
+    """Bytes in the CPU memory of rank 0 for a checkpoint in the full form, with Adam's states.
+
+    Parameters in the dtypes that they are given back in; states, and masters that are wider, of
+    those that are trained.
+    """
+    total = 0
+    for bucket in buckets:
+        total += whole_bytes(bucket)
+        master = bucket.plan.master_dtype
+        slots = bucket.plan.layout.slots
+        for slot, own, p in zip(slots, bucket.own_dtypes, bucket.parameters, strict=True):
+            if p.requires_grad:
+                num_states = _STATES_NUMEL + (own.itemsize < master.itemsize)
+                total += slot.numel * num_states * master.itemsize
+    return total
 
 
 def held_bytes(bucket: Bucket) -> int:

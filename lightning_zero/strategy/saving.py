@@ -56,7 +56,9 @@ from lightning_zero.checkpoint.states import (
 )
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
+from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.offload import Tier
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
@@ -99,6 +101,7 @@ class Saving:
         self._planned = Planned()  # over that channel
         self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
         self._has_warned = False
+        self._is_sharded: bool | None = None  # what "auto" means in this run; None: not decided yet
         self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,11 +140,31 @@ class Saving:
             )
 
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
+        """Whether a checkpoint is written in the sharded form; see `decide`."""
         if self._form != "auto":
             return self._form == "sharded"
         if is_own_io(checkpoint_io):
             return False
+        if self._is_sharded is not None:
+            return self._is_sharded
         return sum(p.numel() for p in module.parameters()) >= _SHARDED_NUMEL
+
+    def decide(self, engine: Engine) -> None:
+        """Decides what "auto" means for the run that begins. Collective: every rank.
+
+        The sharded form, where the full one would not be at home in the CPU memory of rank 0:
+        where parameters or optimizer states are offloaded, and where a full checkpoint takes more
+        than half of the free memory. And from 2^31 elements on, since one rank writes the full one.
+        """
+        if self._form != "auto":
+            return
+        plans = [bucket.plan for bucket in engine.buckets]
+        is_small = sum(plan.layout.numel for plan in plans) < _SHARDED_NUMEL
+        tiers = {tier for plan in plans for tier in (plan.tiers.param, plan.tiers.optim)}
+        writes = engine.comm.rank == 0
+        fits = not writes or full_checkpoint_bytes(engine.buckets) <= available_memory_bytes() // 2
+        is_full = is_small and tiers == {Tier.DEVICE} and fits
+        self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
 
     # ---------------------------------------------------------------- what is saved
 

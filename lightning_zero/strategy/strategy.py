@@ -122,7 +122,9 @@ class ZeroStrategy(EngineStrategy):
         keep_float32: Under "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay
             anyway.
         checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
-            writes its own part. "auto": full below 2^31 parameter elements.
+            writes its own part. "auto": sharded where parameters or optimizer states are
+            offloaded, where a full checkpoint takes more than half of rank 0's free CPU memory,
+            and from 2^31 parameter elements on; else full.
         check_memory: Refuse to begin where model states alone are more than all the memory there
             is, and say what would fit.
         whole_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
@@ -302,11 +304,12 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
         connector, state = trainer._checkpoint_connector, self._module_state
         Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
         super().setup(trainer)
+        self._saving.decide(self.engine)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
         self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._averages = Averages(self.engine, callbacks, self._average_state)

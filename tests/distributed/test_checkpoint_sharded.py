@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning_zero import OffloadConfig, __version__
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.comm.control import Channel
+from lightning_zero.strategy import saving
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule
@@ -683,3 +685,54 @@ def _ask(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_who_asks_for_the_weights_gets_whole_tensors_and_the_checkpoint_its_shards(stage):
     run_ranks(2, _ask, stage, has_group=False)
+
+
+class WideModule(MLPModule):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = torch.nn.Embedding(2**15, 256)  # 2**23 elements, 32 MiB
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.table.weight[:2].sum()
+
+
+def _resident_peak_bytes():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+
+
+def _save_by_default(rank, world_size, options):
+    trainer = make_trainer(settings(3, **options), max_steps=1)
+    grown = []
+
+    class Saver(Callback):
+        def on_train_end(self, trainer, module):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+            before = _resident_peak_bytes()
+            trainer.save_checkpoint("auto.ckpt")
+            grown.append(_resident_peak_bytes() - before)
+
+    trainer.callbacks.append(Saver())
+    trainer.fit(WideModule(ranks=world_size))
+    return grown[0], Path("auto.ckpt").is_dir()
+
+
+def test_an_offloaded_run_is_saved_in_the_sharded_form_without_the_model_in_memory():
+    nvme = {"device": "nvme", "nvme_path": "."}
+    options = {"offload_optimizer": nvme, "offload_param": nvme}
+    ((grown, is_sharded),) = run_ranks(1, _save_by_default, options, has_group=False)
+    assert is_sharded
+    full_bytes = 3 * 4 * 2**23
+    assert grown < full_bytes / 2, f"{grown / 2**20:.0f} MiB"
+
+
+def _save_with_little_memory(rank, world_size, free_bytes):
+    saving.available_memory_bytes = lambda: free_bytes
+    return _save_by_default(rank, world_size, {})[1]
+
+
+@pytest.mark.parametrize(("free_bytes", "is_sharded"), [(2**27, True), (2**30, False)])
+def test_a_checkpoint_larger_than_half_of_the_free_memory_is_sharded_by_default(
+    free_bytes, is_sharded
+):
+    assert run_ranks(2, _save_with_little_memory, free_bytes, has_group=False) == [is_sharded] * 2

@@ -105,7 +105,7 @@ def fit_with(rank, world_size, spec, factory, options=None, **rest):
 def compare(rank, world_size, factory, options=None, stages=(1, 2, 3), same=SAME):
     part_memories()
     for stage in stages:
-        base = settings(stage, **BUCKETS)
+        base = settings(stage, checkpoint="full", **BUCKETS)
         expected = fit_with(rank, world_size, base, factory, options, is_saving=True)
         assert len(set(expected.losses)) > 1
         for offload in same[stage]:
@@ -134,15 +134,9 @@ def _fit_by_name(rank, world_size, name, stage):
     watcher = Watcher()
     common = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
     factory = partial(GPTModule, ranks=world_size, is_tied=True, num_batches=5)
-    expected = fit_with(rank, world_size, settings(stage), factory, lambda: common, is_saving=True)
-    found = fit_with(
-        rank,
-        world_size,
-        name,
-        factory,
-        lambda: {**common, "callbacks": [watcher]},
-        is_saving=True,
-    )
+    expected = fit_with(rank, world_size, settings(stage), factory, lambda: common)
+    options = {**common, "callbacks": [watcher]}
+    found = fit_with(rank, world_size, name, factory, lambda: options)
     assert_bit_equal(found, expected, name)
     return watcher.directories
 
