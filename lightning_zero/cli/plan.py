@@ -50,6 +50,7 @@ from lightning_zero.planner import (
     data_parallel_bytes,
     estimate,
     find_repeats,
+    full_checkpoint_bytes,
     make_optimizers,
     shape_of_hugging_face,
     stretched,
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
         "data_parallel_bytes": data_parallel_bytes(named, optimizers),
+        "full_checkpoint_bytes": full_checkpoint_bytes(named, optimizers),
     }
     best = best_of(rows)
     if args.json:

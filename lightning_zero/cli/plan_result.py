@@ -136,8 +136,13 @@ def as_text(
         f"DistributedDataParallel would hold {in_words(facts['data_parallel_bytes'])} of states on "
         "each device."
     )
+    saving = (
+        f"A checkpoint in the full form takes {in_words(facts['full_checkpoint_bytes'])} of CPU "
+        "memory on rank 0 while it is saved; in the sharded form it takes a few buffers on each "
+        "rank, and a copy of the shards of the rank where async_save is on."
+    )
     above = [head, note] if note else [head]
-    below = [*_legend(rows, machine), alone]
+    below = [*_legend(rows, machine), alone, saving]
     parts = [*map(paragraph, above), "", _table(rows, best), "", *map(paragraph, below)]
     return "\n".join([*parts, "", *_verdict(rows, best)])
 

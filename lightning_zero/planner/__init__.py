@@ -27,6 +27,7 @@ from lightning_zero.planner.estimates import (
 from lightning_zero.planner.optimizers import (
     OPTIMIZER_NAMES,
     data_parallel_bytes,
+    full_checkpoint_bytes,
     make_optimizers,
 )
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
@@ -49,6 +50,7 @@ __all__ = [
     "all_choices",
     "cheapest",
     "data_parallel_bytes",
+    "full_checkpoint_bytes",
     "estimate",
     "find_repeats",
     "make_optimizers",

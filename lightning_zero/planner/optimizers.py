@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optim.clone import copy_of, raw_step, settings_of
 
-__all__ = ["OPTIMIZER_NAMES", "KeptStates", "States", "data_parallel_bytes", "make_optimizers"]
+__all__ = [
+    "OPTIMIZER_NAMES",
+    "KeptStates",
+    "States",
+    "data_parallel_bytes",
+    "full_checkpoint_bytes",
+    "make_optimizers",
+]
 
 _Shape = tuple[int, ...]
 _SMALL = (7, 5, 3, 2, 4)  # sizes of a toy; 1 beyond
@@ -117,9 +124,20 @@ def data_parallel_bytes(named: Mapping[str, nn.Parameter], optimizers: Sequence[
         named: The module's parameters, each once, in the dtypes in which they are given.
         optimizers: Over them.
     """
+    gradients = (p.numel() * p.dtype.itemsize for p in named.values() if p.requires_grad)
+    return full_checkpoint_bytes(named, optimizers) + sum(gradients)
+
+
+def full_checkpoint_bytes(
+    named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> int:
+    """Bytes of parameters and optimizer states in a checkpoint of the full form.
+
+    Rank 0 holds them in CPU memory while it saves one. Arguments are as in `data_parallel_bytes`.
+    """
     states, nbytes = KeptStates(optimizers, States()), 0
     for parameter in named.values():
-        nbytes += parameter.numel() * parameter.dtype.itemsize * (1 + parameter.requires_grad)
+        nbytes += parameter.numel() * parameter.dtype.itemsize
         nbytes += states.of(parameter, parameter.dtype).whole_bytes(tuple(parameter.shape))
     return nbytes
 

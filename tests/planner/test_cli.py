@@ -121,6 +121,7 @@ def test_the_printed_line_says_that_blocks_run_again_where_only_so_it_fits(capsy
 def test_data_parallel_is_what_ddp_holds(capsys):
     found = plan(capsys, *SMALL, "--precision", "bf16-mixed")
     assert found["data_parallel_bytes"] == pytest.approx(16 * found["parameters"], rel=0.001)
+    assert found["full_checkpoint_bytes"] == pytest.approx(12 * found["parameters"], rel=0.001)
 
 
 @pytest.mark.parametrize(
