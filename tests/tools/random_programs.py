@@ -1,4 +1,6 @@
-"""Runs random training programs against plain torch: `python -m tests.tools.random_programs --minutes 60`.
+"""Runs random training programs against plain torch, for an hour unless `--minutes` says else.
+
+    python -m tests.tools.random_programs
 
 Prints each seed whose program differs or fails, with the program; ends with status 1 where there is
 one. `--seed N` runs one program, and prints it.
