@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ class Side:
         for number, step in enumerate(self.program.steps):
             for name, choice in step.actions:
                 if name in IN_FORWARD:
-                    self.module.in_forward.append(lambda n=name, c=choice: self.act(n, number, c))
+                    self.module.in_forward.append(partial(self.act, name, number, choice))
             self.backward(number, step)
             self.act_all(BEFORE_STEP, number, step)
             self.step()
