@@ -33,7 +33,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import FULL, Place, files_below, full_disk_error, locate
+from lightning_zero.checkpoint.atomic import (
+    FULL,
+    Draft,
+    Place,
+    files_below,
+    full_disk_error,
+    locate,
+    naming,
+)
 from lightning_zero.checkpoint.dcp_reader import METADATA, REST
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
@@ -54,11 +62,12 @@ def _write_items(folder: Place, rank: int, planner: DefaultSavePlanner) -> list[
     """Writes the items of `planner.plan` and syncs; what two names share is written once."""
     path = folder / rank_file(rank)
     if isinstance(path, RemotePath):
-        with path.replacing(_owned_bytes(planner)) as file:
+        with naming(path), path.replacing(_owned_bytes(planner)) as file:
             return list(_append_items(planner, file, path.name))
     results = []
     synced = 0
     with (
+        naming(path),
         open(path, "xb", buffering=_BUFFER_BYTES) as file,
         ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
     ):
@@ -148,6 +157,7 @@ class ShardedSave:
     rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
     planned: Planned  # of the saves before over this channel
+    _draft: Draft | None = field(default=None, init=False)  # on rank 0, of a local target
     _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
@@ -238,18 +248,34 @@ class ShardedSave:
         is_first = channel.rank == 0
         folder: Place | None = None
         try:
-            made = channel.attempt(lambda: str(_begin(self.target)) if is_first else None)
+            made = channel.attempt(lambda: str(self._begin()) if is_first else None)
             folder = locate(channel.broadcast(made[0] if made else None))
             written = self.planned.gather_changed(partial(self._write, folder), channel)
             channel.attempt(partial(self._finish, folder, written))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
-            if is_first and folder is not None and not self._may_be_named:
+            if self._draft is not None:
+                self._draft.discard()
+            elif is_first and isinstance(folder, RemotePath) and not self._may_be_named:
                 atomic.discard(folder)
             target = self.target
             if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
                 raise self._full(target) from error
             raise
+
+    def _begin(self) -> Place:
+        """The folder of this save's files; its name at a remote address is that of the save."""
+        if isinstance(self.target, Path):
+            self._draft = Draft(self.target)
+            return self._draft.folder
+        if self.target.is_file():
+            raise FileExistsError(
+                errno.EEXIST,
+                "a full checkpoint is there, which a sharded one cannot replace at a remote "
+                "address; delete it, or choose another name",
+                str(self.target),
+            )
+        return self.target / f"save-{secrets.token_hex(4)}"
 
     def _write(self, folder: Place) -> _Written:
         plan = self.planner.create_local_plan()
@@ -281,14 +307,15 @@ class ShardedSave:
             assert isinstance(self.target, RemotePath)
             self._finish_remote(folder, self.target)
             return
-        assert isinstance(self.target, Path)
+        assert self._draft is not None
         for name, content in ((METADATA, self.planned.metadata), (REST, self.rest.getbuffer())):
-            with open(folder / name, "xb") as file:
+            with naming(folder / name), open(folder / name, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         atomic.write_checksums(folder, [METADATA, REST])
-        atomic.put_in_place(folder, self.target)
+        self._draft.publish()
+        self._draft = None
 
     def _finish_remote(self, folder: RemotePath, target: RemotePath) -> None:
         """See [Note: Whole or not there, remotely]."""
@@ -311,22 +338,8 @@ class ShardedSave:
 _OF_A_SAVE = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
 
 
-def _begin(target: Place) -> Place:
-    """Where the files of a save go; its name says at a remote address which save it is."""
-    if isinstance(target, Path):
-        return atomic.begin(target)
-    if target.is_file():
-        raise FileExistsError(
-            errno.EEXIST,
-            "a full checkpoint is there, which a sharded one cannot replace at a remote address; "
-            "delete it, or choose another name",
-            str(target),
-        )
-    return target / f"save-{secrets.token_hex(4)}"
-
-
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
-    with path.replacing(len(data)) as file:
+    with naming(path), path.replacing(len(data)) as file:
         file.write(data)
 
 

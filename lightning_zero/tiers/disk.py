@@ -30,6 +30,8 @@ __all__ = [
     "file_system_of",
     "free_bytes",
     "locked_directory",
+    "machine",
+    "mount_of",
     "remove_abandoned",
     "takes_direct",
 ]
@@ -54,7 +56,7 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
     """
     job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "none")
     for _ in range(100):
-        words = (_PREFIX, job, *_machine(), f"rank{rank}", str(os.getpid()), secrets.token_hex(4))
+        words = (_PREFIX, job, *machine(), f"rank{rank}", str(os.getpid()), secrets.token_hex(4))
         directory = path / ".".join(_word(word) for word in words)
         try:
             directory.mkdir(mode=0o700)
@@ -75,7 +77,7 @@ def remove_abandoned(path: Path) -> None:
     names: list[str] = []
     with contextlib.suppress(OSError):  # whether `path` can be used is asked elsewhere
         names = sorted(os.listdir(path))
-    here = {_word(word) for word in _machine()}
+    here = set(machine())
     for name in names:
         words = name.split(".")
         if len(words) == 7 and words[0] == _PREFIX and here & set(words[2:4]):
@@ -108,12 +110,15 @@ def _is_locked(lock: int, path: Path) -> bool:
     return path.exists() and os.fstat(lock).st_ino == path.stat().st_ino
 
 
-def _machine() -> tuple[str, str]:
-    """Host name, which containers change, and boot, which restarts change: either is enough."""
+def machine() -> tuple[str, str]:
+    """Host name, which containers change, and boot, which restarts change: either is enough.
+
+    In the characters that the names of files may have everywhere.
+    """
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname(), boot[:8] or "boot"
+    return _word(socket.gethostname()) or "host", boot[:8] or "boot"
 
 
 def _word(text: str) -> str:
@@ -176,13 +181,18 @@ def free_bytes(path: Path) -> int:
 
 def file_system_of(path: Path) -> str:
     """Such as "ext4", "tmpfs"; "unknown" where none is told."""
-    best, kind = "", "unknown"
+    return mount_of(path)[0]
+
+
+def mount_of(path: Path) -> tuple[str, set[str]]:
+    """The kind of the file system of `path` ("unknown" where none is told), and its options."""
+    best, kind, options = "", "unknown", set[str]()
     resolved = str(path.resolve())
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
-            _, mounted, this_kind, *_ = line.split(" ")
+            _, mounted, this_kind, these, *_ = line.split(" ")
             mounted = mounted.replace("\\040", " ")
             inside = mounted == "/" or f"{resolved}/".startswith(f"{mounted}/")
             if inside and len(mounted) >= len(best):
-                best, kind = mounted, this_kind
-    return kind
+                best, kind, options = mounted, this_kind, set(these.split(","))
+    return kind, options
