@@ -10,6 +10,7 @@ Imports the engine and all below it.
     load          into modules, masters and optimizer states, whatever wrote them
     source        opens any form, finds what is damaged, and says what is there
     deepspeed, hugging_face  the forms of others
+    newest        the checkpoint of a folder from which training goes on
     atomic        files and directories that are there whole or not at all
     remote        the same at addresses such as s3://bucket/run/last.ckpt
     export        one form into another, for the command line
@@ -23,6 +24,7 @@ from lightning_zero.checkpoint.load import (
     load_optimizer,
     load_weights,
 )
+from lightning_zero.checkpoint.newest import newest_checkpoint
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.checkpoint.states import full_state_dict, narrow_masters
 
@@ -33,5 +35,6 @@ __all__ = [
     "load_optimizer",
     "load_weights",
     "narrow_masters",
+    "newest_checkpoint",
     "open_checkpoint",
 ]

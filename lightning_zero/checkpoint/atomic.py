@@ -15,10 +15,10 @@ deletes the left-overs of others whose lock is free, at once; what is deleted is
 a name of the deleting process, so that it cannot be taken for a checkpoint meanwhile. Between
 making and locking a file another process may find it free: the writer looks again after locking,
 and begins anew if it was deleted. IDs have host, boot, process and a random number, which rank 0
-chooses. A lock may be seen by one machine only, as on some network file systems (`_sees_all_locks`):
-what another machine left there, and what has no lock, is deleted when nothing was written to it for
-a day. What was set aside may be the only copy of a checkpoint and goes only when another is in its
-place.
+chooses. A lock may be seen by one machine only, as on some network file systems, see
+`_sees_all_locks`: what another machine left there, and what has no lock, is deleted when nothing
+was written to it for a day. What was set aside may be the only copy of a checkpoint and goes only
+when another is in its place.
 
 `SHA256SUMS` in a directory lists files of it; `sha256sum -c SHA256SUMS` reads it.
 
@@ -61,6 +61,7 @@ __all__ = [
     "naming",
     "put_in_place",
     "recover",
+    "recover_all",
     "remove",
     "replacing",
     "tidy",
@@ -129,15 +130,11 @@ def _shortened(target: Path) -> str:
     return os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
 
 
-def _left_of(target: Path, kind: str) -> list[Path]:
-    """The paths beside `target` under such names."""
-    found = []
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(target.parent)):
-            match = _LEFTOVER.fullmatch(name)
-            if match and match["name"] == _shortened(target) and match["kind"] == kind:
-                found.append(target.parent / name)
-    return found
+def _set_aside(target: Path) -> list[Path]:
+    """Where a predecessor of `target` is, that was set aside."""
+    wanted = "replaced", _shortened(target)
+    matches = _leftovers(target.parent)
+    return [target.parent / m.string for m in matches if (m["kind"], m["name"]) == wanted]
 
 
 def _delete(path: Path) -> None:
@@ -155,37 +152,42 @@ def tidy(folder: Path) -> None:
 
     See [Note: Two writers]. What cannot be read, renamed or deleted stays.
     """
-    found: dict[str, list[re.Match[str]]] = {"replaced": [], "incomplete": [], "removed": []}
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(folder)):
-            if match := _LEFTOVER.fullmatch(name):
-                found[match["kind"]].append(match)
-    if not any(found.values()):
+    found = _leftovers(folder)
+    if not found:
         return
     with contextlib.suppress(OSError):
         _sync_folder(folder)  # a name that was exchanged for another is so on the disk, too
-        for match in found["replaced"]:
-            if len(os.fsencode(match["name"])) < _MAX_NAME_BYTES:  # else a part of the name
-                _settle(folder / match["name"])
+        recover_all(folder)
         sees_all = _sees_all_locks(folder)
-        for match in found["incomplete"]:
-            is_trusted = sees_all or _is_of_this_machine(match)
-            _delete_abandoned(folder / match.string, is_trusted=is_trusted)
-        for match in found["removed"]:
-            with contextlib.suppress(OSError):  # its own process may be deleting it
-                _delete(folder / match.string)
-
-
-def _settle(target: Path) -> None:
-    """Puts back what was set aside, or deletes it where there is a newer one."""
-    with contextlib.suppress(OSError):
-        aside = _left_of(target, "replaced")
-        recover(target)
-        if aside and os.path.lexists(target):
-            _sync_folder(target.parent)
-            for path in aside:
-                with contextlib.suppress(OSError):  # a network file system keeps what is in use
+        for match in found:
+            path = folder / match.string
+            if match["kind"] == "incomplete":
+                _delete_abandoned(path, is_trusted=sees_all or _is_of_this_machine(match))
+            elif match["kind"] == "removed" or os.path.lexists(folder / match["name"]):
+                with contextlib.suppress(OSError):  # its own process may be deleting it
                     _bury(path)
+
+
+def recover_all(folder: Path) -> None:
+    """Puts back what was set aside in `folder`, where nothing newer has its name.
+
+    What cannot be read or renamed stays.
+    """
+    for match in _leftovers(folder):
+        if match["kind"] == "replaced" and _is_whole_name(match):
+            with contextlib.suppress(OSError):
+                recover(folder / match["name"])
+
+
+def _leftovers(folder: Path) -> list[re.Match[str]]:
+    with contextlib.suppress(OSError):
+        matches = map(_LEFTOVER.fullmatch, sorted(os.listdir(folder)))
+        return [match for match in matches if match]
+    return []
+
+
+def _is_whole_name(match: re.Match[str]) -> bool:
+    return len(os.fsencode(match["name"])) < _MAX_NAME_BYTES
 
 
 def _delete_abandoned(path: Path, *, is_trusted: bool) -> None:
@@ -217,13 +219,13 @@ def _try_lock(descriptor: int) -> bool | None:
 
 def _is_old(path: Path) -> bool:
     files = path.iterdir() if path.is_dir() else ()
-    written = max(file.lstat().st_mtime for file in (path, *files))
+    written: float = max(file.lstat().st_mtime for file in (path, *files))
     return time.time() - written > _ABANDONED_S
 
 
 def _is_of_this_machine(match: re.Match[str]) -> bool:
     host, boot = machine()
-    return match["host"] == host[:_HOST_CHARACTERS] or match["boot"] == boot
+    return bool(match["host"] == host[:_HOST_CHARACTERS] or match["boot"] == boot)
 
 
 def _sees_all_locks(folder: Path) -> bool:
@@ -231,7 +233,7 @@ def _sees_all_locks(folder: Path) -> bool:
     kind, options = mount_of(folder)
     if kind == "lustre":
         return "flock" in options
-    is_local = {"nolock", "local_lock=all", "local_lock=flock"} & options
+    is_local = bool({"nolock", "local_lock=all", "local_lock=flock"} & options)
     return kind in _OF_ONE_MACHINE or (kind in _WITH_SHARED_LOCKS and not is_local)
 
 
@@ -262,7 +264,6 @@ class Draft:
         """Makes it, and `target`'s folder; deletes what dead jobs have left there."""
         make_folder(target.parent)
         recover(target)
-        _settle(target)
         tidy(target.parent)
         self._target = target
         for _ in range(_NUM_TRIES):
@@ -373,7 +374,7 @@ def recover(target: Place) -> None:
         return
     if os.path.lexists(target) or not target.parent.is_dir():
         return
-    aside = _left_of(target, "replaced")
+    aside = _set_aside(target)
     if aside:
         try:
             os.rename(max(aside, key=os.path.getmtime), target)
@@ -498,7 +499,7 @@ def _locked_file(target: Path) -> tuple[Path, BinaryIO]:
     """A new file beside `target`; see [Note: Two writers]."""
     for _ in range(_NUM_TRIES):
         path = beside(target, "incomplete")
-        file = open(path, "xb", _BLOCK_BYTES)
+        file = open(path, "xb", _BLOCK_BYTES)  # noqa: SIM115 (the caller closes it)
         if _is_held(file.fileno(), path):
             return path, file
         file.close()

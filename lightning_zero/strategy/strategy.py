@@ -79,6 +79,7 @@ from lightning_zero.strategy.saving import (
     is_own_io,
 )
 from lightning_zero.strategy.settings import Settings
+from lightning_zero.strategy.start import tidy_folders
 from lightning_zero.tensors.meta import await_values, expecting_values
 
 __all__ = ["ZeroStrategy"]
@@ -295,6 +296,8 @@ class ZeroStrategy(EngineStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
+            if self.is_global_zero:
+                tidy_folders(trainer)
         connector, state = trainer._checkpoint_connector, self._module_state
         Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
         super().setup(trainer)

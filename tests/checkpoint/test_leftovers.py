@@ -142,12 +142,12 @@ def test_what_was_set_aside_comes_back_and_what_only_looks_alike_stays(tmp_path)
 
 
 def test_an_error_of_writing_names_the_file(tmp_path):
-    with (
-        pytest.raises(OSError, match=r"Input/output error: '.*a\.ckpt'"),
-        replacing(  # noqa: PT012
-            tmp_path / "a.ckpt", 3
-        ) as file,
-    ):
+    with pytest.raises(OSError, match=r"Input/output error: '.*a\.ckpt'"):
+        _write_and_fail(tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def _write_and_fail(path):
+    with replacing(path, 3) as file:
         file.write(b"new")
         raise OSError(5, "Input/output error")
-    assert os.listdir(tmp_path) == []
