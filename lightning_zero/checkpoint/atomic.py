@@ -37,9 +37,9 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from lightning_zero.checkpoint.remote import RemotePath, is_remote
 from lightning_zero.tiers.disk import machine, mount_of
@@ -55,6 +55,7 @@ __all__ = [
     "files_below",
     "find_damage",
     "full_disk_error",
+    "identity",
     "local_path",
     "locate",
     "make_folder",
@@ -63,8 +64,10 @@ __all__ = [
     "recover",
     "recover_all",
     "remove",
+    "replaced_meanwhile",
     "replacing",
     "tidy",
+    "undisturbed",
     "write_checksums",
 ]
 
@@ -89,6 +92,8 @@ _RENAME_EXCHANGE = 2
 _OF_ONE_MACHINE = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 _WITH_SHARED_LOCKS = {"ceph", "gpfs", "nfs", "nfs4", "ocfs2", "gfs2"}
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+_T = TypeVar("_T")
 
 Place = Path | RemotePath
 
@@ -381,6 +386,41 @@ def recover(target: Place) -> None:
         except OSError:
             if not os.path.lexists(target):  # else another process has been faster
                 raise
+
+
+def undisturbed(target: Place, read: Callable[[], _T]) -> _T:
+    """What `read` returns of a checkpoint that is not replaced meanwhile; else it reads again.
+
+    Raises:
+        OSError: It is replaced again and again.
+    """
+    if isinstance(target, RemotePath):
+        return read()
+    for _ in range(_NUM_TRIES):
+        before = identity(target)
+        try:
+            result = read()
+        except (OSError, ValueError):
+            if identity(target) == before:
+                raise
+        else:
+            if identity(target) == before:
+                return result
+    raise replaced_meanwhile(target)
+
+
+def identity(target: Path) -> tuple[int, int] | None:
+    """Which file or directory has this name; None where none has."""
+    try:
+        status = target.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def replaced_meanwhile(target: Path) -> OSError:
+    why = "another save has replaced it while it was read; open it again"
+    return OSError(errno.ESTALE, why, str(target))
 
 
 def remove(target: Place) -> None:

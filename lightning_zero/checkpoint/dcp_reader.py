@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,8 +28,8 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.atomic import Place, files_below
-from lightning_zero.checkpoint.remote import ByteRange, RemotePath
+from lightning_zero.checkpoint.atomic import Place, files_below, identity, replaced_meanwhile
+from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
@@ -55,9 +56,18 @@ class _Items:
         # A remote one keeps blocks that it read.
         self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
         self._maps: dict[str, mmap.mmap] = {}  # by file
+        self._identity = identity(folder) if isinstance(folder, Path) else None
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, LazyTensor] = {}  # by where they lie
+
+    def hold(self) -> None:
+        """Maps the files if they are few: they are read also when the directory is replaced."""
+        names = {place.relative_path for place in self._places.values()}
+        files = [self._file(name) for name in sorted(names)] if len(names) <= _NUM_FILES else []
+        for file in files:
+            if isinstance(file, Path):
+                self._map(file)
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; names of the same data, as of tied weights, give the same object."""
@@ -70,7 +80,7 @@ class _Items:
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
         place = self._places[MetadataIndex(name)]
-        with reading(self._file(place.relative_path)) as pread:
+        with self._reading(self._file(place.relative_path)) as pread:
             item = io.BufferedReader(ByteRange(pread, place.offset, place.length))
             content = io.BytesIO(item.read(place.length))  # `pread` gives 2 GiB at most at once
         return torch.load(content, map_location="cpu", weights_only=weights_only)
@@ -124,7 +134,7 @@ class _Items:
         return self._items[index]
 
     def _find(self, file: Place, place: Any) -> tuple[int, Tensor]:
-        with reading(file) as pread:
+        with self._reading(file) as pread:
             item: Any = ByteRange(pread, place.offset, place.length)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
@@ -135,6 +145,12 @@ class _Items:
                 self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
             return place.offset + reader.get_record_offset("data/0"), self._layouts[pickled]
 
+    def _reading(self, file: Place) -> AbstractContextManager[Pread]:
+        if not isinstance(file, Path):
+            return reading(file)
+        mapped = self._map(file)  # and not the file of this name, which may be another by now
+        return nullcontext(lambda size, offset: mapped[offset : offset + size])
+
     def _map(self, file: Path) -> mmap.mmap:
         """The file in memory: private, so that a write to a tensor does not write to the file."""
         if file.name not in self._maps:
@@ -143,6 +159,8 @@ class _Items:
                 mapped = mmap.mmap(
                     stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
+            if isinstance(self._folder, Path) and identity(self._folder) != self._identity:
+                raise replaced_meanwhile(self._folder)
             mapped.madvise(mmap.MADV_SEQUENTIAL)
             self._maps[file.name] = mapped
         return self._maps[file.name]
@@ -201,6 +219,7 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     metadata = _read_metadata(folder)
     _check_complete(folder, metadata)
     items = _Items(folder, metadata)
+    items.hold()
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
     ordered += [name for name in metadata.state_dict_metadata if name not in paths]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic, dcp_reader, torch_file
-from lightning_zero.checkpoint.atomic import Place, locate, recover
+from lightning_zero.checkpoint.atomic import Place, locate, recover, undisturbed
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
@@ -58,6 +58,10 @@ def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int 
     """
     place = locate(path)
     recover(place)
+    return undisturbed(place, lambda: _find_damage(place, rank, world_size))
+
+
+def _find_damage(place: Place, rank: int, world_size: int) -> list[str]:
     if place.is_dir():
         damage = atomic.find_damage(place, rank=rank, world_size=world_size)
         if not is_sharded(place) or any(line.startswith(METADATA) for line in damage):
@@ -136,17 +140,21 @@ def open_checkpoint(
     """
     place = locate(path)
     recover(place)
-    if place.is_dir():
-        return _open_directory(place, weights_only)
-    if not place.exists():
+    return undisturbed(place, lambda: _open(place, weights_only))
+
+
+def _open(path: Place, weights_only: bool | None) -> dict[str, Any]:
+    if path.is_dir():
+        return _open_directory(path, weights_only)
+    if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if place.stat().st_size == 0:
+    if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: its save was interrupted; use an earlier checkpoint.")
-    if place.suffix == ".safetensors":
-        return {"state_dict": open_safetensors(place)}
-    if is_torch_file(place):
-        return _as_checkpoint(open_torch_file(place, weights_only=weights_only), place)
-    with place.open("rb") as file:
+    if path.suffix == ".safetensors":
+        return {"state_dict": open_safetensors(path)}
+    if is_torch_file(path):
+        return _as_checkpoint(open_torch_file(path, weights_only=weights_only), path)
+    with path.open("rb") as file:
         found = file.read(8)
     raise ValueError(
         f"{path} is no checkpoint: its first bytes are {found!r}. Accepted: {_ACCEPTED}."
