@@ -69,6 +69,8 @@ class Recording:
         return os.path.relpath(whole, self._root) if inside else None
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.mkdir" and self._below(args[0], args[2]) == ".":
+            return  # the folder itself
         if event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
             self._note("create", self._below(args[0]), bool(args[2] & os.O_TRUNC))
         elif event == "os.mkdir":

@@ -105,7 +105,7 @@ def _replay(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_
         assert all(one in (old, new) for one in complete), words
         assert bool(complete) or old is None, words
         assert (found is None) == (not complete), words
-    assert complete == [new], words
+    assert new in complete, words  # that the one before is gone is not promised
     return num_crashes
 
 
