@@ -161,7 +161,6 @@ def tidy(folder: Path) -> None:
     if not found:
         return
     with contextlib.suppress(OSError):
-        _sync_folder(folder)  # a name that was exchanged for another is so on the disk, too
         recover_all(folder)
         sees_all = _sees_all_locks(folder)
         for match in found:
@@ -246,6 +245,7 @@ def _bury(path: Path) -> None:
     """Deletes `path` under another name, which no process takes for what it was."""
     match = _LEFTOVER.fullmatch(path.name)
     assert match is not None
+    _sync_folder(path.parent)  # what has taken its place does so on the disk, too
     grave = beside(path.with_name(match["name"]), "removed")
     os.rename(path, grave)
     _delete(grave)
@@ -297,6 +297,8 @@ class Draft:
 
     def _release(self) -> None:
         assert self._lock is not None
+        with contextlib.suppress(OSError):  # where there are no locks
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also that of forked processes
         os.close(self._lock)
         self._lock = None
 
@@ -330,7 +332,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _delete_superseded(paths: list[Path], folder: Path) -> None:
-    _sync_folder(folder)
+    _sync_folder(folder)  # also where there are none; an error is raised
     for path in paths:
         with contextlib.suppress(OSError):  # goes with the next save
             _bury(path)
@@ -449,7 +451,8 @@ def _sync_folder(folder: Path) -> None:
     """Waits until the names in `folder` are on the disk, where the file system can tell."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
@@ -462,7 +465,8 @@ def _sync_folder(folder: Path) -> None:
 
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
     """Lists the checksums of these files of `folder`, and syncs the list and the folder."""
-    with open(folder / CHECKSUMS, "w", encoding="utf-8") as file:
+    path = folder / CHECKSUMS
+    with naming(path), open(path, "w", encoding="utf-8") as file:
         listed = sorted(set(names) - {CHECKSUMS})
         file.writelines(f"{_hash(folder / name)}  {name}\n" for name in listed)
         file.flush()
@@ -504,7 +508,7 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
-    the process dies, what was at `path` is unchanged. See [Note: Whole or not there].
+    the process dies, what was at `path` is unchanged. see [Note: Complete or not there].
 
     Args:
         path: Its folder exists, or it is remote.
