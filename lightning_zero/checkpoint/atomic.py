@@ -508,7 +508,7 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
-    the process dies, what was at `path` is unchanged. see [Note: Complete or not there].
+    the process dies, what was at `path` is unchanged. See [Note: Complete or not there].
 
     Args:
         path: Its folder exists, or it is remote.

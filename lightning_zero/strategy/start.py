@@ -87,11 +87,14 @@ def _newest(trainer: Trainer, weights_only: bool | None) -> str | None:
     folders = _folders(trainer)
     if (path := newest_of(folders, weights_only=weights_only)) is not None:
         return str(path)
-    rank_zero_warn(
-        f'ckpt_path="{_NEWEST}": there is no complete checkpoint in '
-        f"{', '.join(map(str, folders)) or 'a local folder of a ModelCheckpoint'}, and none is "
-        "loaded. To go on from an earlier run, give ModelCheckpoint the dirpath of that run."
+    where = ", ".join(map(str, folders)) or "a local folder of a ModelCheckpoint"
+    text = (
+        f'ckpt_path="{_NEWEST}": there is no complete checkpoint in {where}. To go on from an '
+        "earlier run, give ModelCheckpoint the dirpath of that run."
     )
+    if trainer.state.fn != TrainerFn.FITTING:
+        raise FileNotFoundError(text)
+    rank_zero_warn(f"{text} The fit begins anew.")
     return None
 
 

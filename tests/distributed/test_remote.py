@@ -276,7 +276,7 @@ def test_a_kill_before_any_request_to_s3_leaves_the_old_or_the_new_checkpoint(fo
         assert checkpoint["state_dict"]["w"].clone().tolist() == [float(there)] * 1000
         if has_ended:
             break
-    assert last >= 3  # requests were counted
+    assert last >= 4  # requests were counted
 
 
 def _has_saved(*args):
@@ -292,9 +292,9 @@ def _has_saved(*args):
 def _save_until_request(rank, world_size, form, address, number, last, variables):
     """Saves weights that are `number`; dies before its request number `last`, from 0 on."""
     os.environ |= variables
-    from s3fs import S3FileSystem
+    from aiobotocore.client import AioBaseClient
 
-    call, count = S3FileSystem._call_s3, 0
+    call, count = AioBaseClient._make_api_call, 0
 
     async def counted(*args, **options):
         nonlocal count
@@ -303,7 +303,7 @@ def _save_until_request(rank, world_size, form, address, number, last, variables
         count += 1
         return await call(*args, **options)
 
-    S3FileSystem._call_s3 = counted
+    AioBaseClient._make_api_call = counted
     weights = torch.full((1000,), float(number))
     if form == "full":
         content = {"global_step": number, "state_dict": {"w": weights}}

@@ -41,6 +41,10 @@ def _go_on_after_a_kill(rank, world_size, form, dirpath, asked):
                 os.rename(path, f"elsewhere-{path.name}")
         beside(last, "removed").mkdir()
     starts = _fit(rank, form, dirpath, asked, 2)
+    if asked == "newest":
+        saver = ModelCheckpoint(dirpath)
+        trainer = make_trainer(settings(1), callbacks=[saver], enable_checkpointing=True)
+        trainer.validate(MLPModule(ranks=2), ckpt_path="newest", verbose=False)
     return starts, [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
@@ -51,6 +55,16 @@ def _go_on_after_a_kill(rank, world_size, form, dirpath, asked):
 def test_a_job_that_was_killed_while_it_replaced_its_last_checkpoint_goes_on(form, dirpath, asked):
     results = run_ranks(2, _go_on_after_a_kill, form, dirpath, asked, has_group=False)
     assert results == [(4, [])] * 2
+
+
+def test_what_is_evaluated_must_be_there():
+    run_ranks(1, _validate_nothing, has_group=False)
+
+
+def _validate_nothing(rank, world_size):
+    options = {"callbacks": [ModelCheckpoint("empty")], "enable_checkpointing": True}
+    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint in"):
+        make_trainer(settings(1), **options).validate(MLPModule(ranks=1), ckpt_path="newest")
 
 
 def _begin_with_an_error(rank, world_size):
