@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import Draft, beside, replacing, tidy
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
+from lightning_zero.comm.control import Channel
 
 DAY = 24 * 3600
 OTHER_MACHINE = "othernode.0badb001.4242.0123abcd"
@@ -151,3 +154,15 @@ def _write_and_fail(path):
     with replacing(path, 3) as file:
         file.write(b"new")
         raise OSError(5, "Input/output error")
+
+
+def test_an_error_of_writing_a_sharded_checkpoint_names_the_file_too(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(5, "Input/output error")
+
+    content = {"state_dict": {"w": torch.ones(3)}}
+    save = ShardedSave.prepare(content, tmp_path / "a.ckpt", {}, Channel(0, 1, None))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*__0_0\.distcp'"):
+        save.run()
+    assert os.listdir(tmp_path) == []

@@ -262,6 +262,7 @@ def _train_on_s3(rank, world_size, form, variables):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_a_kill_before_any_request_to_s3_leaves_the_old_or_the_new_checkpoint(form, bucket):
     address, there = "s3://bucket/run/last.ckpt", 0
