@@ -186,7 +186,7 @@ def test_a_name_is_never_without_a_checkpoint_where_names_can_be_exchanged(tmp_p
     for owner, name in ((os, "rename"), (os, "fsync"), (atomic, "_exchange")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     draft.publish()
-    assert seen == ["new"] * 3  # exchanged; synced; the old one renamed to be deleted
+    assert seen == ["new"] * 4  # exchanged; synced twice; the old one renamed to be deleted
 
 
 def test_sha256sum_reads_the_checksums(tmp_path):
