@@ -10,7 +10,6 @@ every item that it needs a part of.
 from __future__ import annotations
 
 import io
-import math
 import mmap
 import operator
 import pickle
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_zero.checkpoint.atomic import Place, files_below
+from lightning_zero.checkpoint.dcp_metadata import METADATA, check_complete, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, RemotePath
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
@@ -41,7 +41,6 @@ from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
-METADATA = ".metadata"  # torch's
 REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 _NUM_FILES = 16  # of ranks, kept at hand
 
@@ -164,7 +163,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
         One line for each file of which an item is damaged.
     """
     try:
-        metadata = _read_metadata(folder)
+        metadata = read_metadata(folder)[0]
     except ValueError as error:
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
@@ -198,8 +197,8 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     Raises:
         ValueError: A directory that is none of these, or of which something is missing.
     """
-    metadata = _read_metadata(folder)
-    _check_complete(folder, metadata)
+    metadata = read_metadata(folder)[0]
+    check_complete(folder, metadata)
     items = _Items(folder, metadata)
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
@@ -236,84 +235,6 @@ def _merged(tree: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
         if isinstance(tree[key], dict) and isinstance(rest[key], dict):
             merged[key] = _merged(tree[key], rest[key])
     return merged
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of torch's metadata and no others: a checkpoint must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # A dotted name would reach whatever the module imports.
-        if "." not in name and (is_dtype or (module, name) in _ALLOWED):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
-
-
-_METADATA_CLASSES = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)
-_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-_ALLOWED = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-}
-
-
-def _read_metadata(folder: Place) -> Metadata:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no directory, so it is no sharded checkpoint.")
-    if not (folder / METADATA).is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
-        raise ValueError(
-            f"{folder} is no sharded checkpoint, or an incomplete one: expected a file {METADATA}, "
-            f"found {found}; give the directory that the checkpoint was saved to."
-        )
-    with (folder / METADATA).open("rb") as file:
-        try:
-            metadata = _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"{folder / METADATA} cannot be read ({error}): the checkpoint is damaged, or "
-                "written by something else than torch.distributed.checkpoint."
-            ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
-        raise ValueError(f"{folder / METADATA} is no metadata of torch.distributed.checkpoint.")
-    return metadata
-
-
-def _check_complete(folder: Place, metadata: Metadata) -> None:
-    ends: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
-    problems = []
-    sizes = files_below(folder)
-    for name, end in ends.items():
-        if name not in sizes:
-            problems.append(f"{name} is missing")
-        elif sizes[name] < end:
-            problems.append(f"{name} has {sizes[name]} bytes of at least {end}")
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if stored < math.prod(entry.size):
-                problems.append(f"{name} has {stored} elements of {math.prod(entry.size)}")
-    if problems:
-        raise ValueError(
-            f"{folder} is incomplete: {'; '.join(problems)}. Use another checkpoint, or copy this "
-            "one again."
-        )
 
 
 def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import gc
 import io
 import os
 import pickle
@@ -34,14 +33,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import FULL, Place, files_below, full_disk_error, locate
-from lightning_zero.checkpoint.dcp_reader import METADATA, REST
+from lightning_zero.checkpoint.dcp_metadata import METADATA, without_collector
+from lightning_zero.checkpoint.dcp_reader import REST
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.states import shards_in
 from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
 
-__all__ = ["Planned", "ShardedSave", "merged", "rank_file", "without_collector"]
+__all__ = ["Planned", "ShardedSave", "merged", "rank_file"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -336,21 +336,6 @@ def _shards(planner: DefaultSavePlanner) -> list[ShardTensor]:
 
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
     return sum(shard.owned_bytes for shard in _shards(planner))
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """While objects are made by the thousand for each rank, none of which is garbage yet.
-
-    Python would walk all that there are again and again, which takes most of the time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
