@@ -20,7 +20,7 @@ import contextlib
 import gc
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -39,7 +39,14 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_zero.checkpoint.atomic import Place, files_below
 from lightning_zero.checkpoint.names import check_inside, printable
 
-__all__ = ["METADATA", "check_complete", "parse_metadata", "read_metadata", "without_collector"]
+__all__ = [
+    "METADATA",
+    "check_complete",
+    "overlap",
+    "parse_metadata",
+    "read_metadata",
+    "without_collector",
+]
 
 METADATA = ".metadata"  # torch's
 _MAX_BYTES = 2**29  # of the file; a chunk of a tensor takes some 150
@@ -75,6 +82,9 @@ _GLOBALS = {
     _ORDERED_DICT,
 }
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+_Path = tuple[str | int, ...]  # keys from the root of the checkpoint to a value
 
 
 class _ForeignError(Exception):
@@ -444,7 +454,7 @@ class _Converter:
             raise _ForeignError("items are compressed or encrypted, which cannot be read here")
         return _StorageInfo(path, start, length)
 
-    def _paths_of(self, planned: object) -> dict[str, tuple[str | int, ...]]:
+    def _paths_of(self, planned: object) -> dict[str, _Path]:
         """Where in the checkpoint each value belongs, by name; some writers leave that out."""
         if type(planned) is not dict:
             return {}
@@ -452,7 +462,7 @@ class _Converter:
             self._text(name): tuple(self._once(path, self._path)) for name, path in planned.items()
         }
 
-    def _path(self, path: Any) -> tuple[str | int, ...]:
+    def _path(self, path: Any) -> _Path:
         if type(path) not in (tuple, list) or not 0 < len(path) <= _MAX_PATH:
             _refuse(f"a path of at most {_MAX_PATH} keys", path)
         for key in path:
@@ -481,16 +491,19 @@ def _check_places(entries: Mapping[str, Any], places: Mapping[MetadataIndex, Any
             raise _ForeignError(f"{printable(name)} has no place in a file")
 
 
-def _check_lists(paths: Mapping[str, Sequence[str | int]]) -> None:
-    """A list has about as many entries as values: an index makes it as long as it says."""
-    longest: dict[tuple[str | int, ...], int] = {}
-    num_keys = 0
-    for path in paths.values():
+def _check_tree(names: Iterable[str], paths: Mapping[str, _Path]) -> None:
+    """The paths are those of one tree, the lists in which are about as long as they hold values."""
+    leaves = {paths.get(name, (name,)) for name in names}
+    kinds: dict[_Path, type] = {(): str}  # of the keys of each dict and list
+    lengths: dict[_Path, int] = {}
+    for path in leaves:
         for depth, key in enumerate(path):
-            if type(key) is int:
-                longest[tuple(path[:depth])] = max(longest.get(tuple(path[:depth]), 0), key + 1)
-                num_keys += 1
-    if sum(longest.values()) > num_keys + _MAX_ABSENT:
+            inner = path[:depth]
+            if inner in leaves or kinds.setdefault(inner, type(key)) is not type(key):
+                raise _ForeignError("it names values that cannot be put into one tree")
+            if isinstance(key, int):
+                lengths[inner] = max(lengths.get(inner, 0), key + 1)
+    if sum(lengths.values()) > sum(map(len, leaves)) + _MAX_ABSENT:
         raise _ForeignError("an index of a list is far beyond its values")
 
 
@@ -518,14 +531,14 @@ def parse_metadata(data: bytes) -> Metadata:
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
     try:
-        metadata = _Converter().metadata(_Machine(data).run())
-        _check_lists(metadata.planner_data)
-        return metadata
-    except (_ForeignError, IndexError, KeyError, ValueError) as error:
-        why = (
-            str(error) if isinstance(error, (_ForeignError, ValueError)) else "it is cut or damaged"
-        )
-        raise ValueError(printable(why)) from None
+        with without_collector():
+            metadata = _Converter().metadata(_Machine(data).run())
+            _check_tree(metadata.state_dict_metadata, metadata.planner_data)
+            return metadata
+    except (_ForeignError, ValueError) as error:
+        raise ValueError(printable(str(error))) from None
+    except LookupError:  # its stack, its memo or its bytes end
+        raise ValueError("it is cut or damaged") from None
 
 
 def read_metadata(folder: Place) -> tuple[Metadata, bytes]:
@@ -598,12 +611,12 @@ def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -
         length = metadata.storage_data[MetadataIndex(name, chunk.offsets)].length
         if math.prod(chunk.sizes) * itemsize > length:
             return f"has a chunk of {math.prod(chunk.sizes)} elements in {length} bytes"
-    if stored > numel or _overlap(entry.chunks, entry.size):
+    if stored > numel or overlap(entry.chunks, entry.size):
         return "has chunks that overlap"
     return None
 
 
-def _overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
+def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
     """Whether two chunks have an element in common."""
     boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
     if len(boxes) < 2 or _follow_each_other(boxes, size):
