@@ -541,8 +541,8 @@ def parse_metadata(data: bytes) -> Metadata:
         raise ValueError("it is cut or damaged") from None
 
 
-def read_metadata(folder: Place) -> tuple[Metadata, bytes]:
-    """The metadata of the directory `folder`, and the bytes of its file.
+def read_metadata(folder: Place) -> Metadata:
+    """The metadata of the directory `folder`.
 
     Raises:
         ValueError: There is none, it is damaged, or it holds what has no place in it.
@@ -559,7 +559,7 @@ def read_metadata(folder: Place) -> tuple[Metadata, bytes]:
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     try:
-        return parse_metadata(data), data
+        return parse_metadata(data)
     except ValueError as error:
         raise ValueError(
             f"{path} cannot be read ({error}): the checkpoint is damaged, or written by something "

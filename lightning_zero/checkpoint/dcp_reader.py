@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_zero.checkpoint.atomic import Place, files_below
 from lightning_zero.checkpoint.dcp_metadata import METADATA, check_complete, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, RemotePath
+from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
@@ -163,7 +164,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
         One line for each file of which an item is damaged.
     """
     try:
-        metadata = read_metadata(folder)[0]
+        metadata = read_metadata(folder)
     except ValueError as error:
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
@@ -181,7 +182,13 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         lines = list(pool.map(check, mine))
-    return list({place[0]: line for place, line in zip(mine, lines, strict=True) if line}.values())
+    by_file = {place[0]: line for place, line in zip(mine, lines, strict=True) if line}
+    problems = list(by_file.values())
+    if any(name not in sizes for name in files):
+        return problems
+    if rank == 0:
+        problems += find_strangers(folder, metadata)
+    return problems + find_wrong_ends(folder, metadata, rank, world_size)
 
 
 def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -197,8 +204,13 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     Raises:
         ValueError: A directory that is none of these, or of which something is missing.
     """
-    metadata = read_metadata(folder)[0]
+    metadata = read_metadata(folder)
     check_complete(folder, metadata)
+    if strangers := find_strangers(folder, metadata):
+        raise ValueError(
+            f"{folder} is no whole checkpoint: {'; '.join(strangers[:20])}. Use another "
+            "checkpoint, or copy this one again."
+        )
     items = _Items(folder, metadata)
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
