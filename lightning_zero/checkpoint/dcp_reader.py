@@ -10,6 +10,7 @@ every item that it needs a part of.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import operator
 import pickle
@@ -28,12 +29,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_zero.checkpoint.atomic import Place, files_below
 from lightning_zero.checkpoint.dcp_metadata import METADATA, check_complete, read_metadata
+from lightning_zero.checkpoint.names import printable
 from lightning_zero.checkpoint.remote import ByteRange, RemotePath
 from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
+    find_inflated,
+    open_torch_file,
     reading,
     span,
 )
@@ -44,6 +48,9 @@ __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
 REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 _NUM_FILES = 16  # of ranks, kept at hand
+_MAX_HEADERS_BYTES = 2**16  # of an item, beside its elements
+# What wrong bytes make torch's reader raise, beside RuntimeError.
+_OF_DAMAGE = (AssertionError, AttributeError, EOFError, LookupError, OSError, TypeError, ValueError)
 
 
 class _Items:
@@ -73,7 +80,16 @@ class _Items:
         with reading(self._file(place.relative_path)) as pread:
             item = io.BufferedReader(ByteRange(pread, place.offset, place.length))
             content = io.BytesIO(item.read(place.length))  # `pread` gives 2 GiB at most at once
-        return torch.load(content, map_location="cpu", weights_only=weights_only)
+        try:
+            if why := find_inflated(content):
+                raise ValueError(why)
+            return torch.load(content, map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{self._shown(name, place)}: {error}") from error
+        except Exception as error:
+            if weights_only is False and not isinstance(error, _OF_DAMAGE):
+                raise  # of a class that is unpickled
+            raise self._damaged(name, place, error) from error
 
     def _read_range(self, name: str, entry: TensorStorageMetadata, start: int, stop: int) -> Tensor:
         boxes = {torch.Size(box.offsets): box for box in boxes_of_range(entry.size, start, stop)}
@@ -82,7 +98,10 @@ class _Items:
         dtype = entry.properties.dtype
         flat: Tensor | None = None
         for part in parts:
-            values = self._block(part.storage_index, dtype, part.storage_offsets, part.lengths)
+            sizes = entry.chunks[part.storage_index.index or 0].sizes
+            values = self._block(
+                part.storage_index, dtype, sizes, part.storage_offsets, part.lengths
+            )
             if values.numel() == stop - start and _is_plain(values):
                 return values.view(-1)
             flat = torch.empty(stop - start, dtype=dtype) if flat is None else flat
@@ -93,39 +112,52 @@ class _Items:
         return torch.empty(0, dtype=dtype) if flat is None else flat
 
     def _block(
-        self, index: MetadataIndex, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+        self,
+        index: MetadataIndex,
+        dtype: torch.dtype,
+        whole_sizes: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
     ) -> Tensor:
-        file = self._file(self._places[index].relative_path)
-        start, whole = self._item(file, index, dtype)
-        strides, numel = whole.stride(), span(sizes, whole.stride())
-        first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
-        if (first + numel) * dtype.itemsize > whole.untyped_storage().nbytes():
-            raise ValueError(f"{index.fqn} in {file} is smaller than its metadata: it is damaged.")
-        start += first * dtype.itemsize
-        if isinstance(file, RemotePath):
-            flat = torch.frombuffer(file.read(start, start + numel * dtype.itemsize), dtype=dtype)
-        else:
-            flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
-        return flat.as_strided(sizes, strides)
+        """The block at `offsets` of an item that has `whole_sizes`."""
+        place = self._places[index]
+        file = self._file(place.relative_path)
+        try:
+            start, whole = self._item(file, index, dtype, whole_sizes)
+            strides, numel = whole.stride(), span(sizes, whole.stride())
+            first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
+            start += first * dtype.itemsize
+            if start + numel * dtype.itemsize > place.offset + place.length:
+                raise ValueError("it is smaller than its metadata says")
+            if isinstance(file, RemotePath):
+                data: Any = file.read(start, start + numel * dtype.itemsize)
+                flat = torch.frombuffer(data, dtype=dtype)
+            else:
+                flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
+            return flat.as_strided(sizes, strides)
+        except (*_OF_DAMAGE, RuntimeError, pickle.UnpicklingError) as error:
+            raise self._damaged(index.fqn, place, error) from error
 
-    def _item(self, file: Place, index: MetadataIndex, dtype: torch.dtype) -> tuple[int, Tensor]:
+    def _item(
+        self, file: Place, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
+    ) -> tuple[int, Tensor]:
         """Where in the file the storage of an item begins, and the item on the meta device."""
         if index not in self._items:
-            place = self._places[index]
-            try:
-                start, like = self._find(file, place)
-            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-                raise ValueError(
-                    f"{index.fqn} cannot be read from {file} ({error}): the checkpoint is damaged."
-                ) from error
-            if place.__dict__.get("transform_descriptors") or like.dtype != dtype:
-                raise ValueError(f"{index.fqn} in {self._folder} is stored in a form unknown here.")
+            nbytes = math.prod(sizes) * dtype.itemsize
+            start, like = self._find(file, self._places[index], nbytes)
+            if not isinstance(like, Tensor) or like.layout != torch.strided:
+                raise ValueError("it is no dense tensor")
+            if like.dtype != dtype or like.shape != torch.Size(sizes):
+                raise ValueError(f"it is {like.dtype} of {tuple(like.shape)}, not as its metadata")
             self._items[index] = start, like
         return self._items[index]
 
-    def _find(self, file: Place, place: Any) -> tuple[int, Tensor]:
+    def _find(self, file: Place, place: Any, nbytes: int) -> tuple[int, Tensor]:
         with reading(file) as pread:
             item: Any = ByteRange(pread, place.offset, place.length)
+            # Compressed, less than this cannot take much.
+            if place.length - nbytes > _MAX_HEADERS_BYTES and (why := find_inflated(item)):
+                raise ValueError(why)
             reader: Any = torch.PyTorchFileReader(item)
             pickled = reader.get_record("data.pkl")
             if pickled not in self._layouts:
@@ -134,6 +166,19 @@ class _Items:
                 item.seek(0)
                 self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
             return place.offset + reader.get_record_offset("data/0"), self._layouts[pickled]
+
+    def _shown(self, name: str, place: Any) -> str:
+        file = self._file(place.relative_path)
+        return f"{printable(name)} in {printable(str(file))}"
+
+    def _damaged(self, name: str, place: Any, error: Exception) -> Exception:
+        file = printable(str(self._file(place.relative_path)))
+        if isinstance(error, OSError) and error.errno:
+            return OSError(error.errno, f"{printable(name)}: {error.strerror}", file)
+        return ValueError(
+            f"{printable(name)} cannot be read from {file} ({printable(str(error))}): the "
+            "checkpoint is damaged."
+        )
 
     def _map(self, file: Path) -> mmap.mmap:
         """The file in memory: private, so that a write to a tensor does not write to the file."""
@@ -175,10 +220,10 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
     def check(place: tuple[str, int, int]) -> str | None:
         name, start, length = place
         if name not in sizes:
-            return f"{name} is missing"
+            return f"{printable(name)} is missing"
         line = find_damage_in_part(files[name], start, length)
-        what = f"{name} ({sizes[name]} bytes) differs from its checksums"
-        return line and f"{what} in {names[place]}: {line}"
+        what = f"{printable(name)} ({sizes[name]} bytes) differs from its checksums"
+        return line and f"{what} in {printable(names[place])}: {line}"
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         lines = list(pool.map(check, mine))
@@ -232,10 +277,9 @@ def _load_rest(folder: Place, metadata: Metadata, weights_only: bool | None) -> 
     for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
         path = folder / REST if beside == "." else folder / beside / REST
         if path.is_file():
-            with path.open("rb") as file:
-                rest: dict[str, Any] = torch.load(
-                    file, map_location="cpu", weights_only=weights_only
-                )
+            rest = open_torch_file(path, weights_only=weights_only, is_mapped=False)
+            if not isinstance(rest, dict):
+                raise ValueError(f"{path} holds a {type(rest).__name__}, expected a dict.")
             return rest
     return {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-__all__ = ["check_inside", "printable"]
+__all__ = ["check_inside", "printable", "printable_lines"]
 
 _MAX_PRINTED = 2000  # characters of a line that holds a name
 
@@ -29,9 +29,12 @@ def check_inside(name: str) -> str:
 def printable(text: str) -> str:
     """`text` with an escape instead of every character that a terminal would obey.
 
-    Those are all that have no shape: control characters, marks of direction, lone surrogates.
+    Those are all that have no shape, such as control characters, marks of direction and lone
+    surrogates. Long text is cut.
     """
-    shown = text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}..."
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in shown)
+    return printable_lines(text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}...")
+
+
+def printable_lines(text: str) -> str:
+    """The same of all lines of `text`, which may be many."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -80,4 +80,6 @@ def _fail(command: str, text: str) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """Its text, with an escape for what a terminal would obey: it may hold names of a file."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

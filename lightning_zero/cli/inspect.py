@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import files_below, locate
+from lightning_zero.checkpoint.names import printable_lines
 from lightning_zero.checkpoint.source import find_damage, format_of, has_checksums, summarize
 from lightning_zero.layout.sizes import in_words
 from lightning_zero.observe.tables import table
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if not damage:
         opened = open_checkpoint(name, weights_only=False if args.trust else None)
         found |= summarize(opened)
-    print(json.dumps(found, indent=2) if args.json else _text(found))
+    # JSON has escapes of its own.
+    print(json.dumps(found, indent=2) if args.json else printable_lines(_text(found)))
     return 1 if damage else 0
 
 
