@@ -32,8 +32,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_zero.checkpoint.names import check_inside, printable
 from lightning_zero.checkpoint.remote import RemotePath, is_remote
+from lightning_zero.layout.foreign_names import check_inside, printable
 
 __all__ = [
     "CHECKSUMS",
@@ -265,7 +265,9 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
             damage.append(f"{printable(name)} is missing")
         elif _hash(file) != digest:
             size = file.stat().st_size
-            damage.append(f"{printable(name)} ({size} bytes) differs from its checksum")
+            damage.append(
+                f"{printable(name)} ({size} bytes) differs from its checksum in {CHECKSUMS}"
+            )
     return damage
 
 

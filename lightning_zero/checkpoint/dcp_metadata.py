@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.atomic import Place, files_below
-from lightning_zero.checkpoint.names import check_inside, printable
+from lightning_zero.layout.foreign_names import check_inside, printable
 
 __all__ = [
     "METADATA",

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_zero.checkpoint.atomic import Place, files_below
 from lightning_zero.checkpoint.dcp_metadata import METADATA, check_complete, read_metadata
-from lightning_zero.checkpoint.names import printable
 from lightning_zero.checkpoint.remote import ByteRange, RemotePath
 from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
@@ -41,6 +40,7 @@ from lightning_zero.checkpoint.torch_file import (
     reading,
     span,
 )
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import put_together
 from lightning_zero.tensors.lazy import LazyTensor
 
@@ -155,17 +155,25 @@ class _Items:
     def _find(self, file: Place, place: Any, nbytes: int) -> tuple[int, Tensor]:
         with reading(file) as pread:
             item: Any = ByteRange(pread, place.offset, place.length)
-            # Compressed, less than this cannot take much.
-            if place.length - nbytes > _MAX_HEADERS_BYTES and (why := find_inflated(item)):
-                raise ValueError(why)
-            reader: Any = torch.PyTorchFileReader(item)
-            pickled = reader.get_record("data.pkl")
-            if pickled not in self._layouts:
-                if reader.get_record("byteorder") != sys.byteorder.encode():
-                    raise RuntimeError("its bytes are in another order")
-                item.seek(0)
-                self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
-            return place.offset + reader.get_record_offset("data/0"), self._layouts[pickled]
+            try:
+                start, like = self._layout(item, place.length - nbytes)
+            except Exception as error:
+                raise (item.failure or error) from error
+        return place.offset + start, like
+
+    def _layout(self, item: Any, num_others: int) -> tuple[int, Tensor]:
+        """Where in an item its elements begin, beside which it has `num_others` bytes."""
+        # Compressed, less than this cannot take much.
+        if num_others > _MAX_HEADERS_BYTES and (why := find_inflated(item)):
+            raise ValueError(why)
+        reader: Any = torch.PyTorchFileReader(item)
+        pickled = reader.get_record("data.pkl")
+        if pickled not in self._layouts:
+            if reader.get_record("byteorder") != sys.byteorder.encode():
+                raise RuntimeError("its bytes are in another order")
+            item.seek(0)
+            self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
+        return reader.get_record_offset("data/0"), self._layouts[pickled]
 
     def _shown(self, name: str, place: Any) -> str:
         file = self._file(place.relative_path)

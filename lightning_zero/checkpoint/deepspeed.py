@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.atomic import Place
-from lightning_zero.checkpoint.names import check_inside, printable
 from lightning_zero.checkpoint.torch_file import find_inflated, open_torch_file
+from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["checked_files", "is_deepspeed", "open_deepspeed"]
@@ -110,14 +110,23 @@ def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
     ]
     expected = optims[0].get("partition_count", 1) if optims else 0
     if isinstance(expected, (list, tuple)):  # by group
-        expected = max(expected)
+        expected = max(expected, default=0)
+    if not isinstance(expected, int):
+        raise ValueError(f"{folder / optim_names[0]} holds no number of partitions.")
     if len(optims) != expected or len(models) not in (1, expected):
+        missing = [name for name in _names_of_ranks(optim_names, expected) if name not in names]
         raise ValueError(
             f"{folder} holds {len(optims)} *_optim_states.pt and {len(models)} *_model_states.pt, "
-            f"expected {expected} of the former: files are missing, or another save lies over this "
-            "one; copy the checkpoint again, or give another tag."
+            f"expected {expected} of the former: {', '.join(missing) or 'files'} are missing, or "
+            "another save lies over this one; copy the checkpoint again, or give another tag."
         )
     return _Saved(folder, models, optims)
+
+
+def _names_of_ranks(names: Sequence[str], num_ranks: int) -> list[str]:
+    """The file names of all ranks, made as those in `names` are."""
+    ranks = range(min(num_ranks, 2**16))
+    return [re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", names[0]) for rank in ranks]
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_zero.checkpoint.atomic import Place, replacing
-from lightning_zero.checkpoint.names import check_inside, printable
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
+from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
@@ -247,15 +247,15 @@ def _open_indexed(folder: Place, index: Place, weights_only: bool | None) -> dic
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(
-            f"{index} names {len(names)} files, of which {', '.join(absent)} are missing; copy or "
-            "download the directory again."
+            f"{index} names {len(names)} files, of which {printable(', '.join(absent))} are "
+            "missing; copy or download the directory again."
         )
     opened: dict[str, Any] = {name: _open_file(folder / name, weights_only) for name in names}
-    lost = [name for name, file in weight_map.items() if name not in opened[file]]
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in opened[file]]
     if lost:
         raise ValueError(
-            f"{index} names weights that their files do not hold: {', '.join(lost)}; copy or "
-            "download the directory again."
+            f"{index} names weights that their files do not hold: {printable(', '.join(lost))}; "
+            "copy or download the directory again."
         )
     return _with_tied({name: opened[file][name] for name, file in weight_map.items()}, tied)
 

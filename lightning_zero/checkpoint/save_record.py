@@ -23,9 +23,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.atomic import Place
-from lightning_zero.checkpoint.names import printable
 from lightning_zero.checkpoint.remote import Pread
 from lightning_zero.checkpoint.torch_file import NUM_THREADS, reading
+from lightning_zero.layout.foreign_names import printable
 
 __all__ = ["RECORD", "digest_of_ends", "end_mark", "find_strangers", "find_wrong_ends", "record"]
 

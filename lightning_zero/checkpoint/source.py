@@ -29,9 +29,9 @@ from lightning_zero.checkpoint.atomic import Place, locate, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
-from lightning_zero.checkpoint.names import printable
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [

@@ -32,8 +32,8 @@ from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.atomic import Place, replacing
-from lightning_zero.checkpoint.names import printable
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.export import plan, release
-from lightning_zero.checkpoint.names import printable
 from lightning_zero.checkpoint.source import find_damage, raise_damage
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import in_words
 
 __all__ = ["run"]

@@ -1,23 +1,31 @@
 """Checkpoints that somebody has made to do harm: none may do more than raise an error."""
 
+import errno
 import io
+import json
+import os
 import pathlib
 import pickle
 import random
 import tracemalloc
+import zipfile
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Size
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.dcp_metadata import overlap, parse_metadata
 from lightning_zero.checkpoint.dcp_reader import open_sharded
+from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli import main
 from tests.checkpoint import fuzz
 from tests.checkpoint.test_dcp import save
 from tests.checkpoint.test_shard_tensor import values
 from tests.distributed.ranks import run_ranks
+from tests.test_source import write_indexed
 
 
 @pytest.fixture
@@ -110,8 +118,8 @@ def _edit(folder, change):
     path.write_bytes(pickle.dumps(metadata))
 
 
-def _place(metadata, **fields):
-    index = next(i for i in metadata.storage_data if i.fqn == "x")
+def _place(metadata, name="x", **fields):
+    index = next(i for i in metadata.storage_data if i.fqn == name)
     metadata.storage_data[index] = replace(metadata.storage_data[index], **fields)
 
 
@@ -119,10 +127,10 @@ def _chunk(metadata, offsets, sizes):
     entry = metadata.state_dict_metadata["x"]
     index = next(i for i in metadata.storage_data if i.fqn == "x")
     entry.chunks.append(replace(entry.chunks[0], offsets=Size(offsets), sizes=Size(sizes)))
-    metadata.storage_data[replace_index(index, Size(offsets))] = metadata.storage_data[index]
+    metadata.storage_data[_moved(index, Size(offsets))] = metadata.storage_data[index]
 
 
-def replace_index(index, offset):
+def _moved(index, offset):
     return type(index)(index.fqn, offset)
 
 
@@ -198,3 +206,97 @@ def test_metadata_takes_no_more_memory_or_time_than_its_length(bomb):
         assert tracemalloc.get_traced_memory()[1] < 200 * len(_BOMBS[bomb]) + 10**6
     finally:
         tracemalloc.stop()
+
+
+# ------------------------------------------------------------------------- other formats
+
+
+@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "a/../../secret.bin"])
+def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
+    index = write_indexed(tmp_path / "model", ".bin")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "secret.bin")
+    index.write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(ValueError, match=r"model\.bin\.index\.json.*leads out of"):
+        open_checkpoint(index.parent)
+    with pytest.raises(ValueError, match=r"model\.bin\.index\.json.*leads out of"):
+        raise_damage(index.parent, find_damage(index.parent))
+
+
+def test_neither_a_tag_nor_a_checksum_is_looked_for_elsewhere(tmp_path):
+    (tmp_path / "out").mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "latest").write_text("../out")
+    with pytest.raises(ValueError, match=r"run/latest names no tag: .*leads out of"):
+        open_checkpoint(run)
+    (run / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="run/latest names no tag: 'utf-8' codec"):
+        open_checkpoint(run)
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "SHA256SUMS").write_text(f"{'0' * 64}  ../run/latest\n")
+    (line,) = find_damage(tmp_path / "sums")
+    assert line.startswith("line 1 of SHA256SUMS: the name")
+
+
+def _deflated(path, name, inflated):
+    """The torch file at `path`, with a record of it compressed, and longer."""
+    with zipfile.ZipFile(path) as archive:
+        records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record, data in records.items():
+            longer = data + bytes(inflated) if record.endswith(name) else data
+            archive.writestr(record, longer)
+
+
+@pytest.mark.parametrize("form", ["file", "bin", "rest", "object"])
+def test_a_record_that_inflates_is_refused_before_it_takes_memory(tmp_path, sharded, form):
+    path = tmp_path / "a.pt"
+    torch.save({"state_dict": {"x": torch.ones(3)}}, path)
+    _deflated(path, "data.pkl", 10**8)
+    assert path.stat().st_size < 10**6
+    place = path
+    if form == "bin":
+        place = tmp_path / "model"
+        index = write_indexed(place, ".bin")
+        path = path.replace(index.parent / "model-00001-of-00002.bin")
+    elif form == "rest":
+        place, path = sharded, path.replace(sharded / "meta.pt")
+    elif form == "object":
+        end = (sharded / "__0_0.distcp").stat().st_size
+        with (sharded / "__0_0.distcp").open("ab") as file:
+            file.write(path.read_bytes())
+        length = path.stat().st_size
+        _edit(sharded, lambda m: _place(m, "note", offset=end, length=length))
+        place, path = sharded, sharded / "__0_0.distcp"
+    with pytest.raises(ValueError, match="compressed records would take") as caught:
+        open_checkpoint(place)
+    assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["inspect", "export", "error"])
+def test_names_cannot_steer_the_terminal(tmp_path, command, capsys):
+    name = "a\x1b]0;owned\x07\u202e\x9bm"
+    torch.save({"state_dict": {name: torch.ones(3)}, name: 1}, tmp_path / "a.ckpt")
+    arguments = ["export", str(tmp_path / "a.ckpt"), str(tmp_path / "o"), "--format", "safetensors"]
+    if command == "inspect":
+        arguments = ["inspect", str(tmp_path / "a.ckpt")]
+    elif command == "error":
+        torch.save({name: 1}, tmp_path / "a.ckpt")
+    main(arguments)
+    shown = "".join(capsys.readouterr())
+    assert shown.replace("\n", "").isprintable()
+    if command != "export":
+        assert r"a\x1b]0;owned\x07\u202e\x9bm" in shown
+
+
+def test_the_systems_error_names_the_file(sharded, monkeypatch):
+    opened = open_sharded(sharded)["state_dict"]
+
+    def pread(file, size, at):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", pread)
+    for read in (opened["x"].read, lambda: find_damage(sharded), lambda: open_checkpoint(sharded)):
+        with pytest.raises(OSError, match=r"Input/output error.*__0_0\.distcp") as caught:
+            read()
+        assert caught.value.errno == errno.EIO

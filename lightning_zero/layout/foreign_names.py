@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-__all__ = ["check_inside", "printable", "printable_lines"]
+__all__ = ["check_inside", "escaped", "printable"]
 
 _MAX_PRINTED = 2000  # characters of a line that holds a name
 
@@ -32,9 +32,10 @@ def printable(text: str) -> str:
     Those are all that have no shape, such as control characters, marks of direction and lone
     surrogates. Long text is cut.
     """
-    return printable_lines(text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}...")
+    shown = text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}..."
+    return escaped(shown)
 
 
-def printable_lines(text: str) -> str:
-    """The same of all lines of `text`, which may be many."""
+def escaped(text: str) -> str:
+    """The same of text of any length."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
