@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from lightning_zero.checkpoint.remote import RemotePath, is_remote
+from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tiers.disk import machine, mount_of
 
 __all__ = [
@@ -477,18 +478,29 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
 def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
     sums = folder / CHECKSUMS
-    lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
+    try:
+        lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
+    except UnicodeDecodeError as error:
+        return [f"{CHECKSUMS} is no text ({error})"]
     damage = []
     for number, line in list(enumerate(lines, start=1))[rank::world_size]:
         match = _LINE.fullmatch(line)
-        digest, name = match.groups() if match else ("", "")
         if not match:
             damage.append(f"line {number} of {CHECKSUMS} is no checksum")
-        elif not (folder / name).is_file():
-            damage.append(f"{name} is missing")
-        elif _hash(folder / name) != digest:
-            size = (folder / name).stat().st_size
-            damage.append(f"{name} ({size} bytes) differs from its checksum")
+            continue
+        digest, name = match.groups()
+        try:
+            file = folder / check_inside(name)
+        except ValueError as error:
+            damage.append(f"line {number} of {CHECKSUMS}: {error}")
+            continue
+        if not file.is_file():
+            damage.append(f"{printable(name)} is missing")
+        elif _hash(file) != digest:
+            size = file.stat().st_size
+            damage.append(
+                f"{printable(name)} ({size} bytes) differs from its checksum in {CHECKSUMS}"
+            )
     return damage
 
 

@@ -6,6 +6,8 @@ the kernel lets go of when the process ends, however it ends. Who finds a direct
 free removes it. Between making a directory and locking it another may find it free: the maker looks
 again after locking, and begins anew if it was removed. A lock on a network disk may hold for one
 machine only, so the name carries the host and the boot, and those of other machines are left alone.
+Other users may write to the shared path too: a link is not followed, and only what belongs to this
+user is removed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
             why = _REASONS.get(error.errno or 0, why).format(uid=os.getuid())
             raise OSError(error.errno, f"the NVMe path {why}", str(path)) from None
         with contextlib.suppress(FileNotFoundError):  # removed already: begin anew
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             if _is_locked(lock, directory / _LOCK):
                 return directory, lock
             os.close(lock)
@@ -87,8 +89,10 @@ def remove_abandoned(path: Path) -> None:
 
 
 def _remove_if_free(directory: Path) -> None:
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        return  # another user's, who may have put it there
     try:
-        lock = os.open(directory / _LOCK, os.O_RDWR)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         directory.rmdir()  # fails if it is not empty: then it is none of ours
         return
@@ -154,7 +158,8 @@ def takes_direct(directory: Path) -> bool:
     array: Any = aligned_empty(PAGE_BYTES, pin=False).numpy()
     page = [memoryview(array)]
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
         try:
             return os.pwritev(descriptor, page, 0) == os.preadv(descriptor, page, 0) == PAGE_BYTES
         finally:

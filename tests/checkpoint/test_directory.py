@@ -207,8 +207,8 @@ def test_every_kind_of_damage_is_named(tmp_path):
     os.truncate(tmp_path / "cut", 50)
     (tmp_path / "gone").unlink()
     damage = [
-        "changed (100 bytes) differs from its checksum",
-        "cut (50 bytes) differs from its checksum",
+        "changed (100 bytes) differs from its checksum in SHA256SUMS",
+        "cut (50 bytes) differs from its checksum in SHA256SUMS",
         "gone is missing",
     ]
     assert find_damage(tmp_path) == damage
