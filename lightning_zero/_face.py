@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.activations import offload_activations
-from lightning_zero.checkpoint import load_weights, open_checkpoint
+from lightning_zero.checkpoint import load_weights, newest_checkpoint, open_checkpoint
 from lightning_zero.core.access import full_grad, gathered
 from lightning_zero.core.lockstep import lockstep, uneven_calls
 from lightning_zero.engine.engine import Engine
@@ -23,6 +23,7 @@ __all__ = [
     "gathered",
     "load_weights",
     "lockstep",
+    "newest_checkpoint",
     "offload_activations",
     "open_checkpoint",
     "uneven_calls",

@@ -1,16 +1,24 @@
-"""Files and directories that are there whole or not at all.
+"""Files and directories that are there complete or not at all.
 
-[Note: Whole or not there] What is written has a name of its own beside its place,
-`.NAME.incomplete-RANDOM`. Its files and its folder are synced, and it is renamed to `NAME`. A file
-replaces a file in that one rename. A directory cannot: the old one steps aside first, as
-`.NAME.replaced-RANDOM`, and comes back in `recover` should the machine stop between the renames. So
-`NAME` is the old or the new checkpoint, never a part of one.
+[Note: Complete or not there] What is written has a name of its own beside its target,
+`.NAME.incomplete-ID`. Its files and its folder are synced, and it takes the name `NAME` in one
+step: a file by a rename, a directory by exchanging the two names (`renameat2`), so that a reader
+finds a complete checkpoint at every moment. Where the system cannot exchange names, the old one
+steps aside first, as `.NAME.replaced-ID`, and comes back in `recover` should the process stop
+between the two renames. The folder is synced before anything that was replaced is deleted. So
+`NAME` is the old or the new checkpoint, never a part of one and never of both.
 
-What a crash leaves has a name that begins with a dot. The next save to `NAME` removes what is left
-of `NAME`, but for a file that its writer still has locked; a save of any name in the folder removes
-what nothing was written to for a day, by the clock of the file system: other jobs may save to the
-same folder at this moment, and a save writes all the time. What was set aside may be the only copy
-of a checkpoint and goes only when a newer one is in its place.
+[Note: Two writers] The writer holds `flock` on what it writes, until that has taken its place: on
+the file itself, or on `SHA256SUMS` in a directory, which is made first and filled last. The kernel
+releases it when the process ends, however it ends. So a save, and each start on a folder (`tidy`),
+deletes the left-overs of others whose lock is free, at once; what is deleted is renamed first, to
+a name of the deleting process, so that it cannot be taken for a checkpoint meanwhile. Between
+making and locking a file another process may find it free: the writer looks again after locking,
+and begins anew if it was deleted. IDs have host, boot, process and a random number, which rank 0
+chooses. A lock may be seen by one machine only, as on some network file systems, see
+`_sees_all_locks`: what another machine left there, and what has no lock, is deleted when nothing
+was written to it for a day. What was set aside may be the only copy of a checkpoint and goes only
+when another is in its place.
 
 `SHA256SUMS` in a directory lists files of it; `sha256sum -c SHA256SUMS` reads it.
 
@@ -28,44 +36,65 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from lightning_zero.checkpoint.remote import RemotePath, is_remote
+from lightning_zero.layout.foreign_names import check_inside, printable
+from lightning_zero.tiers.disk import machine, mount_of
 
 __all__ = [
     "CHECKSUMS",
     "FULL",
+    "Draft",
     "Place",
-    "begin",
     "beside",
     "discard",
     "explained",
     "files_below",
     "find_damage",
     "full_disk_error",
+    "identity",
     "local_path",
     "locate",
+    "make_folder",
+    "naming",
     "put_in_place",
     "recover",
+    "recover_all",
     "remove",
+    "replaced_meanwhile",
     "replacing",
+    "tidy",
+    "undisturbed",
     "write_checksums",
 ]
 
 CHECKSUMS = "SHA256SUMS"
 _LOCAL = re.compile(r"(?:file|local):(?://)?")
-_MAX_NAME = 200  # of the 255 that file systems allow
-_RANDOM = r"[0-9a-f]{8}"
-_LEFTOVER = re.compile(rf"\..+\.(?:incomplete|removed)-{_RANDOM}")
+_MAX_NAME_BYTES = 200  # of the 255 that file systems allow; kind and ID take 55
+_HOST_CHARACTERS = 16
+_WORD = "[A-Za-z0-9_-]"
+# The first form is that of earlier versions.
+_ID = rf"(?:[0-9a-f]{{8}}|(?P<host>{_WORD}+)\.(?P<boot>{_WORD}+)\.[0-9]+\.[0-9a-f]{{8}})"
+_LEFTOVER = re.compile(rf"\.(?P<name>.+)\.(?P<kind>incomplete|replaced|removed)-{_ID}", re.DOTALL)
 _ABANDONED_S = 24 * 3600.0
+_NUM_TRIES = 100
 _BLOCK_BYTES = 1 << 20  # read or written at once; little, for checking must not show in memory
 _GIB = 1024**3
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _IN_THE_WAY = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# Where a lock that is free is free on every machine: of one machine alone, or kept by a server.
+_OF_ONE_MACHINE = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+_WITH_SHARED_LOCKS = {"ceph", "gpfs", "nfs", "nfs4", "ocfs2", "gfs2"}
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+_T = TypeVar("_T")
 
 Place = Path | RemotePath
 
@@ -97,30 +126,21 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def beside(target: Path, kind: str) -> Path:
-    return target.parent / f".{target.name[:_MAX_NAME]}.{kind}-{secrets.token_hex(4)}"
+    """A name in the same folder that nothing else has; see [Note: Two writers]."""
+    host, boot = machine()
+    unique = f"{host[:_HOST_CHARACTERS]}.{boot}.{os.getpid()}.{secrets.token_hex(4)}"
+    return target.parent / f".{_shortened(target)}.{kind}-{unique}"
 
 
-def _left_of(target: Path, kind: str) -> list[Path]:
-    """What lies beside `target` under such names."""
-    name = re.compile(re.escape(f".{target.name[:_MAX_NAME]}.{kind}-") + _RANDOM)
-    with contextlib.suppress(OSError):
-        return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name))
-    return []
+def _shortened(target: Path) -> str:
+    return os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
 
 
-def _remove_leftovers(folder: Path, now: float) -> None:
-    """Removes what nobody has written to for a day, by the clock of its file system.
-
-    What cannot be removed stays.
-    """
-    with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):
-                if _LEFTOVER.fullmatch(path.name):
-                    files = path.iterdir() if path.is_dir() else ()
-                    written = max(file.lstat().st_mtime for file in (path, *files))
-                    if now - written > _ABANDONED_S:
-                        _delete(path)
+def _set_aside(target: Path) -> list[Path]:
+    """Where a predecessor of `target` is, that was set aside."""
+    wanted = "replaced", _shortened(target)
+    matches = _leftovers(target.parent)
+    return [target.parent / m.string for m in matches if (m["kind"], m["name"]) == wanted]
 
 
 def _delete(path: Path) -> None:
@@ -130,43 +150,222 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
+# --------------------------------------------------------------------------------------- left-overs
+
+
+def tidy(folder: Path) -> None:
+    """Puts back what was set aside in `folder`, and deletes what dead jobs have left.
+
+    See [Note: Two writers]. What cannot be read, renamed or deleted stays.
+    """
+    found = _leftovers(folder)
+    if not found:
+        return
+    with contextlib.suppress(OSError):
+        recover_all(folder)
+        sees_all = _sees_all_locks(folder)
+        for match in found:
+            path = folder / match.string
+            if match["kind"] == "incomplete":
+                _delete_abandoned(path, is_trusted=sees_all or _is_of_this_machine(match))
+            elif match["kind"] == "removed" or os.path.lexists(folder / match["name"]):
+                with contextlib.suppress(OSError):  # its own process may be deleting it
+                    _bury(path)
+
+
+def recover_all(folder: Path) -> None:
+    """Puts back what was set aside in `folder`, where nothing newer has its name.
+
+    What cannot be read or renamed stays.
+    """
+    for match in _leftovers(folder):
+        if match["kind"] == "replaced" and _is_whole_name(match):
+            with contextlib.suppress(OSError):
+                recover(folder / match["name"])
+
+
+def _leftovers(folder: Path) -> list[re.Match[str]]:
+    with contextlib.suppress(OSError):
+        matches = map(_LEFTOVER.fullmatch, sorted(os.listdir(folder)))
+        return [match for match in matches if match]
+    return []
+
+
+def _is_whole_name(match: re.Match[str]) -> bool:
+    return len(os.fsencode(match["name"])) < _MAX_NAME_BYTES
+
+
+def _delete_abandoned(path: Path, *, is_trusted: bool) -> None:
+    with contextlib.suppress(OSError):
+        is_directory = path.is_dir() and not path.is_symlink()
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = None
+        with contextlib.suppress(OSError):  # no lock: one that was never made, or another user's
+            lock = os.open(path / CHECKSUMS if is_directory else path, flags)
+        try:
+            is_free = None if lock is None else _try_lock(lock)
+            if (is_free and is_trusted) or (is_free is not False and _is_old(path)):
+                _bury(path)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock is this process's now; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_old(path: Path) -> bool:
+    files = path.iterdir() if path.is_dir() else ()
+    written: float = max(file.lstat().st_mtime for file in (path, *files))
+    return time.time() - written > _ABANDONED_S
+
+
+def _is_of_this_machine(match: re.Match[str]) -> bool:
+    host, boot = machine()
+    return bool(match["host"] == host[:_HOST_CHARACTERS] or match["boot"] == boot)
+
+
+def _sees_all_locks(folder: Path) -> bool:
+    """Whether a lock of any machine is seen from here, as far as the mount tells."""
+    kind, options = mount_of(folder)
+    if kind == "lustre":
+        return "flock" in options
+    is_local = bool({"nolock", "local_lock=all", "local_lock=flock"} & options)
+    return kind in _OF_ONE_MACHINE or (kind in _WITH_SHARED_LOCKS and not is_local)
+
+
+def _bury(path: Path) -> None:
+    """Deletes `path` under another name, which no process takes for what it was."""
+    match = _LEFTOVER.fullmatch(path.name)
+    assert match is not None
+    _sync_folder(path.parent)  # what has taken its place does so on the disk, too
+    grave = beside(path.with_name(match["name"]), "removed")
+    os.rename(path, grave)
+    _delete(grave)
+
+
 # ------------------------------------------------------------------------------- taking the place
 
 
-def begin(target: Path) -> Path:
-    """Makes an empty directory beside `target` to be written; removes what crashes have left."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    recover(target)
-    for kind in ("incomplete", "replaced", "removed"):
-        for leftover in _left_of(target, kind):
-            with contextlib.suppress(OSError):  # a network file system keeps what is in use
-                _delete(leftover)
-    temporary = beside(target, "incomplete")
-    temporary.mkdir()
-    _remove_leftovers(target.parent, temporary.stat().st_mtime)
-    return temporary
+class Draft:
+    """An empty directory beside `target`, to be written and then put in its place.
+
+    Attributes:
+        folder: The directory, until `publish` or `discard`.
+    """
+
+    folder: Path
+    _target: Path
+    _lock: int | None  # file descriptor of `SHA256SUMS` in it; None when that is over
+
+    def __init__(self, target: Path) -> None:
+        """Makes it, and `target`'s folder; deletes what dead jobs have left there."""
+        make_folder(target.parent)
+        recover(target)
+        tidy(target.parent)
+        self._target = target
+        for _ in range(_NUM_TRIES):
+            self.folder = beside(target, "incomplete")
+            self.folder.mkdir()
+            with contextlib.suppress(FileNotFoundError):  # deleted already: begin anew
+                path = self.folder / CHECKSUMS
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                if _is_held(lock, path):
+                    self._lock = lock
+                    return
+                os.close(lock)
+        raise _disturbed(target)
+
+    def publish(self) -> None:
+        """Puts it in place of what is at the target, and deletes that."""
+        superseded = _take_name(self.folder, self._target)
+        self._release()
+        _delete_superseded(superseded, self._target.parent)
+
+    def discard(self) -> None:
+        """Deletes it, unless it has taken its place; what cannot be deleted stays."""
+        if self._lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._release()
+
+    def _release(self) -> None:
+        assert self._lock is not None
+        with contextlib.suppress(OSError):  # where there are no locks
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also that of forked processes
+        os.close(self._lock)
+        self._lock = None
+
+
+def _is_held(lock: int, path: Path) -> bool:
+    """Locks a new file; False if another process has found it free before, and deletes it."""
+    if _try_lock(lock) is False:
+        return False
+    return path.exists() and os.path.samestat(os.fstat(lock), path.stat())
+
+
+def _disturbed(target: Path) -> OSError:
+    why = f"other processes deleted what was begun, {_NUM_TRIES} times"
+    return OSError(errno.EBUSY, why, str(target))
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, and waits until their names are on the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        _sync_folder(path.parent)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
     """Renames `temporary`, a file or a directory, to `target`, and deletes what was there.
 
-    A symbolic link at `target` is replaced, not followed.
+    A symbolic link at `target` is replaced, not followed. See [Note: Complete or not there].
     """
-    replaced: list[Path] = []
+    _delete_superseded(_take_name(temporary, target), target.parent)
+
+
+def _delete_superseded(paths: list[Path], folder: Path) -> None:
+    _sync_folder(folder)  # also where there are none; an error is raised
+    for path in paths:
+        with contextlib.suppress(OSError):  # goes with the next save
+            _bury(path)
+
+
+def _take_name(temporary: Path, target: Path) -> list[Path]:
+    """Where the predecessors of `temporary` are, once it has their name."""
+    superseded: list[Path] = []
     while True:
         try:
             os.replace(temporary, target)
-            break
+            return superseded
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
                 recover(target)  # what has stepped aside
                 raise
-        replaced.append(beside(target, "replaced"))
-        os.rename(target, replaced[-1])  # once more where a reader has put it back
-    for path in replaced:
-        with contextlib.suppress(OSError):  # as in `begin`, where it goes later
-            _delete(path)
-    _sync_folder(target.parent)
+        # A name that is not of this module's kind would not be found again.
+        if _LEFTOVER.fullmatch(temporary.name) and _exchange(temporary, target):
+            return [*superseded, temporary]
+        aside = beside(target, "replaced")
+        with contextlib.suppress(FileNotFoundError):  # another job has just set it aside
+            os.rename(target, aside)  # once more where a reader has put it back
+            superseded.append(aside)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; False where that cannot be done, for whatever reason."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
 
 
 def files_below(folder: Place) -> dict[str, int]:
@@ -183,13 +382,48 @@ def recover(target: Place) -> None:
         return
     if os.path.lexists(target) or not target.parent.is_dir():
         return
-    aside = _left_of(target, "replaced")
+    aside = _set_aside(target)
     if aside:
         try:
             os.rename(max(aside, key=os.path.getmtime), target)
         except OSError:
             if not os.path.lexists(target):  # else another process has been faster
                 raise
+
+
+def undisturbed(target: Place, read: Callable[[], _T]) -> _T:
+    """What `read` returns of a checkpoint that is not replaced meanwhile; else it reads again.
+
+    Raises:
+        OSError: It is replaced again and again.
+    """
+    if isinstance(target, RemotePath):
+        return read()
+    for _ in range(_NUM_TRIES):
+        before = identity(target)
+        try:
+            result = read()
+        except (OSError, ValueError):
+            if identity(target) == before:
+                raise
+        else:
+            if identity(target) == before:
+                return result
+    raise replaced_meanwhile(target)
+
+
+def identity(target: Path) -> tuple[int, int] | None:
+    """Which file or directory has this name; None where none has."""
+    try:
+        status = target.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def replaced_meanwhile(target: Path) -> OSError:
+    why = "another save has replaced it while it was read; open it again"
+    return OSError(errno.ESTALE, why, str(target))
 
 
 def remove(target: Place) -> None:
@@ -201,18 +435,15 @@ def remove(target: Place) -> None:
         return
     if target.is_dir() and not target.is_symlink():
         aside = beside(target, "removed")
-        os.utime(target)  # else it may look abandoned to the saves of others
         os.rename(target, aside)
+        _sync_folder(target.parent)  # else a power cut may leave a part of it under its name
         target = aside
     with contextlib.suppress(FileNotFoundError):
         _delete(target)
 
 
-def discard(folder: Place) -> None:
+def discard(folder: RemotePath) -> None:
     """Deletes what was not completed; what cannot be deleted stays."""
-    if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
     with contextlib.suppress(Exception):  # storage that is not there raises what it likes
         folder.remove()
 
@@ -221,7 +452,8 @@ def _sync_folder(folder: Path) -> None:
     """Waits until the names in `folder` are on the disk, where the file system can tell."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
@@ -234,8 +466,10 @@ def _sync_folder(folder: Path) -> None:
 
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
     """Lists the checksums of these files of `folder`, and syncs the list and the folder."""
-    with open(folder / CHECKSUMS, "w", encoding="utf-8") as file:
-        file.writelines(f"{_hash(folder / name)}  {name}\n" for name in sorted(names))
+    path = folder / CHECKSUMS
+    with naming(path), open(path, "w", encoding="utf-8") as file:
+        listed = sorted(set(names) - {CHECKSUMS})
+        file.writelines(f"{_hash(folder / name)}  {name}\n" for name in listed)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(folder)
@@ -244,18 +478,29 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
 def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
     sums = folder / CHECKSUMS
-    lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
+    try:
+        lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
+    except UnicodeDecodeError as error:
+        return [f"{CHECKSUMS} is no text ({error})"]
     damage = []
     for number, line in list(enumerate(lines, start=1))[rank::world_size]:
         match = _LINE.fullmatch(line)
-        digest, name = match.groups() if match else ("", "")
         if not match:
             damage.append(f"line {number} of {CHECKSUMS} is no checksum")
-        elif not (folder / name).is_file():
-            damage.append(f"{name} is missing")
-        elif _hash(folder / name) != digest:
-            size = (folder / name).stat().st_size
-            damage.append(f"{name} ({size} bytes) differs from its checksum")
+            continue
+        digest, name = match.groups()
+        try:
+            file = folder / check_inside(name)
+        except ValueError as error:
+            damage.append(f"line {number} of {CHECKSUMS}: {error}")
+            continue
+        if not file.is_file():
+            damage.append(f"{printable(name)} is missing")
+        elif _hash(file) != digest:
+            size = file.stat().st_size
+            damage.append(
+                f"{printable(name)} ({size} bytes) differs from its checksum in {CHECKSUMS}"
+            )
     return damage
 
 
@@ -275,7 +520,7 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
-    the process dies, what was at `path` is unchanged. See [Note: Whole or not there].
+    the process dies, what was at `path` is unchanged. See [Note: Complete or not there].
 
     Args:
         path: Its folder exists, or it is remote.
@@ -286,34 +531,35 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
         OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
     """
     if isinstance(path, RemotePath):
-        with path.replacing(nbytes) as file:
+        with naming(path), path.replacing(nbytes) as file:
             yield file
         return
-    _remove_unlocked(path)
-    temporary = beside(path, "incomplete")
-    with explained(path, nbytes), open(temporary, "xb", _BLOCK_BYTES) as file:
-        try:
-            with contextlib.suppress(OSError):  # where the file system has no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            _remove_leftovers(path.parent, os.fstat(file.fileno()).st_mtime)
-            _reserve(file, nbytes)
-            yield file
-            file.truncate(file.tell())
-            file.flush()
-            os.fsync(file.fileno())
-            put_in_place(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+    tidy(path.parent)
+    with explained(path, nbytes):
+        temporary, file = _locked_file(path)
+        with file:
+            try:
+                _reserve(file, nbytes)
+                yield file
+                file.truncate(file.tell())
+                file.flush()
+                os.fsync(file.fileno())
+                put_in_place(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
 
 
-def _remove_unlocked(path: Path) -> None:
-    for leftover in _left_of(path, "incomplete"):
-        if not leftover.is_dir():
-            with contextlib.suppress(OSError), open(leftover, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
-                leftover.unlink()
+def _locked_file(target: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside `target`; see [Note: Two writers]."""
+    for _ in range(_NUM_TRIES):
+        path = beside(target, "incomplete")
+        file = open(path, "xb", _BLOCK_BYTES)  # noqa: SIM115 (the caller closes it)
+        if _is_held(file.fileno(), path):
+            return path, file
+        file.close()
+    raise _disturbed(target)
 
 
 def _reserve(file: BinaryIO, nbytes: int) -> None:
@@ -328,14 +574,27 @@ def _reserve(file: BinaryIO, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def explained(path: Place, nbytes: int) -> Iterator[None]:
-    """Says in the error of a full disk how much was needed for `path` and how much there is."""
+    """Names `path` in every OSError; in that of a full disk also bytes needed and free."""
     try:
-        yield
+        with naming(path):
+            yield
     except OSError as error:
         if error.errno not in FULL or isinstance(path, RemotePath):
             raise
         free = shutil.disk_usage(path.parent).free
         raise full_disk_error(path, nbytes, free, error.errno) from error
+
+
+@contextlib.contextmanager
+def naming(path: Place) -> Iterator[None]:
+    """Names `path` in an OSError that has no file name, as those of writing and syncing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or str(path) in str(error):
+            raise
+        number, why = error.errno or errno.EIO, error.strerror or str(error)
+        raise OSError(number, why, str(path)) from error
 
 
 def full_disk_error(path: Path, nbytes: int, free: int, number: int = errno.ENOSPC) -> OSError:

@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,23 +28,30 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.atomic import Place, files_below
-from lightning_zero.checkpoint.remote import ByteRange, RemotePath
+from lightning_zero.checkpoint.atomic import Place, files_below, identity, replaced_meanwhile
+from lightning_zero.checkpoint.dcp_metadata import METADATA, check_complete, read_metadata
+from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
+from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
+    find_inflated,
+    open_torch_file,
     reading,
     span,
 )
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import put_together
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
 
-METADATA = ".metadata"  # torch's
 REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 _NUM_FILES = 16  # of ranks, kept at hand
+_MAX_HEADERS_BYTES = 2**16  # of an item, beside its elements
+# What wrong bytes make torch's reader raise, beside RuntimeError.
+_OF_DAMAGE = (AssertionError, AttributeError, EOFError, LookupError, OSError, TypeError, ValueError)
 
 
 class _Items:
@@ -55,9 +63,18 @@ class _Items:
         # A remote one keeps blocks that it read.
         self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
         self._maps: dict[str, mmap.mmap] = {}  # by file
+        self._identity = identity(folder) if isinstance(folder, Path) else None
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, LazyTensor] = {}  # by where they lie
+
+    def hold(self) -> None:
+        """Maps the files if they are few: they are read also when the directory is replaced."""
+        names = {place.relative_path for place in self._places.values()}
+        files = [self._file(name) for name in sorted(names)] if len(names) <= _NUM_FILES else []
+        for file in files:
+            if isinstance(file, Path):
+                self._map(file)
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; names of the same data, as of tied weights, give the same object."""
@@ -70,10 +87,19 @@ class _Items:
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
         place = self._places[MetadataIndex(name)]
-        with reading(self._file(place.relative_path)) as pread:
+        with self._reading(self._file(place.relative_path)) as pread:
             item = io.BufferedReader(ByteRange(pread, place.offset, place.length))
             content = io.BytesIO(item.read(place.length))  # `pread` gives 2 GiB at most at once
-        return torch.load(content, map_location="cpu", weights_only=weights_only)
+        try:
+            if why := find_inflated(content):
+                raise ValueError(why)
+            return torch.load(content, map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{self._shown(name, place)}: {error}") from error
+        except Exception as error:
+            if weights_only is False and not isinstance(error, _OF_DAMAGE):
+                raise  # of a class that is unpickled
+            raise self._damaged(name, place, error) from error
 
     def _read_range(self, name: str, entry: TensorStorageMetadata, start: int, stop: int) -> Tensor:
         boxes = {torch.Size(box.offsets): box for box in boxes_of_range(entry.size, start, stop)}
@@ -82,7 +108,10 @@ class _Items:
         dtype = entry.properties.dtype
         flat: Tensor | None = None
         for part in parts:
-            values = self._block(part.storage_index, dtype, part.storage_offsets, part.lengths)
+            sizes = entry.chunks[part.storage_index.index or 0].sizes
+            values = self._block(
+                part.storage_index, dtype, sizes, part.storage_offsets, part.lengths
+            )
             if values.numel() == stop - start and _is_plain(values):
                 return values.view(-1)
             flat = torch.empty(stop - start, dtype=dtype) if flat is None else flat
@@ -93,47 +122,87 @@ class _Items:
         return torch.empty(0, dtype=dtype) if flat is None else flat
 
     def _block(
-        self, index: MetadataIndex, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+        self,
+        index: MetadataIndex,
+        dtype: torch.dtype,
+        whole_sizes: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
     ) -> Tensor:
-        file = self._file(self._places[index].relative_path)
-        start, whole = self._item(file, index, dtype)
-        strides, numel = whole.stride(), span(sizes, whole.stride())
-        first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
-        if (first + numel) * dtype.itemsize > whole.untyped_storage().nbytes():
-            raise ValueError(f"{index.fqn} in {file} is smaller than its metadata: it is damaged.")
-        start += first * dtype.itemsize
-        if isinstance(file, RemotePath):
-            flat = torch.frombuffer(file.read(start, start + numel * dtype.itemsize), dtype=dtype)
-        else:
-            flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
-        return flat.as_strided(sizes, strides)
+        """The block at `offsets` of an item that has `whole_sizes`."""
+        place = self._places[index]
+        file = self._file(place.relative_path)
+        try:
+            start, whole = self._item(file, index, dtype, whole_sizes)
+            strides, numel = whole.stride(), span(sizes, whole.stride())
+            first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
+            start += first * dtype.itemsize
+            if start + numel * dtype.itemsize > place.offset + place.length:
+                raise ValueError("it is smaller than its metadata says")
+            if isinstance(file, RemotePath):
+                data: Any = file.read(start, start + numel * dtype.itemsize)
+                flat = torch.frombuffer(data, dtype=dtype)
+            else:
+                flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
+            return flat.as_strided(sizes, strides)
+        except (*_OF_DAMAGE, RuntimeError, pickle.UnpicklingError) as error:
+            raise self._damaged(index.fqn, place, error) from error
 
-    def _item(self, file: Place, index: MetadataIndex, dtype: torch.dtype) -> tuple[int, Tensor]:
+    def _item(
+        self, file: Place, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
+    ) -> tuple[int, Tensor]:
         """Where in the file the storage of an item begins, and the item on the meta device."""
         if index not in self._items:
-            place = self._places[index]
-            try:
-                start, like = self._find(file, place)
-            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-                raise ValueError(
-                    f"{index.fqn} cannot be read from {file} ({error}): the checkpoint is damaged."
-                ) from error
-            if place.__dict__.get("transform_descriptors") or like.dtype != dtype:
-                raise ValueError(f"{index.fqn} in {self._folder} is stored in a form unknown here.")
+            nbytes = math.prod(sizes) * dtype.itemsize
+            start, like = self._find(file, self._places[index], nbytes)
+            if not isinstance(like, Tensor) or like.layout != torch.strided:
+                raise ValueError("it is no dense tensor")
+            if like.dtype != dtype or like.shape != torch.Size(sizes):
+                raise ValueError(f"it is {like.dtype} of {tuple(like.shape)}, not as its metadata")
             self._items[index] = start, like
         return self._items[index]
 
-    def _find(self, file: Place, place: Any) -> tuple[int, Tensor]:
-        with reading(file) as pread:
+    def _find(self, file: Place, place: Any, nbytes: int) -> tuple[int, Tensor]:
+        with self._reading(file) as pread:
             item: Any = ByteRange(pread, place.offset, place.length)
-            reader: Any = torch.PyTorchFileReader(item)
-            pickled = reader.get_record("data.pkl")
-            if pickled not in self._layouts:
-                if reader.get_record("byteorder") != sys.byteorder.encode():
-                    raise RuntimeError("its bytes are in another order")
-                item.seek(0)
-                self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
-            return place.offset + reader.get_record_offset("data/0"), self._layouts[pickled]
+            try:
+                start, like = self._layout(item, place.length - nbytes)
+            except Exception as error:
+                raise (item.failure or error) from error
+        return place.offset + start, like
+
+    def _layout(self, item: Any, num_others: int) -> tuple[int, Tensor]:
+        """Where in an item its elements begin, beside which it has `num_others` bytes."""
+        # Compressed, less than this cannot take much.
+        if num_others > _MAX_HEADERS_BYTES and (why := find_inflated(item)):
+            raise ValueError(why)
+        reader: Any = torch.PyTorchFileReader(item)
+        pickled = reader.get_record("data.pkl")
+        if pickled not in self._layouts:
+            if reader.get_record("byteorder") != sys.byteorder.encode():
+                raise RuntimeError("its bytes are in another order")
+            item.seek(0)
+            self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
+        return reader.get_record_offset("data/0"), self._layouts[pickled]
+
+    def _shown(self, name: str, place: Any) -> str:
+        file = self._file(place.relative_path)
+        return f"{printable(name)} in {printable(str(file))}"
+
+    def _damaged(self, name: str, place: Any, error: Exception) -> Exception:
+        file = printable(str(self._file(place.relative_path)))
+        if isinstance(error, OSError) and error.errno:
+            return OSError(error.errno, f"{printable(name)}: {error.strerror}", file)
+        return ValueError(
+            f"{printable(name)} cannot be read from {file} ({printable(str(error))}): the "
+            "checkpoint is damaged."
+        )
+
+    def _reading(self, file: Place) -> AbstractContextManager[Pread]:
+        if not isinstance(file, Path):
+            return reading(file)
+        mapped = self._map(file)  # and not the file of this name, which may be another by now
+        return nullcontext(lambda size, offset: mapped[offset : offset + size])
 
     def _map(self, file: Path) -> mmap.mmap:
         """The file in memory: private, so that a write to a tensor does not write to the file."""
@@ -143,6 +212,8 @@ class _Items:
                 mapped = mmap.mmap(
                     stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
+            if isinstance(self._folder, Path) and identity(self._folder) != self._identity:
+                raise replaced_meanwhile(self._folder)
             mapped.madvise(mmap.MADV_SEQUENTIAL)
             self._maps[file.name] = mapped
         return self._maps[file.name]
@@ -164,7 +235,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
         One line for each file of which an item is damaged.
     """
     try:
-        metadata = _read_metadata(folder)
+        metadata = read_metadata(folder)
     except ValueError as error:
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
@@ -175,14 +246,20 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
     def check(place: tuple[str, int, int]) -> str | None:
         name, start, length = place
         if name not in sizes:
-            return f"{name} is missing"
+            return f"{printable(name)} is missing"
         line = find_damage_in_part(files[name], start, length)
-        what = f"{name} ({sizes[name]} bytes) differs from its checksums"
-        return line and f"{what} in {names[place]}: {line}"
+        what = f"{printable(name)} ({sizes[name]} bytes) differs from its checksums"
+        return line and f"{what} in {printable(names[place])}: {line}"
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         lines = list(pool.map(check, mine))
-    return list({place[0]: line for place, line in zip(mine, lines, strict=True) if line}.values())
+    by_file = {place[0]: line for place, line in zip(mine, lines, strict=True) if line}
+    problems = list(by_file.values())
+    if any(name not in sizes for name in files):
+        return problems
+    if rank == 0:
+        problems += find_strangers(folder, metadata)
+    return problems + find_wrong_ends(folder, metadata, rank, world_size)
 
 
 def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -198,9 +275,15 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     Raises:
         ValueError: A directory that is none of these, or of which something is missing.
     """
-    metadata = _read_metadata(folder)
-    _check_complete(folder, metadata)
+    metadata = read_metadata(folder)
+    check_complete(folder, metadata)
+    if strangers := find_strangers(folder, metadata):
+        raise ValueError(
+            f"{folder} is no whole checkpoint: {'; '.join(strangers[:20])}. Use another "
+            "checkpoint, or copy this one again."
+        )
     items = _Items(folder, metadata)
+    items.hold()
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
     ordered += [name for name in metadata.state_dict_metadata if name not in paths]
@@ -221,10 +304,9 @@ def _load_rest(folder: Place, metadata: Metadata, weights_only: bool | None) -> 
     for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
         path = folder / REST if beside == "." else folder / beside / REST
         if path.is_file():
-            with path.open("rb") as file:
-                rest: dict[str, Any] = torch.load(
-                    file, map_location="cpu", weights_only=weights_only
-                )
+            rest = open_torch_file(path, weights_only=weights_only, is_mapped=False)
+            if not isinstance(rest, dict):
+                raise ValueError(f"{path} holds a {type(rest).__name__}, expected a dict.")
             return rest
     return {}
 
@@ -236,84 +318,6 @@ def _merged(tree: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
         if isinstance(tree[key], dict) and isinstance(rest[key], dict):
             merged[key] = _merged(tree[key], rest[key])
     return merged
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of torch's metadata and no others: a checkpoint must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        # A dotted name would reach whatever the module imports.
-        if "." not in name and (is_dtype or (module, name) in _ALLOWED):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
-
-
-_METADATA_CLASSES = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)
-_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-_ALLOWED = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-}
-
-
-def _read_metadata(folder: Place) -> Metadata:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no directory, so it is no sharded checkpoint.")
-    if not (folder / METADATA).is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
-        raise ValueError(
-            f"{folder} is no sharded checkpoint, or an incomplete one: expected a file {METADATA}, "
-            f"found {found}; give the directory that the checkpoint was saved to."
-        )
-    with (folder / METADATA).open("rb") as file:
-        try:
-            metadata = _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-            raise ValueError(
-                f"{folder / METADATA} cannot be read ({error}): the checkpoint is damaged, or "
-                "written by something else than torch.distributed.checkpoint."
-            ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
-        raise ValueError(f"{folder / METADATA} is no metadata of torch.distributed.checkpoint.")
-    return metadata
-
-
-def _check_complete(folder: Place, metadata: Metadata) -> None:
-    ends: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
-    problems = []
-    sizes = files_below(folder)
-    for name, end in ends.items():
-        if name not in sizes:
-            problems.append(f"{name} is missing")
-        elif sizes[name] < end:
-            problems.append(f"{name} has {sizes[name]} bytes of at least {end}")
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if stored < math.prod(entry.size):
-                problems.append(f"{name} has {stored} elements of {math.prod(entry.size)}")
-    if problems:
-        raise ValueError(
-            f"{folder} is incomplete: {'; '.join(problems)}. Use another checkpoint, or copy this "
-            "one again."
-        )
 
 
 def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:

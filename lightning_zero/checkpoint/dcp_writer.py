@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import gc
 import io
 import os
 import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,15 +32,26 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import FULL, Place, files_below, full_disk_error, locate
-from lightning_zero.checkpoint.dcp_reader import METADATA, REST
+from lightning_zero.checkpoint.atomic import (
+    FULL,
+    Draft,
+    Place,
+    files_below,
+    full_disk_error,
+    locate,
+    naming,
+)
+from lightning_zero.checkpoint.dcp_metadata import METADATA, without_collector
+from lightning_zero.checkpoint.dcp_reader import REST
 from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.save_record import RECORD, digest_of_ends, end_mark, record
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.states import shards_in
+from lightning_zero.checkpoint.torch_file import reading
 from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
 
-__all__ = ["Planned", "ShardedSave", "merged", "rank_file", "without_collector"]
+__all__ = ["Planned", "ShardedSave", "merged", "rank_file"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -50,15 +60,20 @@ _SYNC_BYTES = 2**26
 _Written = tuple[SavePlan, list[WriteResult]]
 
 
-def _write_items(folder: Place, rank: int, planner: DefaultSavePlanner) -> list[WriteResult]:
+def _write_items(
+    folder: Place, rank: int, planner: DefaultSavePlanner, save: str
+) -> list[WriteResult]:
     """Writes the items of `planner.plan` and syncs; what two names share is written once."""
     path = folder / rank_file(rank)
     if isinstance(path, RemotePath):
-        with path.replacing(_owned_bytes(planner)) as file:
-            return list(_append_items(planner, file, path.name))
+        with naming(path), path.replacing(_owned_bytes(planner)) as file:
+            results = list(_append_items(planner, file, path.name))
+            file.write(end_mark(save, path.name))
+            return results
     results = []
     synced = 0
     with (
+        naming(path),
         open(path, "xb", buffering=_BUFFER_BYTES) as file,
         ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
     ):
@@ -70,9 +85,19 @@ def _write_items(folder: Place, rank: int, planner: DefaultSavePlanner) -> list[
                 synced = file.tell()
                 syncing = thread.submit(os.fdatasync, file.fileno())  # else the last one waits
         syncing.result()
+        file.write(end_mark(save, path.name))
         file.flush()
         os.fsync(file.fileno())
     return results
+
+
+def _digest(path: Place, results: Iterable[WriteResult]) -> str:
+    """See [Note: One save]. What is sent to a remote store is not read back."""
+    if isinstance(path, RemotePath):
+        return ""
+    places = [result.storage_data for result in results]
+    with reading(path) as pread:
+        return digest_of_ends(pread, [(place.offset, place.length) for place in places])
 
 
 def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Iterator[WriteResult]:
@@ -119,24 +144,27 @@ class Planned:
         self.metadata, self.own = b"", None
 
     def gather_changed(
-        self, write: Callable[[], _Written], channel: Channel
-    ) -> list[_Written] | None:
-        """Every rank's result of `write`, where one of them differs from that of the last time.
+        self, write: Callable[[], tuple[_Written, str]], channel: Channel
+    ) -> tuple[list[_Written] | None, list[str]]:
+        """Every rank's results of `write`: what was written, and the digest of it.
 
-        Collective. On rank 0; None elsewhere, and where all are as they were.
+        Collective. What was written comes to rank 0 where one rank's differs from that of the last
+        time, and is None elsewhere, and where all are as they were. The digests are empty there.
         """
 
-        def differs() -> bool:
-            last, self.own = self.own, write()
-            return last != self.own
+        def write_and_compare() -> tuple[bool, str]:
+            last = self.own
+            self.own, digest = write()
+            return last != self.own, digest
 
-        answers = channel.attempt(differs)
-        has_changed = channel.broadcast(answers is not None and any(answers))
+        answers = channel.attempt(write_and_compare) or []
+        has_changed = channel.broadcast(any(differs for differs, _ in answers))
+        digests = [digest for _, digest in answers]
         if not has_changed:
-            return None
+            return None, digests
         assert self.own is not None
         with without_collector():
-            return channel.gather(self.own)
+            return channel.gather(self.own), digests
 
 
 @dataclass
@@ -148,6 +176,7 @@ class ShardedSave:
     rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
     planned: Planned  # of the saves before over this channel
+    _draft: Draft | None = field(default=None, init=False)  # on rank 0, of a local target
     _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
@@ -238,22 +267,43 @@ class ShardedSave:
         is_first = channel.rank == 0
         folder: Place | None = None
         try:
-            made = channel.attempt(lambda: str(_begin(self.target)) if is_first else None)
-            folder = locate(channel.broadcast(made[0] if made else None))
-            written = self.planned.gather_changed(partial(self._write, folder), channel)
-            channel.attempt(partial(self._finish, folder, written))
+            made = channel.attempt(lambda: str(self._begin()) if is_first else None)
+            made_at = (made[0] if made else None, secrets.token_hex(16))
+            address, save = channel.broadcast(made_at)
+            folder = locate(address)
+            write = partial(self._write, folder, save)
+            written, digests = self.planned.gather_changed(write, channel)
+            channel.attempt(partial(self._finish, folder, save, written, digests))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
-            if is_first and folder is not None and not self._may_be_named:
+            if self._draft is not None:
+                self._draft.discard()
+            elif is_first and isinstance(folder, RemotePath) and not self._may_be_named:
                 atomic.discard(folder)
             target = self.target
             if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
                 raise self._full(target) from error
             raise
 
-    def _write(self, folder: Place) -> _Written:
+    def _begin(self) -> Place:
+        """The folder of this save's files; its name at a remote address is that of the save."""
+        if isinstance(self.target, Path):
+            self._draft = Draft(self.target)
+            return self._draft.folder
+        if self.target.is_file():
+            raise FileExistsError(
+                errno.EEXIST,
+                "a full checkpoint is there, which a sharded one cannot replace at a remote "
+                "address; delete it, or choose another name",
+                str(self.target),
+            )
+        return self.target / f"save-{secrets.token_hex(4)}"
+
+    def _write(self, folder: Place, save: str) -> tuple[_Written, str]:
         plan = self.planner.create_local_plan()
-        return plan, _write_items(folder, self.channel.rank, self.planner)
+        rank = self.channel.rank
+        results = _write_items(folder, rank, self.planner, save)
+        return (plan, results), _digest(folder / rank_file(rank), results)
 
     def _full(self, target: Path) -> OSError:
         """What to say when the disk was full, after the files are gone again. Collective."""
@@ -262,7 +312,9 @@ class ShardedSave:
         total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
         return full_disk_error(target, total, free)
 
-    def _finish(self, folder: Place, written: list[_Written] | None) -> None:
+    def _finish(
+        self, folder: Place, save: str, written: list[_Written] | None, digests: list[str]
+    ) -> None:
         if self.channel.rank != 0:
             return
         files = files_below(folder)
@@ -277,27 +329,34 @@ class ShardedSave:
         if written is not None:
             with without_collector():
                 self.planned.metadata = pickle.dumps(merged(self.planner, written))
+        ends = {rank_file(rank): digest for rank, digest in enumerate(digests)}
+        rest = self.rest.getbuffer()
         if isinstance(folder, RemotePath):
             assert isinstance(self.target, RemotePath)
-            self._finish_remote(folder, self.target)
+            self._finish_remote(folder, self.target, record(save, ends, {REST: rest}))
             return
-        assert isinstance(self.target, Path)
-        for name, content in ((METADATA, self.planned.metadata), (REST, self.rest.getbuffer())):
-            with open(folder / name, "xb") as file:
+        assert self._draft is not None
+        contents: dict[str, bytes | memoryview] = {METADATA: self.planned.metadata, REST: rest}
+        contents[RECORD] = record(save, ends, contents)
+        for name, content in contents.items():
+            with naming(folder / name), open(folder / name, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        atomic.write_checksums(folder, [METADATA, REST])
-        atomic.put_in_place(folder, self.target)
+        atomic.write_checksums(folder, contents)
+        self._draft.publish()
+        self._draft = None
 
-    def _finish_remote(self, folder: RemotePath, target: RemotePath) -> None:
+    def _finish_remote(self, folder: RemotePath, target: RemotePath, noted: bytes) -> None:
         """See [Note: Whole or not there, remotely]."""
         metadata = pickle.loads(self.planned.metadata)
         for index, place in metadata.storage_data.items():
             path = f"{folder.name}/{place.relative_path}"
             metadata.storage_data[index] = replace(place, relative_path=path)
         _write_file(folder / REST, self.rest.getbuffer())
-        (target / atomic.CHECKSUMS).remove()  # of a directory that was copied there
+        _write_file(folder / RECORD, noted)
+        for name in (atomic.CHECKSUMS, RECORD):  # of a directory that was copied there
+            (target / name).remove()
         self._may_be_named = True  # also where storage fails to say that it has it
         _write_file(target / METADATA, pickle.dumps(metadata))
         _write_file(target / REST, self.rest.getbuffer())
@@ -311,22 +370,8 @@ class ShardedSave:
 _OF_A_SAVE = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
 
 
-def _begin(target: Place) -> Place:
-    """Where the files of a save go; its name says at a remote address which save it is."""
-    if isinstance(target, Path):
-        return atomic.begin(target)
-    if target.is_file():
-        raise FileExistsError(
-            errno.EEXIST,
-            "a full checkpoint is there, which a sharded one cannot replace at a remote address; "
-            "delete it, or choose another name",
-            str(target),
-        )
-    return target / f"save-{secrets.token_hex(4)}"
-
-
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
-    with path.replacing(len(data)) as file:
+    with naming(path), path.replacing(len(data)) as file:
         file.write(data)
 
 
@@ -336,21 +381,6 @@ def _shards(planner: DefaultSavePlanner) -> list[ShardTensor]:
 
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
     return sum(shard.owned_bytes for shard in _shards(planner))
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """While objects are made by the thousand for each rank, none of which is garbage yet.
-
-    Python would walk all that there are again and again, which takes most of the time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:

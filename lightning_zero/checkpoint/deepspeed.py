@@ -23,6 +23,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +34,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.atomic import Place
-from lightning_zero.checkpoint.torch_file import open_torch_file
+from lightning_zero.checkpoint.torch_file import find_inflated, open_torch_file
+from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["is_deepspeed", "open_deepspeed"]
+__all__ = ["checked_files", "is_deepspeed", "open_deepspeed"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -101,20 +103,30 @@ def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
             f"{folder} is no ZeRO checkpoint that can be read here: it holds {found}; expected one "
             "*_model_states.pt, or one for each rank, without experts or pipeline layers."
         )
-    models = [_open_file(folder / name, weights_only) for name in model_names]
+    models = [_open_file(folder / name, weights_only, "module") for name in model_names]
     optims = [
-        _open_file(folder / name, weights_only)["optimizer_state_dict"] for name in optim_names
+        _open_file(folder / name, weights_only, "optimizer_state_dict")["optimizer_state_dict"]
+        for name in optim_names
     ]
     expected = optims[0].get("partition_count", 1) if optims else 0
     if isinstance(expected, (list, tuple)):  # by group
-        expected = max(expected)
+        expected = max(expected, default=0)
+    if not isinstance(expected, int):
+        raise ValueError(f"{folder / optim_names[0]} holds no number of partitions.")
     if len(optims) != expected or len(models) not in (1, expected):
+        missing = [name for name in _names_of_ranks(optim_names, expected) if name not in names]
         raise ValueError(
             f"{folder} holds {len(optims)} *_optim_states.pt and {len(models)} *_model_states.pt, "
-            f"expected {expected} of the former: files are missing, or another save lies over this "
-            "one; copy the checkpoint again, or give another tag."
+            f"expected {expected} of the former: {', '.join(missing) or 'files'} are missing, or "
+            "another save lies over this one; copy the checkpoint again, or give another tag."
         )
     return _Saved(folder, models, optims)
+
+
+def _names_of_ranks(names: Sequence[str], num_ranks: int) -> list[str]:
+    """The file names of all ranks, made as those in `names` are."""
+    ranks = range(min(num_ranks, 2**16))
+    return [re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", names[0]) for rank in ranks]
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
@@ -132,20 +144,24 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> li
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _open_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What DeepSpeed saved in a file, its tensors mapped into memory."""
+def _open_file(path: Path, weights_only: bool | None, key: str) -> dict[str, Any]:
+    """What DeepSpeed saved in a file, its tensors mapped into memory; it has a dict `key`."""
     if weights_only is False:
         content = open_torch_file(path, weights_only=False, pickle_module=_pickle_module())
     else:
-        try:
-            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        except (ValueError, RuntimeError, OSError):
-            unsafe = []  # not a zip file, or a truncated one: opening it will say so
+        unsafe: list[str] = []
+        # Not a zip file, or a damaged one: opening it will say so.
+        with suppress(Exception), path.open("rb") as file:
+            if find_inflated(file) is None:
+                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         foreign = [name for name in unsafe if name.startswith("deepspeed.")]
         with torch.serialization.safe_globals([(_placeholder(name), name) for name in foreign]):
             content = open_torch_file(path, weights_only=True)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected DeepSpeed's dict.")
+    if not isinstance(content, dict) or not isinstance(content.get(key), dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}, expected DeepSpeed's dict with {key!r}: it "
+            "is damaged, or of another version."
+        )
     return content
 
 
@@ -219,7 +235,26 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
         ValueError: It is no such checkpoint, a damaged one, or one of model parallelism.
         pickle.UnpicklingError: It holds classes that `weights_only` refuses; never DeepSpeed's.
     """
-    saved = _open_files(_tag_folder(path), weights_only)
+    folder = _tag_folder(path)
+    saved = _open_files(folder, weights_only)
+    try:
+        return _as_lightning(saved)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the files in {folder} do not hold what DeepSpeed saves "
+            f"({type(error).__name__}: {printable(str(error))}): they are damaged, or of another "
+            "version."
+        ) from error
+
+
+def checked_files(path: Path) -> list[Place]:
+    """The files that `open_deepspeed` opens, whose records have checksums."""
+    folder = _tag_folder(path)
+    names = sorted(file.name for file in folder.iterdir())
+    return [folder / name for name in names if _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)]
+
+
+def _as_lightning(saved: _Saved) -> dict[str, Any]:
     model = saved.models[0]
     opened = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
     values = dict(_frozen(saved))
@@ -242,11 +277,14 @@ def _tag_folder(path: Path) -> Path:
     latest = path / "latest"
     if not latest.is_file():
         return path
-    folder = path / latest.read_text().strip()
+    try:
+        folder = path / check_inside(latest.read_text().strip())
+    except ValueError as error:  # and UnicodeDecodeError
+        raise ValueError(f"{latest} names no tag: {printable(str(error))}.") from error
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{latest} names the tag {folder.name!r}, and there is no such directory; copy the "
-            "checkpoint again, or give the directory of another tag."
+            f"{latest} names the tag {printable(repr(folder.name))}, and there is no such "
+            "directory; copy the checkpoint again, or give the directory of another tag."
         )
     return folder
 

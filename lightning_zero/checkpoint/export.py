@@ -253,7 +253,8 @@ def _write_weights(
             "delete it, choose another place, or let OUT end with .safetensors."
         )
     files = split(tensors, max_bytes)
-    folder = atomic.begin(path) if isinstance(path, Path) else path
+    draft = atomic.Draft(path) if isinstance(path, Path) else None
+    folder = path if draft is None else draft.folder
     try:
         with explained(path, total_nbytes(tensors)):
             for name, held in files.items():
@@ -261,11 +262,14 @@ def _write_weights(
                 write_safetensors(folder / name, held, here, progress)
             if len(files) > 1:
                 write_index(folder / INDEX, files, tied)  # last: without it nothing is there
-            if isinstance(folder, Path) and isinstance(path, Path):
-                atomic.write_checksums(folder, [file.name for file in folder.iterdir()])
-                atomic.put_in_place(folder, path)
+            if draft is not None:
+                atomic.write_checksums(draft.folder, [*files, *([INDEX] if len(files) > 1 else [])])
+                draft.publish()
     except BaseException:
-        atomic.discard(folder)
+        if draft is not None:
+            draft.discard()
+        elif isinstance(folder, RemotePath):
+            atomic.discard(folder)
         raise
 
 

@@ -25,10 +25,12 @@ from torch import Tensor
 from lightning_zero.checkpoint.atomic import Place, replacing
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
+from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
     "INDEX",
+    "checked_files",
     "holds_weights",
     "open_directory",
     "open_safetensors",
@@ -140,13 +142,30 @@ def holds_weights(path: Place) -> bool:
 
 def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str, Tensor]:
     """The state dict of a directory of `*.safetensors` or `*.bin`."""
+    found = _found(path)
+    if found.name.endswith(".index.json"):
+        return _open_indexed(path, found, weights_only)
+    return _open_file(found, weights_only)
+
+
+def checked_files(path: Place) -> list[Place]:
+    """The files that `open_directory` opens and whose records have checksums."""
+    found = _found(path)
+    names = {found.name}
+    if found.name.endswith(".index.json"):
+        names = set(_read_index(found)[0].values())
+    return [path / name for name in sorted(names) if not name.endswith(".safetensors")]
+
+
+def _found(path: Place) -> Place:
+    """The index or the file of the weights in a directory."""
     for suffix, whole in _WHOLE.items():
         indices: list[Place] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
         files: list[Place] = sorted(path.glob(f"*{suffix}"), key=str)
         if len(indices) == 1:
-            return _open_indexed(path, indices[0], weights_only)
+            return indices[0]
         if not indices and whole in [file.name for file in files]:
-            return _open_file(path / whole, weights_only)
+            return path / whole
         if indices or len(files) > 1:
             names = ", ".join(file.name for file in indices or files)
             raise ValueError(
@@ -154,7 +173,7 @@ def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str
                 "the path of one file, or leave one *.index.json there."
             )
         if files:
-            return _open_file(files[0], weights_only)
+            return files[0]
     raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _WHOLE)}.")
 
 
@@ -208,29 +227,35 @@ def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:
     return content
 
 
-def _open_indexed(folder: Place, index: Place, weights_only: bool | None) -> dict[str, Tensor]:
+def _read_index(index: Place) -> tuple[dict[str, str], dict[str, str]]:
+    """The file of every name, and what tied names mean."""
     try:
         content = json.loads(index.read_text())
-        weight_map: dict[str, str] = dict(content["weight_map"])
+        weight_map = {str(k): check_inside(v) for k, v in content["weight_map"].items()}
         tied = dict(dict(content.get("metadata") or {}).get("tied") or {})
-    except (ValueError, KeyError, TypeError) as error:
+        return weight_map, tied
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{index} is no index of weights: expected JSON with a dict 'weight_map' of names to "
-            f"files, got {type(error).__name__}: {error}."
+            f"files, got {type(error).__name__}: {printable(str(error))}."
         ) from error
+
+
+def _open_indexed(folder: Place, index: Place, weights_only: bool | None) -> dict[str, Tensor]:
+    weight_map, tied = _read_index(index)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(
-            f"{index} names {len(names)} files, of which {', '.join(absent)} are missing; copy or "
-            "download the directory again."
+            f"{index} names {len(names)} files, of which {printable(', '.join(absent))} are "
+            "missing; copy or download the directory again."
         )
     opened: dict[str, Any] = {name: _open_file(folder / name, weights_only) for name in names}
-    lost = [name for name, file in weight_map.items() if name not in opened[file]]
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in opened[file]]
     if lost:
         raise ValueError(
-            f"{index} names weights that their files do not hold: {', '.join(lost)}; copy or "
-            "download the directory again."
+            f"{index} names weights that their files do not hold: {printable(', '.join(lost))}; "
+            "copy or download the directory again."
         )
     return _with_tied({name: opened[file][name] for name, file in weight_map.items()}, tied)
 

@@ -241,7 +241,13 @@ class _InPieces(io.RawIOBase):
 
 
 class ByteRange(io.RawIOBase):
-    """`length` bytes of a file, from byte `start` on, as a file of its own to be read."""
+    """`length` bytes of a file, from byte `start` on, as a file of its own to be read.
+
+    Attributes:
+        failure: What reading failed of, which torch's reader replaces by an error of its own.
+    """
+
+    failure: OSError | None = None
 
     def __init__(self, pread: Pread, start: int, length: int) -> None:
         self._pread = pread
@@ -267,7 +273,11 @@ class ByteRange(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         size = max(0, min(len(into), self._length - self._at))
-        read = self._pread(size, self._start + self._at) if size else b""
+        try:
+            read = self._pread(size, self._start + self._at) if size else b""
+        except OSError as error:
+            self.failure = error
+            raise
         into[: len(read)] = read
         self._at += len(read)
         return len(read)

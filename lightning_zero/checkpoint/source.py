@@ -18,18 +18,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint import atomic, dcp_reader, torch_file
-from lightning_zero.checkpoint.atomic import Place, locate, recover
+from lightning_zero.checkpoint import atomic, dcp_reader, deepspeed, hugging_face, torch_file
+from lightning_zero.checkpoint.atomic import Place, locate, recover, undisturbed
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
@@ -50,28 +52,59 @@ __all__ = [
 def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int = 1) -> list[str]:
     """Compares this rank's share of a checkpoint with the checksums that it has, if any.
 
-    Those of a file of `torch.save`, of a directory of torch's Distributed Checkpoint, and
-    `SHA256SUMS` in a directory.
+    Those of files of `torch.save`, also in a directory of DeepSpeed or of weights, of a directory
+    of torch's Distributed Checkpoint, and `SHA256SUMS` in a directory.
 
     Returns:
         One line for each damage.
     """
     place = locate(path)
     recover(place)
+    return undisturbed(place, lambda: _find_damage(place, rank, world_size))
+
+
+def _find_damage(place: Place, rank: int, world_size: int) -> list[str]:
     if place.is_dir():
         damage = atomic.find_damage(place, rank=rank, world_size=world_size)
-        if not is_sharded(place) or any(line.startswith(METADATA) for line in damage):
+        if any(line.startswith(METADATA) for line in damage):
             return damage
-        return damage + dcp_reader.find_damage(place, rank=rank, world_size=world_size)
+        if is_sharded(place):
+            return damage + dcp_reader.find_damage(place, rank=rank, world_size=world_size)
+        return damage + _find_damage_in_files(place, rank, world_size)
     if place.is_file():
         return torch_file.find_damage(place, rank=rank, world_size=world_size)
+    return []
+
+
+def _find_damage_in_files(folder: Place, rank: int, world_size: int) -> list[str]:
+    """Compares the records of the torch files of a directory with their checksums."""
+    try:
+        files = _torch_files(folder)
+    except (ValueError, FileNotFoundError) as error:
+        return [str(error)]
+    return [
+        f"{printable(file.name)}: {line}"
+        for file in files
+        if file.is_file()  # else opening it says what is missing
+        for line in torch_file.find_damage(file, rank=rank, world_size=world_size)
+    ]
+
+
+def _torch_files(folder: Place) -> list[Place]:
+    if isinstance(folder, Path) and is_deepspeed(folder):
+        return deepspeed.checked_files(folder)
+    if holds_weights(folder) and not is_deepspeed(folder):
+        return hugging_face.checked_files(folder)
     return []
 
 
 def has_checksums(path: Place) -> bool:
     """Whether `find_damage` has anything to compare with."""
     if path.is_dir():
-        return is_sharded(path) or (path / atomic.CHECKSUMS).is_file()
+        if is_sharded(path) or (path / atomic.CHECKSUMS).is_file():
+            return True
+        files = (file for file in _torch_files(path) if file.is_file())
+        return any(torch_file.has_checksums(file) for file in files)
     return torch_file.has_checksums(path)
 
 
@@ -79,8 +112,8 @@ def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
     """Raises a ValueError where there is any."""
     if damage:
         raise ValueError(
-            f"{path} is damaged: {'; '.join(damage)}. Use another checkpoint, or copy this one "
-            "again."
+            f"{path} is damaged: {printable('; '.join(damage))}. Use another checkpoint, or copy "
+            "this one again."
         )
 
 
@@ -136,6 +169,18 @@ def open_checkpoint(
     """
     place = locate(path)
     recover(place)
+    try:
+        return undisturbed(place, lambda: _open_place(place, path, weights_only))
+    except (LookupError, UnicodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is "
+            "damaged, or of an unknown version."
+        ) from error
+
+
+def _open_place(
+    place: Place, path: str | os.PathLike[str], weights_only: bool | None
+) -> dict[str, Any]:
     if place.is_dir():
         return _open_directory(place, weights_only)
     if not place.exists():

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.atomic import Place, replacing
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
@@ -41,6 +42,7 @@ __all__ = [
     "Progress",
     "find_damage",
     "find_damage_in_part",
+    "find_inflated",
     "has_checksums",
     "is_torch_file",
     "open_torch_file",
@@ -66,7 +68,11 @@ def is_torch_file(path: Place) -> bool:
 
 
 def open_torch_file(
-    path: Place, *, weights_only: bool | None = None, pickle_module: ModuleType | None = None
+    path: Place,
+    *,
+    weights_only: bool | None = None,
+    pickle_module: ModuleType | None = None,
+    is_mapped: bool = True,
 ) -> Any:
     """What was given to `torch.save`, its tensors on the CPU.
 
@@ -75,15 +81,19 @@ def open_torch_file(
     Raises:
         ValueError: It is truncated or damaged.
         pickle.UnpicklingError: It holds what `weights_only` refuses.
+        OSError: It cannot be read.
     """
     with path.open("rb") as file:
         is_zip = file.read(4) == _ZIP_MAGIC
         if is_zip and not zipfile.is_zipfile(file):  # which looks at the end of the file
             raise ValueError(_damaged(path, "its end is missing"))
+        if is_zip and (why := find_inflated(file)):
+            raise ValueError(_damaged(path, why))
     load = partial(torch.load, weights_only=weights_only, pickle_module=pickle_module)
+    runs_classes = weights_only is False or pickle_module is not None
     try:
         if isinstance(path, Path):
-            return load(path, map_location="cpu", mmap=is_zip)
+            return load(path, map_location="cpu", mmap=is_zip and is_mapped)
         with path.open("rb") as file:
             if not is_zip:
                 return load(file, map_location="cpu")
@@ -92,15 +102,49 @@ def open_torch_file(
                 file.seek(0)
                 return load(file, map_location="cpu")
             return _with_values(path, tree)
-    except pickle.UnpicklingError as error:
-        if is_zip or "Unsupported" in str(error):
-            raise  # a class that is refused
-        raise ValueError(_damaged(path, str(error))) from error
-    except (EOFError, OSError, RuntimeError) as error:
-        of_torch = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
-        if not any(word in str(error) for word in of_torch):
-            raise  # of a class that is unpickled
-        raise ValueError(_damaged(path, str(error))) from error
+    except Exception as error:
+        raise _named(path, error, is_zip=is_zip, runs_classes=runs_classes) from error
+
+
+# Of torch's reader; other errors may be those of a class that is unpickled.
+_WORDS_OF_TORCH = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
+
+
+def _named(path: Place, error: Exception, *, is_zip: bool, runs_classes: bool) -> Exception:
+    """What to raise for an error of reading a torch file: it names the file."""
+    if isinstance(error, pickle.UnpicklingError):
+        if is_zip or "Unsupported" in str(error):  # a class that is refused
+            return pickle.UnpicklingError(f"{path}: {printable(str(error))}")
+    elif isinstance(error, OSError) and error.errno:
+        return OSError(error.errno, f"cannot be read ({error.strerror})", str(path))
+    elif isinstance(error, (MemoryError, ImportError)) or (
+        runs_classes
+        and not isinstance(error, (LookupError, UnicodeError))
+        and not any(word in str(error) for word in _WORDS_OF_TORCH)
+    ):
+        return error
+    return ValueError(_damaged(path, printable(f"{type(error).__name__}: {error}")))
+
+
+_MAX_INFLATED_BYTES = 2**26
+
+
+def find_inflated(file: Any) -> str | None:
+    """What is wrong with an archive whose records take more memory than it has bytes."""
+    try:
+        records = zipfile.ZipFile(file).infolist()
+    except _UNREADABLE as error:
+        return f"the directory of its records at the end is damaged ({error})"
+    finally:
+        file.seek(0)
+    inflated = sum(
+        entry.file_size
+        for entry in records
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
+    )
+    if inflated > _MAX_INFLATED_BYTES:
+        return f"compressed records would take {inflated} bytes, and torch.save compresses none"
+    return None
 
 
 class _TensorFinder(pickle.Pickler):
@@ -334,7 +378,15 @@ def reading(path: Place) -> Iterator[Pread]:
         yield path.pread
         return
     with path.open("rb", buffering=0) as file:
-        yield partial(os.pread, file.fileno())
+        yield partial(_pread, path, file.fileno())
+
+
+def _pread(path: Path, descriptor: int, size: int, offset: int) -> bytes:
+    try:
+        return os.pread(descriptor, size, offset)
+    except OSError as error:
+        reason = f"cannot read {size} bytes at offset {offset}: {error.strerror}"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 def has_checksums(path: Place) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from lightning_zero._version import __version__
 from lightning_zero.cli.options import add_commands
+from lightning_zero.layout.foreign_names import escaped
 
 __all__ = ["main"]
 
@@ -80,4 +81,5 @@ def _fail(command: str, text: str) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """Its text, with an escape for what a terminal would obey: it may hold names of a file."""
+    return escaped(" ".join(str(error).split())) or type(error).__name__

@@ -18,6 +18,7 @@ from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.export import plan, release
 from lightning_zero.checkpoint.source import find_damage, raise_damage
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import in_words
 
 __all__ = ["run"]
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         part=args.part,
     )
     for note in planned.notes:
-        print(f"lightning-zero export: {note}", file=sys.stderr)
+        print(f"lightning-zero export: {printable(note)}", file=sys.stderr)
     if isinstance(out, Path):
         out.parent.mkdir(parents=True, exist_ok=True)
     with _bar(planned.nbytes, checkpoint) as progress:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import files_below, locate
 from lightning_zero.checkpoint.source import find_damage, format_of, has_checksums, summarize
+from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import in_words
 from lightning_zero.observe.tables import table
 
@@ -53,7 +54,8 @@ def _text(found: Mapping[str, Any]) -> str:
         verdict = "as they were written" if found["has_checksums"] else "there are none"
         lines.append(("checksums", "DAMAGED" if found["damage"] else verdict))
         lines += [("", line) for line in found["damage"]]
-    return f"{found['path']}: {found['format']}\n{table(lines, left=(0, 1))}"
+    shown = [(title, printable(text)) for title, text in lines]  # names are the checkpoint's
+    return f"{found['path']}: {found['format']}\n{table(shown, left=(0, 1))}"
 
 
 def _content(found: Mapping[str, Any]) -> list[tuple[str, str]]:

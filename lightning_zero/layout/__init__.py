@@ -7,6 +7,7 @@
     mesh        ranks that share shards, and their replicas
     kept        which layers keep float32 parameters in 16-bit training
     names       names of parameters and modules, in state dicts and in settings
+    foreign_names  names that come from a checkpoint: of files, and to be printed
     sizes       numbers with units, as people write and read them
     units       which modules are gathered together
     recompute   which modules run again in backward

@@ -52,6 +52,7 @@ from lightning_zero.comm.world import (
 from lightning_zero.strategy.children import Children, Untouched, how_child_ended
 from lightning_zero.strategy.hydra import check_launch, child_command, current_job
 from lightning_zero.strategy.slurm import Requeueing, check_slurm_layout
+from lightning_zero.strategy.start import finding_start
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 
@@ -116,7 +117,7 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._refuse_mps()
         if self._start_method != "popen":
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = _ProcessLauncher(self, start_method=self._start_method)
             return
         children = Children.current()
         if children is not None and children.job != current_job():
@@ -282,6 +283,20 @@ def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:
         )
 
 
+class _ProcessLauncher(_MultiProcessingLauncher):
+    """As Lightning's own, but for where a run starts from."""
+
+    @override
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        *rest: Any,
+    ) -> None:
+        super()._wrapping_function(process_idx, trainer, finding_start(function, trainer), *rest)
+
+
 class _ScriptLauncher(_SubprocessScriptLauncher):
     """As Lightning's own, but for Hydra and SLURM.
 
@@ -317,6 +332,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         children = Children.current()
         self.procs = children.processes if children is not None else []
         _set_num_threads_if_needed(num_processes=self.num_processes)
+        function = finding_start(function, trainer)
         with children.needed() if children is not None else nullcontext():
             if trainer is not None and Requeueing.is_wanted(trainer):
                 return Requeueing(trainer).run(function, *args, **kwargs)

@@ -371,7 +371,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             return
         place = locate(path)
         if isinstance(place, Path):
-            place.parent.mkdir(parents=True, exist_ok=True)
+            atomic.make_folder(place.parent)
         elif is_sharded(place):
             raise FileExistsError(
                 errno.EEXIST,

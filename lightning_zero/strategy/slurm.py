@@ -12,11 +12,13 @@ agree, save together, and rank 0 asks SLURM to queue the job again.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -198,6 +200,7 @@ class Requeueing(_SignalConnector):
         strategy: Any = self.trainer.strategy
         strategy.setup_environment()  # forms the group, so that no rank decides for itself
         strategy._on_rank_zero(f"recover {self.path}", lambda: recover(self.path))
+        strategy._on_rank_zero(f"take {self.path}", lambda: _check_owner(self.path))
         self.path, is_there = strategy.broadcast((self.path, self.path.exists()))
         if not is_there:
             rank_zero_warn(
@@ -308,6 +311,35 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, stdout="", stderr=str(error))
+
+
+def _check_owner(path: Path) -> None:
+    """Refuses a checkpoint to go on from that another user has put there.
+
+    It is unpickled without limits, for objects of this user's own hooks may be in it, and its name
+    can be foreseen. A file system may give files another owner than their writer, as it does for
+    root in a network; then they belong to the owner of a file that this process makes there.
+
+    Raises:
+        PermissionError: It, or a file in it, belongs to another user, or is a link to elsewhere.
+    """
+    if not os.path.lexists(path):
+        return
+    inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+    own = {os.geteuid()}
+    for found in (path, *inside):
+        owner = found.lstat().st_uid
+        if owner not in own:
+            with tempfile.TemporaryFile(dir=path.parent) as probe:
+                own.add(os.fstat(probe.fileno()).st_uid)
+        if owner not in own or found.is_symlink():
+            what = "is a link" if found.is_symlink() else f"belongs to user {owner}"
+            raise PermissionError(
+                errno.EPERM,
+                f"it {what}, and a requeued job goes on only from what user {os.geteuid()} has "
+                "saved; remove it, or set a default_root_dir that only you can write to",
+                str(found),
+            )
 
 
 def _wait_until_seen(path: Path, timeout_s: float) -> None:

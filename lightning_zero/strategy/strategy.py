@@ -84,6 +84,7 @@ from lightning_zero.strategy.saving import (
     is_own_io,
 )
 from lightning_zero.strategy.settings import Settings
+from lightning_zero.strategy.start import tidy_folders
 from lightning_zero.tensors.meta import await_values, expecting_values
 
 __all__ = ["ZeroStrategy"]
@@ -304,6 +305,8 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self.is_global_zero:
+            tidy_folders(trainer)
         connector, state = trainer._checkpoint_connector, self._module_state
         Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
         super().setup(trainer)

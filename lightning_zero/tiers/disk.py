@@ -6,6 +6,8 @@ the kernel lets go of when the process ends, however it ends. Who finds a direct
 free removes it. Between making a directory and locking it another may find it free: the maker looks
 again after locking, and begins anew if it was removed. A lock on a network disk may hold for one
 machine only, so the name carries the host and the boot, and those of other machines are left alone.
+Other users may write to the shared path too: a link is not followed, and only what belongs to this
+user is removed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ __all__ = [
     "file_system_of",
     "free_bytes",
     "locked_directory",
+    "machine",
+    "mount_of",
     "remove_abandoned",
     "takes_direct",
 ]
@@ -54,7 +58,7 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
     """
     job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "none")
     for _ in range(100):
-        words = (_PREFIX, job, *_machine(), f"rank{rank}", str(os.getpid()), secrets.token_hex(4))
+        words = (_PREFIX, job, *machine(), f"rank{rank}", str(os.getpid()), secrets.token_hex(4))
         directory = path / ".".join(_word(word) for word in words)
         try:
             directory.mkdir(mode=0o700)
@@ -63,7 +67,7 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
             why = _REASONS.get(error.errno or 0, why).format(uid=os.getuid())
             raise OSError(error.errno, f"the NVMe path {why}", str(path)) from None
         with contextlib.suppress(FileNotFoundError):  # removed already: begin anew
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             if _is_locked(lock, directory / _LOCK):
                 return directory, lock
             os.close(lock)
@@ -75,7 +79,7 @@ def remove_abandoned(path: Path) -> None:
     names: list[str] = []
     with contextlib.suppress(OSError):  # whether `path` can be used is asked elsewhere
         names = sorted(os.listdir(path))
-    here = {_word(word) for word in _machine()}
+    here = set(machine())
     for name in names:
         words = name.split(".")
         if len(words) == 7 and words[0] == _PREFIX and here & set(words[2:4]):
@@ -85,8 +89,10 @@ def remove_abandoned(path: Path) -> None:
 
 
 def _remove_if_free(directory: Path) -> None:
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        return  # another user's, who may have put it there
     try:
-        lock = os.open(directory / _LOCK, os.O_RDWR)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         directory.rmdir()  # fails if it is not empty: then it is none of ours
         return
@@ -108,12 +114,15 @@ def _is_locked(lock: int, path: Path) -> bool:
     return path.exists() and os.fstat(lock).st_ino == path.stat().st_ino
 
 
-def _machine() -> tuple[str, str]:
-    """Host name, which containers change, and boot, which restarts change: either is enough."""
+def machine() -> tuple[str, str]:
+    """Host name, which containers change, and boot, which restarts change: either is enough.
+
+    In the characters that the names of files may have everywhere.
+    """
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname(), boot[:8] or "boot"
+    return _word(socket.gethostname()) or "host", boot[:8] or "boot"
 
 
 def _word(text: str) -> str:
@@ -149,7 +158,8 @@ def takes_direct(directory: Path) -> bool:
     array: Any = aligned_empty(PAGE_BYTES, pin=False).numpy()
     page = [memoryview(array)]
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
         try:
             return os.pwritev(descriptor, page, 0) == os.preadv(descriptor, page, 0) == PAGE_BYTES
         finally:
@@ -176,13 +186,18 @@ def free_bytes(path: Path) -> int:
 
 def file_system_of(path: Path) -> str:
     """Such as "ext4", "tmpfs"; "unknown" where none is told."""
-    best, kind = "", "unknown"
+    return mount_of(path)[0]
+
+
+def mount_of(path: Path) -> tuple[str, set[str]]:
+    """The kind of the file system of `path` ("unknown" where none is told), and its options."""
+    best, kind, options = "", "unknown", set[str]()
     resolved = str(path.resolve())
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
-            _, mounted, this_kind, *_ = line.split(" ")
+            _, mounted, this_kind, these, *_ = line.split(" ")
             mounted = mounted.replace("\\040", " ")
             inside = mounted == "/" or f"{resolved}/".startswith(f"{mounted}/")
             if inside and len(mounted) >= len(best):
-                best, kind = mounted, this_kind
-    return kind
+                best, kind, options = mounted, this_kind, set(these.split(","))
+    return kind, options

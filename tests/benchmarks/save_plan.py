@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero import ZeroConfig
-from lightning_zero.checkpoint.dcp_writer import merged, rank_file, without_collector
+from lightning_zero.checkpoint.dcp_metadata import without_collector
+from lightning_zero.checkpoint.dcp_writer import merged, rank_file
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.shapes import SHAPES, Decoder

@@ -6,47 +6,62 @@ import subprocess
 
 import pytest
 
+from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
-    begin,
+    Draft,
     find_damage,
     put_in_place,
     recover,
     remove,
+    replacing,
     write_checksums,
 )
 
 
 def make(target, text):
-    temporary = begin(target)
-    (temporary / "part").write_text(text)
-    write_checksums(temporary, ["part"])
-    return temporary
+    draft = Draft(target)
+    (draft.folder / "part").write_text(text)
+    write_checksums(draft.folder, ["part"])
+    return draft
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
+def exchanges(request, monkeypatch):
+    """Whether two names can be exchanged in one step; else the old one steps aside."""
+    if not request.param:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    return request.param
+
+
+@pytest.fixture
+def two_renames(monkeypatch):
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
 
 
 def test_nothing_is_at_the_place_until_it_is_whole(tmp_path):
     target = tmp_path / "deep" / "a.ckpt"
-    temporary = make(target, "new")
+    draft = make(target, "new")
     assert not target.exists()
-    put_in_place(temporary, target)
+    draft.publish()
     assert (target / "part").read_text() == "new"
     assert os.listdir(target.parent) == ["a.ckpt"]
 
 
 @pytest.mark.parametrize("old", ["directory", "file", "link to a file", "link to a directory"])
-def test_whatever_is_there_is_replaced(old, tmp_path):
+def test_whatever_is_there_is_replaced(old, exchanges, tmp_path):
     target = tmp_path / "a.ckpt"
     other = tmp_path / "other"
     if old == "directory":
-        put_in_place(make(target, "old"), target)
+        make(target, "old").publish()
     elif old == "file":
         target.write_text("old")
     elif old == "link to a file":
         other.write_text("other")
         target.symlink_to(other)
     else:
-        put_in_place(make(other, "other"), other)
+        make(other, "other").publish()
         target.symlink_to(other)
-    put_in_place(make(target, "new"), target)
+    make(target, "new").publish()
     assert (target / "part").read_text() == "new"
     assert not target.is_symlink()
     left = {"a.ckpt", "other"} if "link" in old else {"a.ckpt"}
@@ -55,11 +70,11 @@ def test_whatever_is_there_is_replaced(old, tmp_path):
         assert (other / "part").read_text() == "other"
 
 
-def test_a_file_replaces_a_directory(tmp_path):
+def test_a_file_replaces_a_directory(exchanges, tmp_path):
     target = tmp_path / "a.ckpt"
-    put_in_place(make(target, "old"), target)
-    (tmp_path / "new").write_text("new")
-    put_in_place(tmp_path / "new", target)
+    make(target, "old").publish()
+    with replacing(target, 3) as file:
+        file.write(b"new")
     assert target.read_text() == "new"
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
@@ -78,10 +93,12 @@ def test_a_file_replaces_a_file_or_a_link_at_once(tmp_path, monkeypatch):
     assert set(os.listdir(tmp_path)) == {"file", "link", "other"}
 
 
-def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path, monkeypatch):
+def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(
+    two_renames, tmp_path, monkeypatch
+):
     target = tmp_path / "a.ckpt"
-    put_in_place(make(target, "old"), target)
-    temporary = make(target, "new")
+    make(target, "old").publish()
+    draft = make(target, "new")
     replace = os.replace
 
     def stop(source, goal):
@@ -91,20 +108,23 @@ def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path,
 
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        put_in_place(temporary, target)
+        draft.publish()
     monkeypatch.undo()
     assert not target.exists()
     recover(target)
     assert (target / "part").read_text() == "old"
     recover(target)
-    put_in_place(make(target, "newer"), target)
+    draft.discard()
+    make(target, "newer").publish()
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_where_the_new_one_cannot_take_the_place_the_old_one_comes_back(tmp_path, monkeypatch):
+def test_where_the_new_one_cannot_take_the_place_the_old_one_comes_back(
+    two_renames, tmp_path, monkeypatch
+):
     target = tmp_path / "a.ckpt"
-    put_in_place(make(target, "old"), target)
-    temporary, replace = make(target, "new"), os.replace
+    make(target, "old").publish()
+    draft, replace = make(target, "new"), os.replace
     errors = iter([None, OSError(errno.EDQUOT, "no room")])
 
     def fail_at_second(source, place):
@@ -114,14 +134,16 @@ def test_where_the_new_one_cannot_take_the_place_the_old_one_comes_back(tmp_path
 
     monkeypatch.setattr(os, "replace", fail_at_second)
     with pytest.raises(OSError, match="no room"):
-        put_in_place(temporary, target)
+        draft.publish()
     assert (target / "part").read_text() == "old"
 
 
-def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(tmp_path, monkeypatch):
+def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(
+    two_renames, tmp_path, monkeypatch
+):
     target = tmp_path / "a.ckpt"
-    put_in_place(make(target, "old"), target)
-    temporary = make(target, "new")
+    make(target, "old").publish()
+    draft = make(target, "new")
     replace, tries = os.replace, []
 
     def read_meanwhile(source, goal):
@@ -131,25 +153,46 @@ def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(tmp_path, mo
         replace(source, goal)
 
     monkeypatch.setattr(os, "replace", read_meanwhile)
-    put_in_place(temporary, target)
+    draft.publish()
     assert tries == [True, False, False]
     assert (target / "part").read_text() == "new"
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_the_next_save_removes_what_a_crash_left_of_the_same_name_only(tmp_path):
-    make(tmp_path / "a[1].ckpt", "crashed")
-    make(tmp_path / "b.ckpt", "under way")
-    target = tmp_path / "a[1].ckpt"
-    put_in_place(make(target, "new"), target)
-    assert target.is_dir()
-    assert len(os.listdir(tmp_path)) == 2
+def test_two_saves_to_one_path_at_a_time_both_end_well(exchanges, tmp_path):
+    target = tmp_path / "a.ckpt"
+    make(target, "old").publish()
+    one, other = make(target, "one"), make(target, "other")
+    for draft, text in ((one, "one"), (other, "other")):
+        draft.publish()
+        assert (target / "part").read_text() == text
+        assert find_damage(target) == []
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_name_is_never_without_a_checkpoint_where_names_can_be_exchanged(tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt"
+    make(target, "old").publish()
+    draft, seen = make(target, "new"), []
+
+    def watched(function):
+        def call(*args, **options):
+            result = function(*args, **options)
+            seen.append((target / "part").read_text())
+            return result
+
+        return call
+
+    for owner, name in ((os, "rename"), (os, "fsync"), (atomic, "_exchange")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    draft.publish()
+    assert seen == ["new"] * 4  # exchanged; synced twice; the old one renamed to be deleted
 
 
 def test_sha256sum_reads_the_checksums(tmp_path):
-    temporary = make(tmp_path / "a.ckpt", "new")
+    draft = make(tmp_path / "a.ckpt", "new")
     done = subprocess.run(
-        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=temporary, capture_output=True
+        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=draft.folder, capture_output=True
     )
     assert done.returncode == 0, done
 
@@ -164,8 +207,8 @@ def test_every_kind_of_damage_is_named(tmp_path):
     os.truncate(tmp_path / "cut", 50)
     (tmp_path / "gone").unlink()
     damage = [
-        "changed (100 bytes) differs from its checksum",
-        "cut (50 bytes) differs from its checksum",
+        "changed (100 bytes) differs from its checksum in SHA256SUMS",
+        "cut (50 bytes) differs from its checksum in SHA256SUMS",
         "gone is missing",
     ]
     assert find_damage(tmp_path) == damage
@@ -177,7 +220,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
 
 def test_removing_takes_files_links_and_directories(tmp_path):
     target = tmp_path / "a.ckpt"
-    put_in_place(make(target, "old"), target)
+    make(target, "old").publish()
     (tmp_path / "link").symlink_to(target)
     remove(tmp_path / "link")
     assert target.is_dir()

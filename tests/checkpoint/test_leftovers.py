@@ -1,18 +1,26 @@
-"""What killed jobs leave beside checkpoints goes, unless somebody may be at work on it."""
+"""What killed jobs leave beside checkpoints goes, unless a process may be at work on it."""
 
+import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_zero.checkpoint.atomic import begin, beside, put_in_place, replacing
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.atomic import Draft, beside, replacing, tidy
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
+from lightning_zero.comm.control import Channel
 
 DAY = 24 * 3600
+OTHER_MACHINE = "othernode.0badb001.4242.0123abcd"
+OLD_ID = "0123abcd"  # of earlier versions
 
 
 def save_directory(path):
-    put_in_place(begin(path), path)
+    Draft(path).publish()
 
 
 def save_file(path):
@@ -20,32 +28,141 @@ def save_file(path):
         file.write(b"whole")
 
 
-def leave(folder, kind, age):
+def leave(folder, kind, age, unique=None):
+    """What a process leaves that died `age` seconds ago, with a lock where it has an ID of today's.
+
+    Its name has characters that a pattern would not take literally.
+    """
     path = beside(Path(folder, "old [1].ckpt"), kind)
+    if unique is not None:
+        path = path.with_name(path.name.rpartition("-")[0] + f"-{unique}")
     path.mkdir()
-    (path / "__0_0.distcp").touch()
-    for one in (path / "__0_0.distcp", path):
+    files = [path / "__0_0.distcp"] + [path / "SHA256SUMS"] * (unique != OLD_ID)
+    for one in (*files, path):
+        if one != path:
+            one.touch()
         os.utime(one, (time.time() - age, time.time() - age))
     return path
 
 
-@pytest.mark.parametrize("save", [save_directory, save_file])
-@pytest.mark.parametrize("kind", ["incomplete", "removed"])
-def test_a_save_of_another_name_removes_what_nothing_was_written_to_for_a_day(kind, save, tmp_path):
-    leave(tmp_path, kind, age=1.1 * DAY)
-    running = leave(tmp_path, kind, age=1.1 * DAY)
-    (running / "__1_0.distcp").touch()
-    leave(tmp_path, kind, age=0.9 * DAY)
-    save(tmp_path / "a.ckpt")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert len(left) == 3
-    assert {"a.ckpt", running.name} < left
+@pytest.mark.parametrize("start", [save_directory, save_file, lambda path: tidy(path.parent)])
+def test_what_a_killed_job_left_goes_with_the_next_save_or_start_in_the_folder(start, tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=_die_while_saving, args=[tmp_path])
+    process.start()
+    process.join()
+    leave(tmp_path, "removed", age=0)
+    assert len(os.listdir(tmp_path)) == 3
+    alive = Draft(tmp_path / "b.ckpt")
+    with replacing(tmp_path / "c.ckpt", 3) as file:
+        start(tmp_path / "a.ckpt")
+        left = {path.name for path in tmp_path.iterdir()} - {"a.ckpt"}
+        assert len(left) == 2
+        assert alive.folder.name in left
+        file.write(b"new")
+    alive.publish()
+    assert {"b.ckpt", "c.ckpt"} <= set(os.listdir(tmp_path)) <= {"a.ckpt", "b.ckpt", "c.ckpt"}
 
 
-def test_what_was_set_aside_and_what_only_looks_alike_stays(tmp_path):
-    names = {".old.ckpt.replaced-0123abcd", ".old.ckpt.incomplete-mine", "old.removed-0123abcd"}
-    for name in names:
+def _die_while_saving(folder):
+    Draft(folder / "a.ckpt").folder.joinpath("__0_0.distcp").touch()
+    with replacing(folder / "b.ckpt", 3):
+        os._exit(9)
+
+
+def of_unknown_kind(path):
+    return "fuse.unknown", set()
+
+
+@pytest.mark.parametrize(
+    ("unique", "mount", "goes_at_once"),
+    [
+        (None, of_unknown_kind, True),
+        (OTHER_MACHINE, of_unknown_kind, False),
+        (OTHER_MACHINE, lambda path: ("nfs4", {"rw", "local_lock=none"}), True),
+        (OTHER_MACHINE, lambda path: ("nfs", {"rw", "local_lock=all"}), False),
+        (OTHER_MACHINE, lambda path: ("lustre", {"rw", "localflock"}), False),
+        (OLD_ID, of_unknown_kind, False),
+    ],
+)
+def test_where_a_lock_may_be_of_one_machine_only_the_others_have_a_day(
+    unique, mount, goes_at_once, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(atomic, "mount_of", mount)
+    path = leave(tmp_path, "incomplete", 0.9 * DAY, unique)
+    tidy(tmp_path)
+    assert path.exists() == (not goes_at_once)
+    shutil.rmtree(path, ignore_errors=True)
+    path = leave(tmp_path, "incomplete", 1.1 * DAY, unique)
+    (path / "__1_0.distcp").touch()
+    tidy(tmp_path)
+    assert path.exists() == (not goes_at_once)
+    shutil.rmtree(path, ignore_errors=True)
+    path = leave(tmp_path, "incomplete", 1.1 * DAY, unique)
+    tidy(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_there_are_no_locks_saves_go_well_and_left_overs_have_a_day(tmp_path, monkeypatch):
+    def refuse(descriptor, how):
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr(atomic.fcntl, "flock", refuse)
+    under_way = Draft(tmp_path / "a.ckpt")
+    save_directory(tmp_path / "a.ckpt")
+    save_file(tmp_path / "b.ckpt")
+    under_way.publish()
+    leave(tmp_path, "incomplete", 0.9 * DAY)
+    leave(tmp_path, "incomplete", 1.1 * DAY)
+    tidy(tmp_path)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_what_is_found_free_before_it_is_locked_is_begun_anew(tmp_path, monkeypatch):
+    is_held, calls = atomic._is_held, []
+
+    def disturbed(lock, path):
+        calls.append(path)
+        if len(calls) == 1:
+            tidy(tmp_path)  # another process
+        return is_held(lock, path)
+
+    for number, save in enumerate((save_directory, save_file)):
+        calls.clear()
+        monkeypatch.setattr(atomic, "_is_held", disturbed)
+        save(tmp_path / f"{number}.ckpt")
+        assert len(calls) == 2
+    assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt"]
+
+
+def test_what_was_set_aside_comes_back_and_what_only_looks_alike_stays(tmp_path):
+    names = {".old.ckpt.incomplete-mine", "old.removed-0123abcd", ".removed-0123abcd"}
+    for name in names | {".old.ckpt.replaced-0123abcd", ".new.ckpt.replaced-0123abcd", "new.ckpt"}:
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (0, 0))
     save_directory(tmp_path / "a.ckpt")
-    assert {path.name for path in tmp_path.iterdir()} == names | {"a.ckpt"}
+    there = {"a.ckpt", "old.ckpt", "new.ckpt"}
+    assert {path.name for path in tmp_path.iterdir()} == names | there
+
+
+def test_an_error_of_writing_names_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"Input/output error: '.*a\.ckpt'"):
+        _write_and_fail(tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def _write_and_fail(path):
+    with replacing(path, 3) as file:
+        file.write(b"new")
+        raise OSError(5, "Input/output error")
+
+
+def test_an_error_of_writing_a_sharded_checkpoint_names_the_file_too(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(5, "Input/output error")
+
+    content = {"state_dict": {"w": torch.ones(3)}}
+    save = ShardedSave.prepare(content, tmp_path / "a.ckpt", {}, Channel(0, 1, None))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*__0_0\.distcp'"):
+        save.run()
+    assert os.listdir(tmp_path) == []

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_zero import OffloadConfig, __version__
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.comm.control import Channel
 from lightning_zero.strategy import saving
 from tests.distributed.ranks import run_ranks
@@ -124,9 +126,9 @@ def test_each_rank_writes_one_file_with_its_share(stage, tmp_path):
     run_ranks(3, _save_at_end, sharded(stage), factory, str(path), has_group=False)
     files = {p.name: p.stat().st_size for p in path.iterdir()}
     parts = [files.pop(f"__{rank}_0.distcp") for rank in range(3)]
-    assert set(files) == {".metadata", "meta.pt", "SHA256SUMS"}
+    assert set(files) == {".metadata", "meta.pt", "save.json", "SHA256SUMS"}
     sums = dict(line.split()[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
-    assert set(sums) == {".metadata", "meta.pt"}
+    assert set(sums) == {".metadata", "meta.pt", "save.json"}
     for name, digest in sums.items():
         assert hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
     # Tied weights and what every rank has are written once: parameters and two moments.
@@ -651,6 +653,55 @@ def _load_damaged(rank, world_size, spec):
         make_trainer(spec).validate(fresh, ckpt_path="a.ckpt")
     with pytest.raises(ValueError, match=r"is no checkpoint: a directory that holds notes\.txt"):
         make_trainer(spec).validate(fresh, ckpt_path="foreign")
+
+
+# What a copy of the second save over the first has put there when it breaks off.
+_COPIED = {
+    "one rank's file": ["__1_0.distcp"],
+    "what comes first by name": [".metadata", "SHA256SUMS", "__0_0.distcp"],
+    "all but the record": [".metadata", "SHA256SUMS", "__0_0.distcp", "__1_0.distcp", "meta.pt"],
+    "the rest": ["meta.pt"],
+    "half of a file": [],
+}
+
+
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saves")
+    run_ranks(2, _save_twice, str(path), has_group=False)
+    return path
+
+
+def _save_twice(rank, world_size, path):
+    trainer = make_trainer(sharded(3))
+    trainer.fit(MLPModule(ranks=world_size))
+    trainer.save_checkpoint(f"{path}/first")
+    with torch.no_grad():
+        for parameter in trainer.lightning_module.parameters():
+            parameter.add_(1)
+    trainer.fit_loop.epoch_progress.current.completed += 1
+    trainer.save_checkpoint(f"{path}/second")
+
+
+@pytest.mark.parametrize("copied", _COPIED)
+def test_files_of_two_saves_in_one_directory_are_refused(two_saves, tmp_path, copied):
+    mixed = tmp_path / "mixed"
+    shutil.copytree(two_saves / "first", mixed)
+    assert find_damage(mixed) == []
+    for name in _COPIED[copied]:
+        shutil.copy(two_saves / "second" / name, mixed / name)
+    assert torch.load(two_saves / "second" / "meta.pt")  # as other readers read it
+    if copied == "half of a file":
+        data = bytearray((mixed / "__0_0.distcp").read_bytes())
+        data[: len(data) // 2] = (two_saves / "second" / "__0_0.distcp").read_bytes()[
+            : len(data) // 2
+        ]
+        (mixed / "__0_0.distcp").write_bytes(data)
+        assert any("__0_0.distcp has items that differ" in line for line in find_damage(mixed))
+        return
+    assert any(" of two saves " in line or "save.json" in line for line in find_damage(mixed))
+    with pytest.raises(ValueError, match=r"(two saves lie in one directory|what save\.json says)"):
+        open_checkpoint(mixed)
 
 
 class Asks(Callback):

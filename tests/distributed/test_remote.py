@@ -17,9 +17,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import lightning_zero
 from lightning_zero import Engine, ZeroConfig, open_checkpoint
+from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage
+from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.cli import main
+from lightning_zero.comm.control import Channel
 from tests import store
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
@@ -255,3 +259,62 @@ def _train_on_s3(rank, world_size, form, variables):
         raise RuntimeError("on the way")
     trainer.strategy.barrier()
     assert open_checkpoint("s3://bucket/run/last.ckpt")["global_step"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_kill_before_any_request_to_s3_leaves_the_old_or_the_new_checkpoint(form, bucket):
+    address, there = "s3://bucket/run/last.ckpt", 0
+    run_ranks(1, _save_until_request, form, address, there, 10**6, bucket, has_group=False)
+    for last in range(200):
+        new = last + 1
+        has_ended = _has_saved(form, address, new, last, bucket)
+        assert find_damage(address) == []
+        checkpoint = open_checkpoint(address)
+        assert checkpoint["global_step"] in ((new,) if has_ended else (there, new))
+        there = checkpoint["global_step"]
+        assert checkpoint["state_dict"]["w"].clone().tolist() == [float(there)] * 1000
+        if has_ended:
+            break
+    assert last >= 4  # requests were counted
+
+
+def _has_saved(*args):
+    try:
+        run_ranks(1, _save_until_request, *args, has_group=False)
+    except RankError as error:
+        if "died with exit code 9" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _save_until_request(rank, world_size, form, address, number, last, variables):
+    """Saves weights that are `number`; dies before its request number `last`, from 0 on."""
+    os.environ |= variables
+    from aiobotocore.client import AioBaseClient
+
+    call, count = AioBaseClient._make_api_call, 0
+
+    async def counted(*args, **options):
+        nonlocal count
+        if count == last:
+            os._exit(9)
+        count += 1
+        return await call(*args, **options)
+
+    AioBaseClient._make_api_call = counted
+    weights = torch.full((1000,), float(number))
+    if form == "full":
+        content = {"global_step": number, "state_dict": {"w": weights}}
+        write_torch_file(content, RemotePath(address))
+        return
+    read = partial(_part_of, weights)
+    shard = ShardTensor.of("w", weights.shape, weights.dtype, range(1000), read)
+    content = {"global_step": number, "state_dict": {"w": shard}}
+    ShardedSave.prepare(content, RemotePath(address), {"w": shard}, Channel(0, 1, None)).run()
+
+
+def _part_of(weights, start, stop):
+    return weights[start:stop]

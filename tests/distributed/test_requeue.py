@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
-from lightning_zero.strategy.slurm import RequeuedExit, _wait_until_seen
+from lightning_zero.strategy.slurm import RequeuedExit, _check_owner, _wait_until_seen
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_slurm_layout import as_srun
 from tests.fitting import arrays
@@ -252,3 +252,23 @@ def test_the_first_fit_of_a_job_does_not_take_up_what_the_second_saved():
         assert num_losses == 12
         assert files == ["requeue-1-1.ckpt"]
         assert asked == "requeue 77_3\n"
+
+
+@pytest.mark.parametrize("kind", ["of another user", "a link"])
+def test_only_what_this_user_has_saved_is_taken_up(tmp_path, kind):
+    folder = tmp_path / "requeue-1-0.ckpt"
+    folder.mkdir()
+    own = folder / "meta.pt"
+    own.touch()
+    _check_owner(folder)
+    _check_owner(tmp_path / "nothing")
+    if kind == "a link":
+        (folder / "link").symlink_to(own)
+        with pytest.raises(PermissionError, match="it is a link"):
+            _check_owner(folder)
+        return
+    if os.getuid():
+        pytest.skip("needs root, to give a file to another user")
+    os.chown(own, 1234, -1)
+    with pytest.raises(PermissionError, match=r"belongs to user 1234.*meta\.pt"):
+        _check_owner(folder)

@@ -196,6 +196,31 @@ def test_directories_of_other_machines_are_left_alone(tmp_path):
     assert other.exists()
 
 
+@pytest.mark.parametrize("kind", ["a link as lock", "a link as directory", "another user's"])
+def test_what_another_user_may_have_put_there_is_neither_followed_nor_removed(tmp_path, kind):
+    folder, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / ".lock").touch()
+    store = NvmeStore(folder, rank=0)
+    abandoned = folder / (store.directory.name[:-8] + "0" * 8)
+    store.close()
+    if kind == "a link as directory":
+        abandoned.symlink_to(elsewhere)
+    else:
+        abandoned.mkdir()
+        if kind == "a link as lock":
+            (abandoned / ".lock").symlink_to(elsewhere / ".lock")
+        elif os.getuid():
+            pytest.skip("needs root, to give a directory to another user")
+        else:
+            (abandoned / ".lock").touch()
+            os.chown(abandoned, 1234, -1)
+    NvmeStore(folder, rank=0).close()
+    assert os.path.lexists(abandoned)
+    assert (elsewhere / ".lock").exists()
+
+
 def test_the_name_tells_the_job_and_the_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     store = NvmeStore(tmp_path, rank=3)

@@ -1,0 +1,656 @@
+"""Reads the file `.metadata` of torch's distributed checkpoint format: what lies where.
+
+[Note: Metadata without pickle] torch writes the file with pickle, which makes any object that a
+file asks for. A checkpoint may come from anywhere, so the file is not unpickled. `_Machine` carries
+out the few opcodes that torch's writers need. It has no class, no function and no attribute to hand
+out: a global is a name from a list, a call of it and its state are kept in a record, and any other
+opcode is an error. What it leaves is checked field by field, each at a known depth, and only then
+made into torch's own objects. So the work is bounded by the length of the file: nothing is hashed
+but strings and records, memory is not reserved for an announced length, and a record that many
+names share is checked once.
+
+Alternatives considered: `pickle.Unpickler` with a `find_class` that allows some classes. Its BUILD
+opcode sets attributes of whatever is on its stack, also of those classes; an index of its memo
+reserves memory; and a key of nested tuples is hashed for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_zero.checkpoint.atomic import Place, files_below
+from lightning_zero.layout.foreign_names import check_inside, printable
+
+__all__ = [
+    "METADATA",
+    "check_complete",
+    "overlap",
+    "parse_metadata",
+    "read_metadata",
+    "without_collector",
+]
+
+METADATA = ".metadata"  # torch's
+_MAX_BYTES = 2**29  # of the file; a chunk of a tensor takes some 150
+_MAX_DIMS = 64
+_MAX_PATH = 256  # keys from the root of the checkpoint to a value
+_MAX_ABSENT = 2**16  # entries of all lists that hold nothing
+_MAX_COMPARISONS = 2**28  # of two chunks of one tensor
+
+_FORMAT = "torch.distributed.checkpoint"
+_METADATA_MODULE = f"{_FORMAT}.metadata"
+_OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
+_SIZE = ("torch", "Size")
+_LAYOUT = ("torch.serialization", "_get_layout")
+_ORDERED_DICT = ("collections", "OrderedDict")
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_GLOBALS = {
+    *((_METADATA_MODULE, name) for name in _CLASSES),
+    *((_OLD_MODULE, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
+    (f"{_FORMAT}.filesystem", "_StorageInfo"),
+    _SIZE,
+    _LAYOUT,
+    _ORDERED_DICT,
+}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+_Path = tuple[str | int, ...]  # keys from the root of the checkpoint to a value
+
+
+class _ForeignError(Exception):
+    """The file holds what has no place in it."""
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A name that the file asks for; nothing can be done with it but to call it."""
+
+    name: tuple[str, str]  # module, and name in it
+
+
+class _Record:
+    """A call of a global, and the state that was set. Hashed by identity."""
+
+    __slots__ = ("arguments", "kind", "state")
+
+    def __init__(self, kind: tuple[str, str], arguments: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.arguments = arguments
+        self.state: Any = None
+
+
+# ---------------------------------------------------------------------------------------- opcodes
+
+
+class _Machine:
+    """Carries out the opcodes of one file. See [Note: Metadata without pickle]."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._stack: list[Any] = []
+        self._marks: list[int] = []  # lengths of the stack
+        self._memo: dict[int, Any] = {}
+        self._globals: dict[tuple[str, str], Any] = {}
+
+    def run(self) -> Any:
+        """The object of the file.
+
+        Raises:
+            _ForeignError: An opcode or a global that has no place in it.
+            IndexError, KeyError, ValueError: It is damaged.
+        """
+        data, stack, memo = self._data, self._stack, self._memo
+        push, steps = stack.append, _STEPS
+        at = 0
+        while True:
+            code = data[at]
+            at += 1
+            # The most frequent ones, nine of ten: a call for each would take most of the time.
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif code == _GET4:
+                push(memo[data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24])
+                at += 4
+            elif code == _GET1:
+                push(memo[data[at]])
+                at += 1
+            elif code == _INT1:
+                push(data[at])
+                at += 1
+            elif code == _INT2:
+                push(data[at] | data[at + 1] << 8)
+                at += 2
+            elif code == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif code == _TUPLE2:
+                second = stack.pop()
+                stack[-1] = (stack[-1], second)
+            elif code == _MARK:
+                self._marks.append(len(stack))
+            elif code == _EMPTY_TUPLE:
+                push(())
+            elif code == _EMPTY_DICT:
+                push({})
+            elif code == _STOP:
+                return stack.pop()
+            elif code in steps:
+                self._at = at
+                steps[code](self)
+                at = self._at
+            else:
+                raise _ForeignError(f"opcode {bytes([code])!r} has no place in checkpoint metadata")
+
+    def _take(self, size: int) -> bytes:
+        start, self._at = self._at, self._at + size
+        if self._at > len(self._data):
+            raise ValueError(f"it ends {self._at - len(self._data)} bytes too early")
+        return self._data[start : self._at]
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _integer(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _since_mark(self) -> list[Any]:
+        start = self._marks.pop()
+        values = self._stack[start:]
+        del self._stack[start:]
+        return values
+
+    # ---- values
+
+    def protocol(self) -> None:
+        self._byte()
+
+    def frame(self) -> None:
+        self._take(8)
+
+    def none(self) -> None:
+        self._stack.append(None)
+
+    def true(self) -> None:
+        self._stack.append(True)
+
+    def false(self) -> None:
+        self._stack.append(False)
+
+    def int4(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def long1(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._byte()), "little", signed=True))
+
+    def short_text(self) -> None:
+        self._stack.append(self._take(self._byte()).decode())
+
+    def text(self) -> None:
+        self._stack.append(self._take(self._integer(4)).decode())
+
+    # ---- containers
+
+    def tuple3(self) -> None:
+        first, second, third = self._stack[-3:]
+        self._stack[-3:] = [(first, second, third)]
+
+    def tuple(self) -> None:
+        self._stack.append(tuple(self._since_mark()))
+
+    def empty_list(self) -> None:
+        self._stack.append([])
+
+    def append(self) -> None:
+        value = self._stack.pop()
+        _only(self._stack[-1], list).append(value)
+
+    def appends(self) -> None:
+        values = self._since_mark()
+        _only(self._stack[-1], list).extend(values)
+
+    def setitem(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def setitems(self) -> None:
+        self._set(self._since_mark())
+
+    def _set(self, values: list[Any]) -> None:
+        keys = values[::2]
+        if any(type(key) is not str and type(key) is not _Record for key in keys):
+            raise _ForeignError("a dict has keys that are neither names nor indices")
+        _only(self._stack[-1], dict).update(zip(keys, values[1::2], strict=True))
+
+    # ---- memo
+
+    def put1(self) -> None:
+        self._memo[self._byte()] = self._stack[-1]
+
+    def put4(self) -> None:
+        self._memo[self._integer(4)] = self._stack[-1]
+
+    # ---- globals, calls and states
+
+    def named(self) -> None:
+        words = []
+        for _ in range(2):
+            end = self._data.index(b"\n", self._at)
+            words.append(self._take(end - self._at).decode())
+            self._at += 1
+        self._push_global(*words)
+
+    def stacked(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._push_global(_only(module, str), _only(name, str))
+
+    def _push_global(self, module: str, name: str) -> None:
+        key = (module, name)
+        if key not in self._globals:
+            if module == "torch" and name in _DTYPES:
+                self._globals[key] = _DTYPES[name]
+            elif key in _GLOBALS:
+                self._globals[key] = _Global(key)
+            else:
+                raise _ForeignError(f"{module}.{name} has no place in checkpoint metadata")
+        self._stack.append(self._globals[key])
+
+    def call(self) -> None:
+        arguments = _only(self._stack.pop(), tuple)
+        name = _only(self._stack.pop(), _Global).name
+        if name == _SIZE:
+            (dims,) = arguments
+            self._stack.append(_size(dims))
+        elif name == _ORDERED_DICT and not arguments:
+            self._stack.append({})
+        else:
+            self._stack.append(_Record(name, arguments))
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        record = _only(self._stack[-1], _Record)
+        if record.state is not None:
+            raise _ForeignError("a record is set twice")
+        record.state = state
+
+
+_MEMOIZE, _GET1, _GET4 = 0x94, ord("h"), ord("j")
+_INT1, _INT2 = ord("K"), ord("M")
+_MARK, _EMPTY_TUPLE, _TUPLE1, _TUPLE2 = ord("("), ord(")"), 0x85, 0x86
+_EMPTY_DICT, _STOP = ord("}"), ord(".")
+_STEPS: dict[int, Callable[[_Machine], None]] = {
+    ord(code): step
+    for code, step in {
+        "\x80": _Machine.protocol,
+        "\x95": _Machine.frame,
+        "N": _Machine.none,
+        "\x88": _Machine.true,
+        "\x89": _Machine.false,
+        "J": _Machine.int4,
+        "\x8a": _Machine.long1,
+        "\x8c": _Machine.short_text,
+        "X": _Machine.text,
+        "\x87": _Machine.tuple3,
+        "t": _Machine.tuple,
+        "]": _Machine.empty_list,
+        "a": _Machine.append,
+        "e": _Machine.appends,
+        "s": _Machine.setitem,
+        "u": _Machine.setitems,
+        "q": _Machine.put1,
+        "r": _Machine.put4,
+        "c": _Machine.named,
+        "\x93": _Machine.stacked,
+        "R": _Machine.call,
+        "\x81": _Machine.call,  # NEWOBJ: the same for a record
+        "b": _Machine.build,
+    }.items()
+}
+
+
+def _only(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        _refuse(f"a {kind.__name__.strip('_').lower()}", value)
+    return value
+
+
+def _refuse(expected: str, value: object) -> NoReturn:
+    found = value.kind[1] if isinstance(value, _Record) else type(value).__name__
+    raise _ForeignError(f"it holds a {found} where {expected} belongs")
+
+
+def _size(dims: Any) -> torch.Size:
+    if type(dims) not in (tuple, list, torch.Size) or len(dims) > _MAX_DIMS:
+        _refuse(f"a size of at most {_MAX_DIMS} dimensions", dims)
+    return torch.Size(map(_natural, dims))
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        _refuse("an integer from 0 to 2^63", value)
+    return int(value)
+
+
+# --------------------------------------------------------------------------------------- checking
+
+
+class _Converter:
+    """Checks records and makes torch's objects of them; what is shared once."""
+
+    def __init__(self) -> None:
+        # By identity of the record, which the root keeps alive, and by what was made of it.
+        self._done: dict[tuple[int, str], Any] = {}
+        self._paths: set[str] = set()  # of files, which have been checked
+
+    def metadata(self, root: object) -> Metadata:
+        if not isinstance(root, _Record) or root.kind != (_METADATA_MODULE, "Metadata"):
+            raise _ForeignError(f"it is no metadata of {_FORMAT}")
+        fields = self._fields(root, "Metadata")
+        entries = {
+            self._text(name): self._once(entry, self._entry)
+            for name, entry in _only(fields.get("state_dict_metadata"), dict).items()
+        }
+        places = {
+            self._index(index): self._once(place, self._place)
+            for index, place in _only(fields.get("storage_data"), dict).items()
+        }
+        _check_places(entries, places)
+        return Metadata(entries, self._paths_of(fields.get("planner_data")), places)
+
+    def _once(self, record: object, make: Callable[[Any], Any]) -> Any:
+        key = (id(record), make.__name__)  # a record may stand where another kind belongs
+        if key not in self._done:
+            self._done[key] = make(record)
+        return self._done[key]
+
+    def _fields(self, record: object, kind: str) -> dict[str, Any]:
+        """The attributes of a record of the class `kind`, by name."""
+        if not isinstance(record, _Record) or record.kind[1] != kind:
+            _refuse(f"a {kind}", record)
+        if record.arguments or type(record.state) not in (dict, type(None)):
+            raise _ForeignError(f"a {kind} is written in an unknown way")
+        return record.state or {}
+
+    def _text(self, value: object) -> str:
+        return str(_only(value, str))
+
+    def _entry(self, record: object) -> TensorStorageMetadata | BytesStorageMetadata:
+        if isinstance(record, _Record) and record.kind[1] == "BytesStorageMetadata":
+            return BytesStorageMetadata()
+        fields = self._fields(record, "TensorStorageMetadata")
+        size = _size(fields.get("size"))
+        chunks = [self._once(chunk, self._chunk) for chunk in _only(fields.get("chunks"), list)]
+        for chunk in chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+                raise _ForeignError("a chunk has other dimensions than its tensor")
+            if any(
+                a + n > all_ for a, n, all_ in zip(chunk.offsets, chunk.sizes, size, strict=True)
+            ):
+                raise _ForeignError("a chunk lies outside its tensor")
+        dtype = self._once(fields.get("properties"), self._dtype)
+        _check_bytes(size, dtype)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+    def _chunk(self, record: object) -> ChunkStorageMetadata:
+        fields = self._fields(record, "ChunkStorageMetadata")
+        return ChunkStorageMetadata(_size(fields.get("offsets")), _size(fields.get("sizes")))
+
+    def _dtype(self, record: object) -> torch.dtype:
+        if not isinstance(record, _Record) or record.kind[1] != "TensorProperties":
+            _refuse("a TensorProperties", record)
+        state = record.state  # a tuple, and a dict in its first versions
+        dtype = state.get("dtype") if type(state) is dict else _only(state, tuple)[0]
+        if not isinstance(dtype, torch.dtype):
+            _refuse("a dtype", dtype)
+        return dtype
+
+    def _index(self, record: object) -> MetadataIndex:
+        fields = self._fields(record, "MetadataIndex")
+        offset, index = fields.get("offset"), fields.get("index")
+        return MetadataIndex(
+            self._text(fields.get("fqn")),
+            None if offset is None else _size(offset),
+            None if index is None else _natural(index),
+        )
+
+    def _place(self, record: object) -> _StorageInfo:
+        fields = self._fields(record, "_StorageInfo")
+        path = self._text(fields.get("relative_path"))
+        if path not in self._paths:
+            check_inside(path)
+            self._paths.add(path)
+        start, length = _natural(fields.get("offset")), _natural(fields.get("length"))
+        if fields.get("transform_descriptors"):
+            raise _ForeignError("items are compressed or encrypted, which cannot be read here")
+        return _StorageInfo(path, start, length)
+
+    def _paths_of(self, planned: object) -> dict[str, _Path]:
+        """Where in the checkpoint each value belongs, by name; some writers leave that out."""
+        if type(planned) is not dict:
+            return {}
+        return {
+            self._text(name): tuple(self._once(path, self._path)) for name, path in planned.items()
+        }
+
+    def _path(self, path: Any) -> _Path:
+        if type(path) not in (tuple, list) or not 0 < len(path) <= _MAX_PATH:
+            _refuse(f"a path of at most {_MAX_PATH} keys", path)
+        for key in path:
+            if type(key) is not str:
+                _natural(key)
+        return tuple(path)
+
+
+def _check_bytes(size: Sequence[int], dtype: torch.dtype) -> None:
+    # Products of the dimensions that are not 0: strides are made of them.
+    if math.prod(dim or 1 for dim in size) * dtype.itemsize >= 2**63:
+        raise _ForeignError("a tensor is larger than memory can be")
+
+
+def _check_places(entries: Mapping[str, Any], places: Mapping[MetadataIndex, Any]) -> None:
+    """Every object and every chunk of a tensor has a place."""
+    tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    num_items = len(entries) - len(tensors) + sum(len(e.chunks) for e in tensors.values())
+    if num_items > len(places):
+        raise _ForeignError(f"it has {len(places)} places for {num_items} items")
+    for name, entry in entries.items():
+        indices = [MetadataIndex(name)]
+        if name in tensors:
+            indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+        if any(index not in places for index in indices):
+            raise _ForeignError(f"{printable(name)} has no place in a file")
+
+
+def _check_tree(names: Iterable[str], paths: Mapping[str, _Path]) -> None:
+    """The paths are those of one tree, the lists in which are about as long as they hold values."""
+    leaves = {paths.get(name, (name,)) for name in names}
+    kinds: dict[_Path, type] = {(): str}  # of the keys of each dict and list
+    lengths: dict[_Path, int] = {}
+    for path in leaves:
+        for depth, key in enumerate(path):
+            inner = path[:depth]
+            if inner in leaves or kinds.setdefault(inner, type(key)) is not type(key):
+                raise _ForeignError("it names values that cannot be put into one tree")
+            if isinstance(key, int):
+                lengths[inner] = max(lengths.get(inner, 0), key + 1)
+    if sum(lengths.values()) > sum(map(len, leaves)) + _MAX_ABSENT:
+        raise _ForeignError("an index of a list is far beyond its values")
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """While objects are made by the thousand for each rank, none of which is garbage yet.
+
+    Python would walk all that there are again and again, which takes most of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def parse_metadata(data: bytes) -> Metadata:
+    """What `.metadata` holds, with nothing of it run. See [Note: Metadata without pickle].
+
+    Raises:
+        ValueError: It is damaged, or holds what has no place in it.
+    """
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
+    try:
+        with without_collector():
+            metadata = _Converter().metadata(_Machine(data).run())
+            _check_tree(metadata.state_dict_metadata, metadata.planner_data)
+            return metadata
+    except (_ForeignError, ValueError) as error:
+        raise ValueError(printable(str(error))) from None
+    except LookupError:  # its stack, its memo or its bytes end
+        raise ValueError("it is cut or damaged") from None
+
+
+def read_metadata(folder: Place) -> Metadata:
+    """The metadata of the directory `folder`.
+
+    Raises:
+        ValueError: There is none, it is damaged, or it holds what has no place in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no directory, so it is no sharded checkpoint.")
+    path = folder / METADATA
+    if not path.is_file():
+        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
+        raise ValueError(
+            f"{folder} is no sharded checkpoint, or an incomplete one: expected a file {METADATA}, "
+            f"found {printable(found)}; give the directory that the checkpoint was saved to."
+        )
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    try:
+        return parse_metadata(data)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): the checkpoint is damaged, or written by something "
+            f"else than {_FORMAT}."
+        ) from error
+
+
+# ------------------------------------------------------------------------------------ completeness
+
+
+def check_complete(folder: Place, metadata: Metadata) -> None:
+    """Raises a ValueError unless every element is stored once, in a file that reaches so far."""
+    problems = _missing_bytes(folder, metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and (
+            why := _wrong_chunks(name, entry, metadata)
+        ):
+            problems.append(f"{printable(name)} {why}")
+    if problems:
+        shown = "; ".join(problems[:20])
+        raise ValueError(
+            f"{folder} is incomplete: {shown}. Use another checkpoint, or copy this one again."
+        )
+
+
+def _missing_bytes(folder: Place, metadata: Metadata) -> list[str]:
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
+    problems = []
+    sizes = files_below(folder)
+    for name, end in ends.items():
+        if name not in sizes:
+            problems.append(f"{printable(name)} is missing")
+        elif sizes[name] < end:
+            problems.append(f"{printable(name)} has {sizes[name]} bytes of at least {end}")
+    return problems
+
+
+def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
+    """What is wrong with the chunks of a tensor."""
+    numel = math.prod(entry.size)
+    itemsize = entry.properties.dtype.itemsize
+    stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if stored < numel:
+        return f"has {stored} elements of {numel}"
+    for chunk in entry.chunks:
+        length = metadata.storage_data[MetadataIndex(name, chunk.offsets)].length
+        if math.prod(chunk.sizes) * itemsize > length:
+            return f"has a chunk of {math.prod(chunk.sizes)} elements in {length} bytes"
+    if stored > numel or overlap(entry.chunks, entry.size):
+        return "has chunks that overlap"
+    return None
+
+
+def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
+    """Whether two chunks have an element in common."""
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
+    if len(boxes) < 2 or _follow_each_other(boxes, size):
+        return False
+    starts = torch.tensor([offsets for offsets, _ in boxes], dtype=torch.int64)
+    stops = starts + torch.tensor([sizes for _, sizes in boxes], dtype=torch.int64)
+    # Along the dimension with the most cuts, a box meets the fewest others.
+    dim = max(range(len(size)), key=lambda d: len(starts[:, d].unique()))
+    order = starts[:, dim].argsort()
+    starts, stops = starts[order], stops[order]
+    ends = torch.searchsorted(starts[:, dim].contiguous(), stops[:, dim].contiguous())
+    if int((ends - torch.arange(len(boxes))).sum()) > _MAX_COMPARISONS:
+        raise ValueError(f"a tensor is cut into {len(boxes)} chunks that cannot be told apart")
+    for number, end in enumerate(ends.tolist()):
+        others = slice(number + 1, end)
+        meets = (starts[others] < stops[number]) & (starts[number] < stops[others])
+        if bool(meets.all(dim=1).any()):
+            return True
+    return False
+
+
+def _follow_each_other(
+    boxes: Sequence[tuple[Sequence[int], Sequence[int]]], size: Sequence[int]
+) -> bool:
+    """Whether each box is a flat range of the tensor, and none begins before another ends.
+
+    Almost every writer's are; it is quicker to see.
+    """
+    strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+    ranges = []
+    for offsets, sizes in boxes:
+        cut = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
+        if list(sizes[cut + 1 :]) != list(size[cut + 1 :]):
+            return False
+        start = sum(map(operator.mul, offsets, strides))
+        ranges.append((start, start + math.prod(sizes)))
+    return all(a[1] <= b[0] for a, b in pairwise(sorted(ranges)))
