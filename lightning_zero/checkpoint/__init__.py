@@ -7,6 +7,7 @@ Imports the engine and all below it.
     dcp_writer    files of that format, written all or nothing
     dcp_reader    opens directories of that format, whole or in part
     dcp_metadata  their file `.metadata`, of which nothing is run
+    dcp_chunks    whether every element is stored, and stored once
     save_record   which save each of their files belongs to
     torch_file    one file of `torch.save`, tensor after tensor
     load          into modules, masters and optimizer states, whatever wrote them

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_zero.checkpoint.atomic import Place, files_below, identity, replaced_meanwhile
-from lightning_zero.checkpoint.dcp_metadata import METADATA, check_complete, read_metadata
+from lightning_zero.checkpoint.dcp_chunks import check_complete
+from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
 from lightning_zero.checkpoint.shard_tensor import boxes_of_range

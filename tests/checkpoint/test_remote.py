@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from lightning_zero import open_checkpoint
 from lightning_zero.checkpoint import remote
+from lightning_zero.checkpoint.atomic import locate
 from lightning_zero.checkpoint.export import plan
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
@@ -199,3 +200,17 @@ def test_what_storage_raises_is_told_in_one_line(memory, monkeypatch, capsys):
     assert main(["inspect", "memory://run/a.ckpt"]) == 2
     told = "lightning-zero inspect: error: memory://run/a.ckpt: no credentials\n"
     assert capsys.readouterr().err == told
+
+
+def test_files_of_two_saves_at_an_address_are_refused(memory):
+    for number in range(2):
+        content = {"state_dict": {"a": torch.full((3, 3), number)}, "epoch": number}
+        plan(content, "dcp").write(locate(f"memory://run/{number}"), silent)
+    (first, second) = (f"/run/{number}" for number in range(2))
+    (of_first,) = (f for f in memory.find(first) if f.endswith(".distcp"))
+    (of_second,) = (f for f in memory.find(second) if f.endswith(".distcp"))
+    assert find_damage("memory://run/0") == []
+    memory.pipe_file(of_first, memory.cat_file(of_second))
+    with pytest.raises(ValueError, match="files of two saves lie in one directory"):
+        open_checkpoint("memory://run/0")
+    assert "two saves" in "".join(find_damage("memory://run/0"))

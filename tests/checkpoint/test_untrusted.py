@@ -17,7 +17,8 @@ from torch import Size
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.dcp_metadata import overlap, parse_metadata
+from lightning_zero.checkpoint.dcp_chunks import overlap
+from lightning_zero.checkpoint.dcp_metadata import parse_metadata
 from lightning_zero.checkpoint.dcp_reader import open_sharded
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli import main
@@ -104,7 +105,7 @@ def test_no_sequence_of_opcodes_does_more_than_return_or_raise(sharded):
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_no_sequence_of_many_does_more_than_return_or_raise(sharded, seed):
     real = (sharded / ".metadata").read_bytes()
-    assert run_ranks(1, _fuzz_parsing, real, seed, 50_000, timeout_s=280) == [[]]
+    assert run_ranks(1, _fuzz_parsing, real, seed, 10_000, timeout_s=280) == [[]]
 
 
 # ------------------------------------------------------------------------- files made by hand

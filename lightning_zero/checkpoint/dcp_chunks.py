@@ -1,0 +1,113 @@
+"""Whether a sharded checkpoint is complete: every element is stored once, within its file.
+
+Chunks that overlap would leave elements that none of them has; memory that nothing was written to
+would be loaded for those.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from lightning_zero.checkpoint.atomic import Place, files_below
+from lightning_zero.layout.foreign_names import printable
+
+__all__ = ["check_complete", "overlap"]
+
+_MAX_COMPARISONS = 2**28  # of two chunks of one tensor
+
+
+def check_complete(folder: Place, metadata: Metadata) -> None:
+    """Raises a ValueError unless every element is stored once, in a file that reaches so far."""
+    problems = _missing_bytes(folder, metadata)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and (
+            why := _wrong_chunks(name, entry, metadata)
+        ):
+            problems.append(f"{printable(name)} {why}")
+    if problems:
+        shown = "; ".join(problems[:20])
+        raise ValueError(
+            f"{folder} is incomplete: {shown}. Use another checkpoint, or copy this one again."
+        )
+
+
+def _missing_bytes(folder: Place, metadata: Metadata) -> list[str]:
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
+    problems = []
+    sizes = files_below(folder)
+    for name, end in ends.items():
+        if name not in sizes:
+            problems.append(f"{printable(name)} is missing")
+        elif sizes[name] < end:
+            problems.append(f"{printable(name)} has {sizes[name]} bytes of at least {end}")
+    return problems
+
+
+def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
+    """What is wrong with the chunks of a tensor."""
+    numel = math.prod(entry.size)
+    itemsize = entry.properties.dtype.itemsize
+    stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if stored < numel:
+        return f"has {stored} elements of {numel}"
+    for chunk in entry.chunks:
+        length = metadata.storage_data[MetadataIndex(name, chunk.offsets)].length
+        if math.prod(chunk.sizes) * itemsize > length:
+            return f"has a chunk of {math.prod(chunk.sizes)} elements in {length} bytes"
+    if stored > numel or overlap(entry.chunks, entry.size):
+        return "has chunks that overlap"
+    return None
+
+
+def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
+    """Whether two chunks have an element in common."""
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
+    if len(boxes) < 2 or _follow_each_other(boxes, size):
+        return False
+    starts = torch.tensor([offsets for offsets, _ in boxes], dtype=torch.int64)
+    stops = starts + torch.tensor([sizes for _, sizes in boxes], dtype=torch.int64)
+    # Along the dimension with the most cuts, a box meets the fewest others.
+    dim = max(range(len(size)), key=lambda d: len(starts[:, d].unique()))
+    order = starts[:, dim].argsort()
+    starts, stops = starts[order], stops[order]
+    ends = torch.searchsorted(starts[:, dim].contiguous(), stops[:, dim].contiguous())
+    if int((ends - torch.arange(len(boxes))).sum()) > _MAX_COMPARISONS:
+        raise ValueError(f"a tensor is cut into {len(boxes)} chunks that cannot be told apart")
+    for number, end in enumerate(ends.tolist()):
+        others = slice(number + 1, end)
+        meets = (starts[others] < stops[number]) & (starts[number] < stops[others])
+        if bool(meets.all(dim=1).any()):
+            return True
+    return False
+
+
+def _follow_each_other(
+    boxes: Sequence[tuple[Sequence[int], Sequence[int]]], size: Sequence[int]
+) -> bool:
+    """Whether each box is a flat range of the tensor, and none begins before another ends.
+
+    Almost every writer's are; it is quicker to see.
+    """
+    strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+    ranges = []
+    for offsets, sizes in boxes:
+        cut = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
+        if list(sizes[cut + 1 :]) != list(size[cut + 1 :]):
+            return False
+        start = sum(map(operator.mul, offsets, strides))
+        ranges.append((start, start + math.prod(sizes)))
+    return all(a[1] <= b[0] for a, b in pairwise(sorted(ranges)))
