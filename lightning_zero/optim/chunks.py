@@ -27,6 +27,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
+from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import check_slice
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
@@ -136,7 +137,7 @@ class BucketStep:
         if not is_elsewhere and not shards.keeps_states_in_files:
             return
         for index in self.grads:
-            state = self.clone.optimizer.state.get(self.bucket.parameters[index], {})
+            state = own_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
             if is_elsewhere:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -159,7 +160,7 @@ class ChunkStep:
         self.chunk = chunk
         self._shards = of.bucket.shards
         self._name = of.bucket.plan.name
-        self._state = of.clone.optimizer.state
+        self._state = own_states(of.clone.optimizer)
         self._memory: dict[str, Tensor] = {}  # by name, what rests in files
         self._master: Tensor | None = None  # where it is stepped
         self._arrival: streams.Event | None = None

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.shards import SCALAR_KEYS, is_elementwise_state
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.shown import is_sliced, own_states, part_of, plain_states
 from lightning_zero.tensors.composite import (
     is_composite,
     map_tensors,
@@ -38,9 +39,12 @@ from lightning_zero.tensors.composite import (
     take_apart,
 )
 from lightning_zero.tensors.guarded import placement_of
+from lightning_zero.tensors.lazy import LazyTensor
+from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "Outline",
+    "bring_states",
     "check_slice",
     "is_elementwise",
     "join_optimizer_state",
@@ -48,6 +52,7 @@ __all__ = [
     "optimizer_state_dict",
     "outline_owned_states",
     "shard_initial_state",
+    "store_states",
 ]
 
 _ALIGN_BYTES = 16
@@ -68,9 +73,9 @@ def shard_initial_state(optimizer: Optimizer) -> None:
 def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank."""
     placement = placement_of(parameter)
-    if not _is_sliced(bucket_of(placement)):
+    if not is_sliced(bucket_of(placement)):
         return
-    for key, value in optimizer.state.get(parameter, {}).items():
+    for key, value in own_states(optimizer).get(parameter, {}).items():
         if is_composite(value):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {key} of {placement.name} as "
@@ -80,8 +85,21 @@ def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
             )
 
 
-def _is_sliced(bucket: Bucket) -> bool:
-    return not bucket.steps_whole and not bucket.shards.holds_whole_tensors
+def bring_states(optimizer: Optimizer, bucket: Bucket) -> None:
+    """States that rest in files are in memory until `store_states`: a method may write to them."""
+    states = own_states(optimizer)
+    for parameter in bucket.parameters:
+        for key, value in states.get(parameter, {}).items():
+            if isinstance(value, LazyTensor):
+                states[parameter][key] = value.read()
+
+
+def store_states(optimizer: Optimizer, bucket: Bucket) -> None:
+    """States of `bucket` go to their files again."""
+    states = own_states(optimizer)
+    for index, parameter in enumerate(bucket.parameters):
+        if parameter in states:
+            bucket.shards.adopt_state(index, states[parameter])
 
 
 def optimizer_state_dict(
@@ -92,15 +110,16 @@ def optimizer_state_dict(
     One bucket and one kind of state is gathered at a time. Ranks that are no recipients get an
     empty dict.
     """
-    packed = optimizer.state_dict()
-    ids = _parameter_ids(optimizer)
+    with plain_states(optimizer):
+        packed = optimizer.state_dict()
+    ids, own = _parameter_ids(optimizer), own_states(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for parameter, owned in _gather_owned_states(optimizer, buckets):
         if is_recipient:
             state[ids[parameter]] = map_tensors(lambda v: v.to("cpu", copy=True), owned)
-    for member in ids.keys() & optimizer.state.keys():
+    for member in ids.keys() & own.keys():
         # Never write into the optimizer's own.
-        state.setdefault(ids[member], dict(optimizer.state[member]))
+        state.setdefault(ids[member], dict(own[member]))
     for parameter, key, joined in _joined(optimizer, buckets):
         if is_recipient:
             state[ids[parameter]][key] = joined.to("cpu", copy=True)
@@ -136,7 +155,7 @@ def load_optimizer_state_dict(
         number: {
             key: _own_part(by_number[number], key, value)
             for key, value in entry.items()
-            if by_number[number] not in in_files or key == "step"
+            if by_number[number] not in in_files or not _is_for_file(by_number[number], key, value)
         }
         for number, entry in state_dict["state"].items()
         if _is_stepped(by_number[number])
@@ -147,31 +166,38 @@ def load_optimizer_state_dict(
     for bucket in own_buckets:
         bucket.masters.enter_step(has_grads=False)
     try:
-        optimizer.load_state_dict({**state_dict, "state": state})
+        with plain_states(optimizer):
+            optimizer.load_state_dict({**state_dict, "state": state})
     finally:
         for bucket in own_buckets:
             bucket.masters.leave_step(is_changed=False)
     for number, entry in state_dict["state"].items():
         if by_number[number] in in_files:
-            _load_into_files(by_number[number], entry, optimizer.state[by_number[number]])
+            _load_into_files(by_number[number], entry, own_states(optimizer))
+
+
+def _is_for_file(parameter: nn.Parameter, key: str, value: object) -> bool:
+    return _is_shaped_like(placement_of(parameter).shape, key, value)
 
 
 def _load_into_files(
-    parameter: nn.Parameter, entry: Mapping[str, Any], state: dict[str, Any]
+    parameter: nn.Parameter, entry: Mapping[str, Any], states: dict[Any, Any]
 ) -> None:
-    """Moves all states but the step to their files, one after another: memory holds one of them."""
+    """Moves elementwise states to their files, one after another: memory holds one of them."""
     placement = placement_of(parameter)
     for key, value in entry.items():
-        if key != "step":
+        if _is_for_file(parameter, key, value):
             part = {key: _own_part(parameter, key, value)}
             bucket_of(placement).shards.adopt_state(placement.index, part)
-            state.update(part)
+            states[parameter].update(part)
 
 
 def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
     placement = placement_of(parameter)
     if isinstance(value, dict):
         return {name: _own_part(parameter, name, part) for name, part in value.items()}
+    if isinstance(value, ShardedTensor):
+        return part_of(parameter, key, value)
     is_cut = not bucket_of(placement).shards.holds_whole_tensors
     if is_cut and isinstance(value, Tensor) and _is_shaped_like(placement.shape, key, value):
         return bucket_of(placement).shards.slice_state(placement.index, value)
@@ -203,7 +229,7 @@ def _check_states(
             for key, value in _named_tensors(entry)
             if value.numel() > 1
             and (value.shape != placement.shape or is_composite(value))
-            and _is_sliced(bucket_of(placement))
+            and is_sliced(bucket_of(placement))
         ]
     if wrong:
         lines = "\n\t".join(wrong)
@@ -235,18 +261,19 @@ def join_optimizer_state(
         (p, key, whole.to(device, copy=True)) for p, key, whole in _joined(optimizer, buckets)
     ]
     owned = [(p, map_tensors(at_home, s)) for p, s in _gather_owned_states(optimizer, buckets)]
-    optimizer.state.update(owned)
+    states = own_states(optimizer)
+    states.update(owned)
     for parameter, key, whole in joined:
-        optimizer.state[parameter][key] = whole
+        states[parameter][key] = whole
 
 
 def _joined(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
     """Every elementwise state of what is sliced, whole. Collective: exhaust it on every rank."""
-    mine = set(_parameter_ids(optimizer))
-    for bucket in filter(_is_sliced, buckets):
-        states = [optimizer.state.get(p, {}) if p in mine else {} for p in bucket.parameters]
+    mine, own = set(_parameter_ids(optimizer)), own_states(optimizer)
+    for bucket in filter(is_sliced, buckets):
+        states = [own.get(p, {}) if p in mine else {} for p in bucket.parameters]
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
@@ -318,11 +345,12 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
     if not own_buckets:
         return {}
     own_buckets[0].wait_for_all_steps()
+    states = own_states(optimizer)
     own = {
-        (number, index): tree_map(Outline.of, take_apart(optimizer.state[parameter]))
+        (number, index): tree_map(Outline.of, take_apart(states[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
-        if bucket.shards.is_stepped[index] and parameter in optimizer.state
+        if bucket.shards.is_stepped[index] and parameter in states
     }
     known: dict[tuple[int, int], Any] = {}
     for of_rank in own_buckets[0].comm.control.gather_objects(own):
@@ -341,7 +369,7 @@ def _gather_owned_states(
     """
     for bucket in buckets:
         if bucket.steps_whole:
-            states = optimizer.state  # a defaultdict: not to be asked for what it lacks
+            states = own_states(optimizer)  # a defaultdict: not to be asked for what it lacks
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
     outlines = outline_owned_states(optimizer, buckets)
     for bucket in _buckets_of(optimizer, buckets):
@@ -394,7 +422,7 @@ def _gather_bucket(
                 views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
                 start += leaf.nbytes
     for parameter, _ in by_owner[mesh.shard_rank]:
-        values = plain_tensors(optimizer.state[parameter])
+        values = plain_tensors(own_states(optimizer)[parameter])
         for view, value in zip(views[parameter], values, strict=True):
             view.copy_(value)
     comm.all_gather(buffer, f"states of {bucket.plan.name}", cuts=cuts).wait()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optim.clone import copy_of, raw_step, settings_of
+from lightning_zero.optim.clone import copy_of, enter_training, raw_step, settings_of
 
 __all__ = ["OPTIMIZER_NAMES", "KeptStates", "States", "data_parallel_bytes", "make_optimizers"]
 
@@ -174,6 +174,7 @@ def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) ->
     settings = settings_of(optimizer.param_groups[index])
     copy = copy_of(optimizer, [{**settings, "params": [toy]}])
     with torch.random.fork_rng(devices=[]):  # it may draw
+        enter_training(copy)
         raw_step(copy)
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []
