@@ -188,7 +188,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
                 state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
             elif parameter in own_of:
                 for key, value in entry.items():
-                    if is_elementwise(bucket, index, key, value):
+                    if is_elementwise(bucket, index, value):
                         part = partial(_itself, value)
                         entry[key] = _shard(f"{key} {source}", bucket, index, value.dtype, part)
                 state[name] = entry

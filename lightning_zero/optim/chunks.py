@@ -231,7 +231,7 @@ class ChunkStep:
         """What a chunk sees of a state: its elements, or a copy of what is one for all chunks."""
         if isinstance(value, LazyTensor):
             return self._memory[f"state.{key}"][here]
-        if is_elementwise_state(key, value, len(own)):
+        if is_elementwise_state(value, len(own)):
             return value[part.start - own.start : part.stop - own.start]
         return copy.deepcopy(value)
 
@@ -246,12 +246,12 @@ class ChunkStep:
         own = shards.own_ranges[index]
         known = self.of.known.setdefault(index, {})  # in memory; other keys are in files
         for key, value in stepped.state.items():
-            if not is_elementwise_state(key, value, len(part)):
+            if not is_elementwise_state(value, len(part)):
                 known[key] = value
             elif not shards.keeps_states_in_files:
                 if key not in known:
                     old = self._state.get(parameter, {}).get(key)
-                    is_there = is_elementwise_state(key, old, len(own))
+                    is_there = is_elementwise_state(old, len(own))
                     known[key] = old if is_there else value.new_zeros(len(own))
                 _write(known[key][part.start - own.start : part.stop - own.start], value)
             elif (view := self._memory.get(f"state.{key}")) is not None:

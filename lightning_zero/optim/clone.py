@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,6 +36,7 @@ __all__ = [
     "parameters_of",
     "raw_step",
     "settings_of",
+    "step_toy",
 ]
 
 
@@ -96,6 +98,25 @@ def enter_training(optimizer: Optimizer) -> None:
     if callable(train):
         with suppress(TypeError):  # another kind of `train`, which wants arguments
             train()
+
+
+def step_toy(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
+    """The state that a copy of `optimizer` has of a parameter with these values after one step.
+
+    `group`: whose settings it has. Gradients are ones.
+    """
+    toy = nn.Parameter(values)
+    toy.grad = torch.ones_like(toy)
+    settings = settings_of(optimizer.param_groups[group])
+    copy = copy_of(optimizer, [{**settings, "params": [toy]}])
+    with torch.random.fork_rng(devices=[]):  # it may draw
+        enter_training(copy)
+        try:
+            raw_step(copy)
+        except TypeError:  # it wants a closure
+            raw_step(copy, lambda: 0.0)
+    state: dict[str, Any] = copy.state.get(toy, {})
+    return state
 
 
 @dataclass

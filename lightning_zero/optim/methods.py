@@ -83,8 +83,8 @@ class WithoutGradients(TorchFunctionMode):
     ) -> Any:
         if func in _GRAD and id(args[0]) in self._ids:
             raise RuntimeError(
-                f"{self._call} looks at parameter.grad, which is shown to step() alone where states "
-                "rest as shards; do that part in step(), or in the loop before the call."
+                f"{self._call} looks at parameter.grad, which only step() is shown beside its part "
+                "of the parameter; do so in step(), or in the loop before the call."
             )
         return func(*args, **(kwargs or {}))
 

@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket, bucket_of
@@ -45,16 +45,17 @@ WAYS = (
 )
 
 
-def own_states(optimizer: Optimizer) -> dict[Any, Any]:
+def own_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
     """The plain dict of states: slices, as the optimizer steps them."""
-    state = optimizer.state
-    return state.own if isinstance(state, ShownStates) else state
+    state: Any = optimizer.state
+    plain: defaultdict[Any, Any] = state.own if isinstance(state, ShownStates) else state
+    return plain
 
 
 @contextmanager
 def plain_states(optimizer: Optimizer) -> Iterator[None]:
     """Inside, `optimizer.state` is the plain dict, as the optimizer itself needs it."""
-    shown = optimizer.state
+    shown: Any = optimizer.state
     if not isinstance(shown, ShownStates):
         yield
         return
@@ -63,7 +64,7 @@ def plain_states(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         shown.own = optimizer.state  # loading puts another dict there
-        optimizer.state = shown  # type: ignore[assignment]
+        optimizer.state = cast("Any", shown)
 
 
 def is_sliced(bucket: Bucket) -> bool:
@@ -71,14 +72,13 @@ def is_sliced(bucket: Bucket) -> bool:
     return not bucket.steps_whole and not bucket.shards.holds_whole_tensors
 
 
-def part_of(parameter: nn.Parameter, key: str, value: object, known: object = None) -> object:
+def part_of(parameter: Tensor, value: object, known: object = None) -> object:
     """What this rank keeps of a state that has been given for the whole parameter.
 
     Args:
         parameter: Of an engine.
-        key: Name of the state.
         value: Of the parameter's shape, plain or sharded; anything else is returned as it is.
-        known: What the optimizer has under this key, if anything: of a parameter without
+        known: What the optimizer has had in its place, if anything: of a parameter without
             dimensions it says whether the value is one for each element.
     """
     placement = placement_of(parameter)
@@ -89,7 +89,7 @@ def part_of(parameter: nn.Parameter, key: str, value: object, known: object = No
         is_own = bucket.cuts[placement.index].is_as(value.cut)
         return value.local.clone() if is_own else _slice(bucket, placement.index, value)
     numel = len(bucket.owned(placement.index))
-    is_number = not placement.shape and not is_elementwise_state(key, known, numel)
+    is_number = not placement.shape and not is_elementwise_state(known, numel)
     if value.shape != placement.shape or is_number:
         return value
     return _slice(bucket, placement.index, value)
@@ -108,7 +108,7 @@ class ShownStates(MutableMapping[Any, Any]):
         drain: Called before values are looked at: a worker may be changing them.
     """
 
-    def __init__(self, own: dict[Any, Any], drain: Callable[[], object]) -> None:
+    def __init__(self, own: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
         self.own = own
         self.drain = drain
 
@@ -128,9 +128,7 @@ class ShownStates(MutableMapping[Any, Any]):
         is_held = isinstance(parameter, Tensor) and has_placement(parameter)
         if is_held and isinstance(state, Mapping):
             known = self.own.get(parameter, {})
-            state = {
-                key: part_of(parameter, key, value, known.get(key)) for key, value in state.items()
-            }
+            state = {key: part_of(parameter, value, known.get(key)) for key, value in state.items()}
         self.own[parameter] = state
 
     def __delitem__(self, parameter: Any) -> None:
@@ -175,7 +173,7 @@ class ShownStates(MutableMapping[Any, Any]):
 def refuse_part(what: str) -> NoReturn:
     """Raises where a rank has only the states of tensors that it owns."""
     raise RuntimeError(
-        f"{what} is not all on this rank: each rank steps some tensors, and has their states alone; "
+        f"{what} is not all on this rank: each rank steps some tensors and has their states alone; "
         f"{WAYS}."
     )
 
@@ -193,13 +191,13 @@ def as_plain_dicts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 class _ShownState(dict[str, Any]):
     """The state of one parameter, as shown; what is written to it reaches the optimizer's own."""
 
-    def __init__(self, own: dict[str, Any], parameter: nn.Parameter) -> None:
+    def __init__(self, own: dict[str, Any], parameter: Tensor) -> None:
         super().__init__({key: _shown(parameter, key, value) for key, value in own.items()})
         self._own = own
         self._parameter = parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._own[key] = part_of(self._parameter, key, value, self._own.get(key))
+        self._own[key] = part_of(self._parameter, value, self._own.get(key))
         super().__setitem__(key, _shown(self._parameter, key, self._own[key]))
 
     def __delitem__(self, key: str) -> None:
@@ -240,10 +238,10 @@ class _ShownState(dict[str, Any]):
         return copy.deepcopy(dict(self), memo)
 
 
-def _shown(parameter: nn.Parameter, key: str, value: object) -> object:
+def _shown(parameter: Tensor, key: str, value: object) -> object:
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    if not is_elementwise_state(key, value, len(bucket.owned(placement.index))):
+    if not is_elementwise_state(value, len(bucket.owned(placement.index))):
         return value
     assert isinstance(value, Tensor)
     part = _StatePart(bucket, placement.index, key, value)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -28,8 +29,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.shards import SCALAR_KEYS, is_elementwise_state
-from lightning_zero.optim.clone import parameters_of
+from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.optim.clone import parameters_of, step_toy
 from lightning_zero.optim.shown import is_sliced, own_states, part_of, plain_states
 from lightning_zero.tensors.composite import (
     is_composite,
@@ -60,13 +61,15 @@ _ALIGN_BYTES = 16
 
 def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
+    entries = [(placement_of(p).shape, state) for p, state in optimizer.state.items()]
+    keys = _ElementwiseKeys(optimizer, entries)
     for parameter, state in list(optimizer.state.items()):
         if not _is_stepped(parameter):
             del optimizer.state[parameter]
             continue
         placement = placement_of(parameter)
         for key, value in state.items():
-            if _is_shaped_like(placement.shape, key, value):
+            if _is_shaped_like(placement.shape, key, value, keys):
                 state[key] = bucket_of(placement).shards.slice_state(placement.index, value)
 
 
@@ -150,14 +153,18 @@ def load_optimizer_state_dict(
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     _check_states(optimizer, by_number, state_dict)
+    shapes = {number: placement_of(p).shape for number, p in by_number.items()}
+    entries = state_dict["state"]
+    keys = _ElementwiseKeys(optimizer, [(shapes[number], entries[number]) for number in entries])
     in_files = {p for p in parameters if bucket_of(placement_of(p)).shards.keeps_states_in_files}
     state = {
         number: {
-            key: _own_part(by_number[number], key, value)
+            key: _own_part(by_number[number], key, value, keys)
             for key, value in entry.items()
-            if by_number[number] not in in_files or not _is_for_file(by_number[number], key, value)
+            if by_number[number] not in in_files
+            or not _is_shaped_like(shapes[number], key, value, keys)
         }
-        for number, entry in state_dict["state"].items()
+        for number, entry in entries.items()
         if _is_stepped(by_number[number])
     }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
@@ -171,35 +178,35 @@ def load_optimizer_state_dict(
     finally:
         for bucket in own_buckets:
             bucket.masters.leave_step(is_changed=False)
-    for number, entry in state_dict["state"].items():
+    for number, entry in entries.items():
         if by_number[number] in in_files:
-            _load_into_files(by_number[number], entry, own_states(optimizer))
-
-
-def _is_for_file(parameter: nn.Parameter, key: str, value: object) -> bool:
-    return _is_shaped_like(placement_of(parameter).shape, key, value)
+            _load_into_files(by_number[number], entry, keys, own_states(optimizer))
 
 
 def _load_into_files(
-    parameter: nn.Parameter, entry: Mapping[str, Any], states: dict[Any, Any]
+    parameter: nn.Parameter,
+    entry: Mapping[str, Any],
+    keys: _ElementwiseKeys,
+    states: dict[Any, Any],
 ) -> None:
     """Moves elementwise states to their files, one after another: memory holds one of them."""
     placement = placement_of(parameter)
     for key, value in entry.items():
-        if _is_for_file(parameter, key, value):
-            part = {key: _own_part(parameter, key, value)}
+        if _is_shaped_like(placement.shape, key, value, keys):
+            part = {key: _own_part(parameter, key, value, keys)}
             bucket_of(placement).shards.adopt_state(placement.index, part)
             states[parameter].update(part)
 
 
-def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
+def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _ElementwiseKeys) -> object:
     placement = placement_of(parameter)
     if isinstance(value, dict):
-        return {name: _own_part(parameter, name, part) for name, part in value.items()}
+        return {name: _own_part(parameter, name, part, keys) for name, part in value.items()}
     if isinstance(value, ShardedTensor):
-        return part_of(parameter, key, value)
+        return part_of(parameter, value)
     is_cut = not bucket_of(placement).shards.holds_whole_tensors
-    if is_cut and isinstance(value, Tensor) and _is_shaped_like(placement.shape, key, value):
+    if is_cut and _is_shaped_like(placement.shape, key, value, keys):
+        assert isinstance(value, Tensor)
         return bucket_of(placement).shards.slice_state(placement.index, value)
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
@@ -277,7 +284,7 @@ def _joined(
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
-                state.get(key) if is_elementwise(bucket, index, key, state.get(key)) else None
+                state.get(key) if is_elementwise(bucket, index, state.get(key)) else None
                 for index, state in enumerate(states)
             ]
             if all(part is None for part in slices):
@@ -288,17 +295,40 @@ def _joined(
                     yield bucket.parameters[index], key, views[index]
 
 
-def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
-    if not isinstance(value, Tensor) or is_composite(value):
+class _ElementwiseKeys:
+    """Which states have one number for each element, where shapes do not tell.
+
+    Of a parameter without dimensions a counter of steps and a moment have one shape. The same keys
+    of other parameters tell, `entries` of (shape of the parameter, state), else a step of a toy.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, entries: Sequence[tuple[torch.Size, Mapping[str, Any]]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._entries = [(shape, entry) for shape, entry in entries if shape]
+
+    def __contains__(self, key: str) -> bool:
+        for shape, entry in self._entries:
+            if isinstance(value := entry.get(key), Tensor):
+                return value.shape == shape
+        return key in self._of_toy
+
+    @cached_property
+    def _of_toy(self) -> set[str]:
+        state = step_toy(self._optimizer, torch.zeros(2))
+        return {key for key, value in state.items() if is_elementwise_state(value, 2)}
+
+
+def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _ElementwiseKeys) -> bool:
+    if not isinstance(value, Tensor) or is_composite(value) or value.shape != shape:
         return False
-    return value.shape == shape and key not in SCALAR_KEYS
+    return bool(shape) or key in keys
 
 
-def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+def is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
     """Whether a state of slot `index` has one number for each element that this rank steps."""
-    if bucket.steps_whole and isinstance(value, Tensor) and value.dim() == 0:
-        return key not in SCALAR_KEYS and value.numel() == len(bucket.owned(index))
-    return is_elementwise_state(key, value, len(bucket.owned(index)))
+    return is_elementwise_state(value, len(bucket.owned(index)))
 
 
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:

@@ -83,7 +83,7 @@ class OptimizerStep:
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self._shown = ShownStates(optimizer.state, self._drain)
+        self._shown: Any = ShownStates(optimizer.state, self._drain)
         self._kind = found.kind
         self._found = found
         self._examine = examine
@@ -95,7 +95,7 @@ class OptimizerStep:
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         # By setting that is on the CPU for this step: group, key, the user's number, its copy.
         self._brought: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        # A subclass's step may call its parent's, which calls hooks too.
+        self._depth = 0  # a subclass's step may call its parent's, which calls hooks too
         self._is_inside = self._is_inside_bucket = self._is_detached = False
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_hook),
@@ -111,9 +111,10 @@ class OptimizerStep:
     def reset(self) -> None:
         """After an exception, which may have come between the two hooks."""
         self._is_inside = self._is_inside_bucket = False
+        self._depth = 0
         self._stepping = []
         self._return_numbers()
-        if self.optimizer.state is self._shown.own:
+        if not self._is_detached:
             self._show_states()
 
     def detach(self) -> None:
@@ -122,22 +123,25 @@ class OptimizerStep:
             handle.remove()
         for name in self._wrapped:
             self.optimizer.__dict__.pop(name, None)
-        self._take_states()
+        if self.optimizer.state is self._shown:
+            self.optimizer.state = self._shown.own
         self._is_detached = True
 
     # ---------------------------------------------------------------- what users see
 
     def _take_states(self) -> None:
         """`optimizer.state` is the plain dict. See [Note: States shown]."""
-        if self.optimizer.state is not self._shown:  # a user has put another one there
+        state = self.optimizer.state
+        if state is not self._shown and state is not self._shown.own:  # a user has put it there
             shard_initial_state(self.optimizer)
             self._shown.own = self.optimizer.state
         self.optimizer.state = self._shown.own
 
     def _show_states(self) -> None:
         """`optimizer.state` shows sharded tensors."""
-        self._shown.own = self.optimizer.state
-        self.optimizer.state = self._shown  # type: ignore[assignment]
+        if self.optimizer.state is not self._shown:
+            self._shown.own = self.optimizer.state
+            self.optimizer.state = self._shown
 
     def _before_state_dict(self, *_: Any) -> None:
         self._drain()
@@ -147,7 +151,7 @@ class OptimizerStep:
             if bucket.shards.holds_whole_tensors and bucket.comm.mesh.num_shards > 1:
                 refuse_part(f"state_dict() of {type(self.optimizer).__name__}")
 
-    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """In the place of the optimizer's: each rank takes its own part of whole states."""
         self._drain()
         if self.optimizer.state is self._shown:
@@ -177,9 +181,8 @@ class OptimizerStep:
         self._is_inside = True
         self._stepping = buckets
         try:
-            with failing_together(f"run {call}", lockstep.gather_objects):
-                with self._on_parts(call):
-                    result = method(*args, **kwargs)
+            with failing_together(f"run {call}", lockstep.gather_objects), self._on_parts(call):
+                result = method(*args, **kwargs)
         finally:
             self._leave()
         return result
@@ -259,6 +262,7 @@ class OptimizerStep:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._is_inside:
+            self._depth += 1
             return None
         # torch counts the optimizer itself among the arguments.
         _, *rest = args
@@ -326,6 +330,9 @@ class OptimizerStep:
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:
+            return
+        if self._depth:
+            self._depth -= 1
             return
         self._return_numbers()
         if self._kind is not StepKind.AROUND_CLOSURE:

@@ -284,8 +284,10 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
         try:
             whole = run(plain)
         except TypeError:  # it needs a closure
-            plain = _Trial(has_closure=True)
+            plain = _Trial(has_closure=True, num_steps=_MANY_STEPS)
             whole = run(plain)
+            if torch.equal(start, whole):
+                raise
     except Exception as error:
         raise ValueError(
             f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
@@ -357,9 +359,7 @@ class _Tried:
 
     def _run(self, trial: _Trial) -> Tensor | None:
         plain = self._plain
-        trial = dataclasses.replace(
-            trial, has_closure=plain.has_closure, num_steps=plain.num_steps
-        )
+        trial = dataclasses.replace(trial, has_closure=plain.has_closure, num_steps=plain.num_steps)
         if trial not in self._results:
             try:
                 self._results[trial] = self._run_anew(trial)
