@@ -124,14 +124,14 @@ class OptimizerStep:
         for name in self._wrapped:
             self.optimizer.__dict__.pop(name, None)
         if self.optimizer.state is self._shown:
-            self.optimizer.state = self._shown.own
+            self.optimizer.state = own_states(self.optimizer)
         self._is_detached = True
 
     # ---------------------------------------------------------------- what users see
 
     def _take_states(self) -> None:
         """`optimizer.state` is the plain dict. See [Note: States shown]."""
-        state = self.optimizer.state
+        state: Any = self.optimizer.state
         if state is not self._shown and state is not self._shown.own:  # a user has put it there
             shard_initial_state(self.optimizer)
             self._shown.own = self.optimizer.state

@@ -1,4 +1,4 @@
-"""What users see of an optimizer's state between steps, and what they do to it, against one process."""
+"""What users see of an optimizer's state between steps, and what they do to it."""
 
 from __future__ import annotations
 
