@@ -169,8 +169,22 @@ def test_states_are_shown_whole_and_saved_by_the_ways_that_are_named(stage):
     run_ranks(2, _look, stage)
 
 
-def _load(rank, world_size, stage, options, state, weights):
-    loop = Loop(adam, ZeroConfig(stage=stage, **options), rank)
+def nadam(parameters):
+    """Keeps products of its momenta, numbers of one parameter."""
+    return torch.optim.NAdam(parameters, lr=0.05, eps=1e-3)
+
+
+def asgd(parameters):
+    """Keeps rates of its own, numbers of one parameter."""
+    return torch.optim.ASGD(parameters, lr=0.05, t0=1)
+
+
+def _load(rank, world_size, stage, options, saved):
+    return [_load_one(rank, stage, options, *one) for one in saved]
+
+
+def _load_one(rank, stage, options, optimizer, state, weights):
+    loop = Loop(optimizer, ZeroConfig(stage=stage, **options), rank)
     from lightning_zero import gathered
 
     with gathered(loop.net, writeback=True), torch.no_grad():
@@ -179,17 +193,20 @@ def _load(rank, world_size, stage, options, state, weights):
     loop.optimizer.load_state_dict(state)
     loop.step = 2
     loop.train()
-    with pytest.raises(ValueError, match="does not fit AdamW"):
+    with pytest.raises(ValueError, match="does not fit"):
         loop.optimizer.load_state_dict({**state, "param_groups": [{"params": [0]}]})
     return loop.weights()
 
 
 @pytest.mark.parametrize(("stage", "options"), TIERS)
 def test_a_state_dict_of_one_process_is_loaded_by_hand(stage, options):
-    alone = Loop(adam)
-    alone.train()
-    state = copy.deepcopy(alone.optimizer.state_dict())
-    weights = copy.deepcopy(alone.weights())
-    alone.train()
-    for found in run_ranks(2, _load, stage, options, state, weights):
-        torch.testing.assert_close(found, alone.weights(), rtol=1e-5, atol=1e-6)
+    loops = [Loop(optimizer) for optimizer in (adam, nadam, asgd)]
+    saved = []
+    for optimizer, loop in zip((adam, nadam, asgd), loops, strict=True):
+        loop.train()
+        state = copy.deepcopy(loop.optimizer.state_dict())
+        saved.append((optimizer, state, copy.deepcopy(loop.weights())))
+        loop.train()
+    expected = [loop.weights() for loop in loops]
+    for found in run_ranks(2, _load, stage, options, saved):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -8,10 +8,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.cells import slow_but
+from lightning_zero import Engine, OffloadConfig, ZeroConfig
+from tests.cells import SHARDED_STAGE, slow_but
+from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.models import Recorder
 
@@ -115,3 +118,100 @@ def test_a_schedule_free_run_is_resumed_from_either_mode(tmp_path, first, second
     np.testing.assert_allclose(mean, alone[0].losses, rtol=1e-5)
     for name, value in alone[0].state.items():
         np.testing.assert_allclose(ours[0].state[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Methods(torch.optim.SGD):
+    """SGD with methods of its own, elementwise and others."""
+
+    @torch.no_grad()
+    def shrink(self, factor):
+        """Elementwise; returns how many parameters there are."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data * factor
+                self.state[p]["momentum_buffer"].mul_(factor)
+        return sum(len(group["params"]) for group in self.param_groups)
+
+    @torch.no_grad()
+    def normalize(self):
+        """Looks at whole tensors."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.div_(p.norm())
+
+    def scale_gradients(self):
+        """Looks at gradients."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(2)
+
+    def fail_on(self, rank):
+        """Fails on one rank."""
+        if torch.distributed.get_rank() == rank:
+            raise KeyError("of this rank")
+
+
+def _train_with_methods(stage, engine_of, rank):
+    torch.manual_seed(0)
+    net = nn.Linear(5, 3)
+    optimizer = Methods(net.parameters(), lr=0.1, momentum=0.9)
+    engine = engine_of(net, optimizer)
+    x = torch.arange(20.0).view(4, 5) / 20
+    for _ in range(3):
+        loss = net(x if rank is None else x[2 * rank : 2 * rank + 2]).square().mean()
+        loss.backward() if engine is None else engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.shrink(factor=0.5) == 2
+    return net, optimizer, engine
+
+
+def _methods(rank, world_size, stage, options):
+    net, optimizer, engine = _train_with_methods(
+        stage,
+        lambda net, optimizer: Engine(net, [optimizer], ZeroConfig(stage=stage, **options)),
+        rank,
+    )
+    with pytest.raises(RuntimeError, match=r"Methods.normalize\(\) runs '.*norm' on this rank's"):
+        optimizer.normalize()
+    with pytest.raises(RuntimeError, match=r"Methods.scale_gradients\(\) looks at parameter.grad"):
+        optimizer.scale_gradients()
+    expected = KeyError if rank == 1 else RuntimeError
+    with pytest.raises(expected, match="of this rank"):
+        optimizer.fail_on(1)
+    optimizer.shrink(1.0)
+    engine.close()
+    assert "shrink" not in vars(optimizer)
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+TIERS = [
+    (1, {}),
+    (3, {"offload_optimizer": OffloadConfig(device="nvme", nvme_path=".")}),
+    pytest.param(2, {"offload_optimizer": OffloadConfig("cpu")}, marks=pytest.mark.slow),
+    pytest.param(3, {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("stage", "options"), TIERS)
+def test_methods_of_an_optimizer_run_on_whole_parameters_or_are_refused(stage, options):
+    alone, _, _ = _train_with_methods(stage, lambda net, optimizer: None, None)
+    for found in run_ranks(2, _methods, stage, options):
+        torch.testing.assert_close(found, list(alone.parameters()), rtol=1e-6, atol=1e-7)
+
+
+def _call_alone(rank, world_size, stage):
+    net = nn.Linear(5, 3)
+    optimizer = Methods(net.parameters(), lr=0.1, momentum=0.9)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
+    engine.backward(net(torch.ones(2, 5)).sum())
+    optimizer.step()
+    if rank == 0:
+        optimizer.shrink(0.5)
+    engine.optimizer_state(optimizer)
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_a_method_that_one_rank_calls_alone_is_an_error_that_names_it(stage):
+    with pytest.raises(RankError, match=r"Methods.shrink\(\)"):
+        run_ranks(2, _call_alone, stage)
