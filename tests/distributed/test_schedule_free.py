@@ -88,6 +88,14 @@ def test_a_schedule_free_optimizer_trains_as_under_ddp(name, is_closure, stage):
     assert ours[0].metrics["val_loss"] == pytest.approx(reference[0].metrics["val_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", slow_but({2}, (1, 2, 3)))
+def test_a_schedule_free_optimizer_swaps_masters_of_mixed_precision(stage):
+    factory = partial(ScheduleFreeModule, "AdamW", num_batches=4)
+    options = {"max_epochs": 2, "limit_val_batches": 2, "precision": "bf16-mixed"}
+    ours = fit_ranks(2, settings(stage), factory, options)
+    assert_same(ours, fit_reference(2, factory, options))
+
+
 def _two_fits(folder, first, second, mode):
     """Trains one epoch, saves in `mode`, and goes on: (world size, strategy) of each."""
     path = str(folder / "one.ckpt")
