@@ -30,6 +30,7 @@ from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
+from lightning_zero.optim.shown import own_states, plain_states
 from lightning_zero.optim.state import Outline, is_elementwise, outline_owned_states
 from lightning_zero.tensors.composite import take_apart
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -164,7 +165,9 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
     """
     number = engine.optimizers.index(optimizer)
     outlines = outline_owned_states(optimizer, engine.buckets)
-    packed = optimizer.state_dict()  # its options: states are saved as the optimizer keeps them
+    with plain_states(optimizer):  # its options: states are saved as the optimizer keeps them
+        packed = optimizer.state_dict()
+    own_of = own_states(optimizer)
     ids = {
         parameter: packed_id
         for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True)
@@ -179,13 +182,13 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
                 continue
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
             source = f"of {name} in optimizer {number}"
-            entry = take_apart(dict(optimizer.state.get(parameter, {})))
+            entry = take_apart(dict(own_of.get(parameter, {})))
             if parameter in outlines:
                 own = entry if bucket.shards.is_stepped[index] else None
                 state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
-            elif parameter in optimizer.state:
+            elif parameter in own_of:
                 for key, value in entry.items():
-                    if is_elementwise(bucket, index, key, value):
+                    if is_elementwise(bucket, index, value):
                         part = partial(_itself, value)
                         entry[key] = _shard(f"{key} {source}", bucket, index, value.dtype, part)
                 state[name] = entry

@@ -682,6 +682,10 @@ class Masters:
         for parameter in bucket.parameters:
             parameter.grad = None
         if is_changed and self._stepped is not None:
+            parts = self._shards.cut(self._stepped)
+            for parameter, part in zip(bucket.parameters, parts, strict=True):
+                if parameter.data_ptr() != part.data_ptr():  # `p.data = p.data - update`
+                    part.copy_(parameter.data.reshape(-1))
             self._shards.store_exact(self._stepped)
         self._stepped = None
         bucket.point_at_rest()

@@ -24,15 +24,15 @@ from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tiers.storage import InFile, InMemory, ParamReader, ShardStore, Storage
 
-__all__ = ["SCALAR_KEYS", "Shards", "is_elementwise_state"]
-
-# One number for a parameter in torch's optimizers, also where the parameter is one number itself.
-SCALAR_KEYS = {"step", "mu_product", "eta", "mu"}
+__all__ = ["Shards", "is_elementwise_state"]
 
 
-def is_elementwise_state(key: str, value: object, numel: int) -> bool:
-    """Whether `value` has one number for each of the `numel` elements of a 1-D slice."""
-    if not isinstance(value, Tensor) or is_composite(value) or key in SCALAR_KEYS:
+def is_elementwise_state(value: object, numel: int) -> bool:
+    """Whether `value` has one number for each of the `numel` elements of a 1-D slice.
+
+    One number for the parameter, such as a counter of steps, has no dimensions.
+    """
+    if not isinstance(value, Tensor) or is_composite(value):
         return False
     return value.dim() > 0 and value.numel() == numel
 
@@ -268,7 +268,7 @@ class Shards:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
         own = self.own_ranges[index]
         for key, value in state.items():
-            if is_elementwise_state(key, value, len(own)) and not isinstance(value, LazyTensor):
+            if is_elementwise_state(value, len(own)) and not isinstance(value, LazyTensor):
                 self.state_store(key, value.dtype).write(own.start, value)
                 state[key] = self.look_at_state(index, key)
 

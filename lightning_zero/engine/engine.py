@@ -50,6 +50,8 @@ from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
 from lightning_zero.layout.recompute import checkpointed, find_checkpointed
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.shown import own_states
+from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.optim.trial import Findings
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
@@ -312,6 +314,16 @@ class Engine:
             self.buckets, self.optimizers, self.storage, self.comm, self.average_buckets
         )
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that `optimizer` would have without sharding, to be saved. Collective.
+
+        Returns:
+            On rank 0 whole tensors on the CPU, numbered as torch does; an empty dict on others.
+            `optimizer.load_state_dict` takes it, on every rank.
+        """
+        self.lockstep.meet_for("the state of an optimizer")
+        return optimizer_state_dict(optimizer, self.buckets, is_recipient=self.comm.rank == 0)
+
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self) -> None:
@@ -388,7 +400,7 @@ class Engine:
         self.optimizers.detach()
         self.optimizers.reset()
         # Before states are dropped, which the compute stream reads meanwhile.
-        self.worker.close(plain_tensors([list(o.state.values()) for o in self.optimizers]))
+        self.worker.close(plain_tensors([list(own_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
         failure = self.schedule.come_to_rest() or failure

@@ -22,6 +22,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import join_optimizer_state, shard_initial_state
 from lightning_zero.optim.step import OptimizerStep, check_whole
 from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
@@ -222,10 +223,11 @@ class AttachedOptimizers(Sequence[Optimizer]):
         self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory(device))
         for optimizer in self:
             if self._lacks_states or device is None:
-                optimizer.state.clear()
+                own_states(optimizer).clear()
             elif keeps_shards:
-                for parameter, state in optimizer.state.items():
-                    optimizer.state[parameter] = map_tensors(partial(_read_to, device), state)
+                states = own_states(optimizer)
+                for parameter, state in states.items():
+                    states[parameter] = map_tensors(partial(_read_to, device), state)
             else:
                 join_optimizer_state(optimizer, self._buckets, device)
 
@@ -239,7 +241,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             for bucket in self._buckets
             for store in bucket.shards.state_stores.values()
         )
-        states = [list(optimizer.state.values()) for optimizer in self]
+        states = [list(own_states(optimizer).values()) for optimizer in self]
         on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         if nbytes and device.type == "cpu":

@@ -136,8 +136,7 @@ class ZeroConfig:
             stepped on the CPU then.
         offload_param: Stage 3: where parameter shards rest; likewise.
         overlap_step: Step bucket by bucket beside the next forward, which waits for each bucket
-            where it needs it. The same values as without. Between the step and the next forward
-            `optimizer.state` may still be changing; `optimizer.state_dict()` waits.
+            where it needs it. The same values as without. A look at `optimizer.state` waits.
         sharding_group_size: Stages 1 to 3: how many consecutive ranks share one set of shards,
             which every such group repeats. It divides the number of ranks. "node": as many as the
             launcher starts on a node, so that only shards of gradients cross the links between

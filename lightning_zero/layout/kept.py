@@ -13,13 +13,20 @@ autocast a float32 input is common. So under autocast these stay as they are, in
 
 This is `AUTOCAST` in `ZeroConfig.keep_float32`; a mixed precision of the Trainer adds it. Without
 autocast nothing but matching dtypes runs, so there only what keeps running statistics stays.
+
+[Note: Kept by their model] Models of transformers name what must be in float32 beside 16 bits, and
+cast inputs there: `_keep_in_fp32_modules_strict` for both kinds of 16 bits, `_keep_in_fp32_modules`
+for float16. Their names are patterns as transformers reads them: since version 5 anywhere in the
+name of a parameter, before of whole components of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -27,7 +34,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.layout.names import is_meant, text_of_no_match
 
-__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_parameters"]
+__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_by_models", "kept_parameters"]
 
 AUTOCAST = "autocast"
 
@@ -51,18 +58,25 @@ _DECOMPOSED = (SpectralNorm, WeightNorm)  # hooks; the same by torch's older fun
 
 
 def kept_parameters(
-    modules: Mapping[str, nn.Module], wanted: Sequence[str | type[nn.Module]]
+    modules: Mapping[str, nn.Module],
+    wanted: Sequence[str | type[nn.Module]],
+    dtype: torch.dtype | None = None,
 ) -> set[nn.Parameter]:
     """Parameters that keep their dtype. One that is shared is kept if any use of it asks for it.
 
     Args:
         modules: By qualified name, the root and all below, those that are shared by every name.
         wanted: `ZeroConfig.kept`.
+        dtype: Of the others; None: they keep theirs, too.
 
     Raises:
         ValueError: One of `wanted` matches nothing.
     """
     kept = {p for m in modules.values() if isinstance(m, _HAS_STATISTICS) for p in _own(m)}
+    if dtype is not None and AUTOCAST not in wanted:
+        for module in modules.values():
+            named = dict(module.named_parameters())
+            kept.update(named[name] for name in kept_by_models(module, named, dtype))
     for item in wanted:
         if item == AUTOCAST:
             kept.update(p for m in modules.values() for p in _own(m) if _is_not_cast(m, p))
@@ -72,6 +86,24 @@ def kept_parameters(
             raise ValueError(text_of_no_match("keep_float32", modules, item))
         kept |= matching
     return kept
+
+
+def kept_by_models(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[str]:
+    """Those of `names`, of parameters or buffers of `module`, that it wants in float32.
+
+    Where others are in `dtype`. See [Note: Kept by their model]; what its parts want is not asked.
+    """
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        patterns.update(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if not patterns:
+        return []
+    body = "|".join(pattern.replace("*", ".*") for pattern in sorted(patterns))
+    is_anywhere = hasattr(module, "_get_dtype_plan")  # version 5
+    found = re.compile(body if is_anywhere else rf"(^|\.)({body})($|\.)")
+    return [name for name in names if found.search(name)]
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:

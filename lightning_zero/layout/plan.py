@@ -137,7 +137,8 @@ def make_plan(
     for name in named:
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
     modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
-    kept = kept_parameters(modules, config.kept)
+    assert not isinstance(config.param_dtype, str)
+    kept = kept_parameters(modules, config.kept, config.param_dtype)
     cutter = _Cutter(named, config, world_size, optimizer_of or {}, whole_tensors)
     units = []
     for unit, names in members.items():

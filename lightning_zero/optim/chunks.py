@@ -27,6 +27,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
+from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import check_slice
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
@@ -136,7 +137,7 @@ class BucketStep:
         if not is_elsewhere and not shards.keeps_states_in_files:
             return
         for index in self.grads:
-            state = self.clone.optimizer.state.get(self.bucket.parameters[index], {})
+            state = own_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
             if is_elsewhere:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -159,7 +160,7 @@ class ChunkStep:
         self.chunk = chunk
         self._shards = of.bucket.shards
         self._name = of.bucket.plan.name
-        self._state = of.clone.optimizer.state
+        self._state = own_states(of.clone.optimizer)
         self._memory: dict[str, Tensor] = {}  # by name, what rests in files
         self._master: Tensor | None = None  # where it is stepped
         self._arrival: streams.Event | None = None
@@ -230,7 +231,7 @@ class ChunkStep:
         """What a chunk sees of a state: its elements, or a copy of what is one for all chunks."""
         if isinstance(value, LazyTensor):
             return self._memory[f"state.{key}"][here]
-        if is_elementwise_state(key, value, len(own)):
+        if is_elementwise_state(value, len(own)):
             return value[part.start - own.start : part.stop - own.start]
         return copy.deepcopy(value)
 
@@ -245,12 +246,12 @@ class ChunkStep:
         own = shards.own_ranges[index]
         known = self.of.known.setdefault(index, {})  # in memory; other keys are in files
         for key, value in stepped.state.items():
-            if not is_elementwise_state(key, value, len(part)):
+            if not is_elementwise_state(value, len(part)):
                 known[key] = value
             elif not shards.keeps_states_in_files:
                 if key not in known:
                     old = self._state.get(parameter, {}).get(key)
-                    is_there = is_elementwise_state(key, old, len(own))
+                    is_there = is_elementwise_state(old, len(own))
                     known[key] = old if is_there else value.new_zeros(len(own))
                 _write(known[key][part.start - own.start : part.stop - own.start], value)
             elif (view := self._memory.get(f"state.{key}")) is not None:

@@ -14,11 +14,13 @@ come. So whoever steps on the CPU gets numbers that are there.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,11 +30,13 @@ __all__ = [
     "OptimizerClone",
     "Slice",
     "copy_of",
+    "enter_training",
     "is_number_elsewhere",
     "numbers_on_cpu",
     "parameters_of",
     "raw_step",
     "settings_of",
+    "step_toy",
 ]
 
 
@@ -51,7 +55,9 @@ def copy_of(
     """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
-    copy.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+    for name in list(copy.__dict__):
+        if callable(getattr(type(optimizer), name, None)):
+            del copy.__dict__[name]  # a wrapper, a scheduler's of `step` say, around the original
     copy._optimizer_step_pre_hooks = OrderedDict()
     copy._optimizer_step_post_hooks = OrderedDict()
     copy.state = defaultdict(dict)
@@ -79,11 +85,38 @@ def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def raw_step(optimizer: Optimizer) -> None:
+def raw_step(optimizer: Optimizer, *closure: Callable[[], Any]) -> None:
     """The step function itself, under the wrapper that torch puts around it to call hooks."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer)
+    step(optimizer, *closure)
+
+
+def enter_training(optimizer: Optimizer) -> None:
+    """A schedule-free optimizer is born in evaluation, where it cannot be stepped."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        with suppress(TypeError):  # another kind of `train`, which wants arguments
+            train()
+
+
+def step_toy(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
+    """The state that a copy of `optimizer` has of a parameter with these values after one step.
+
+    `group`: whose settings it has. Gradients are ones.
+    """
+    toy = nn.Parameter(values)
+    toy.grad = torch.ones_like(toy)
+    settings = settings_of(optimizer.param_groups[group])
+    copy = copy_of(optimizer, [{**settings, "params": [toy]}])
+    with torch.random.fork_rng(devices=[]):  # it may draw
+        enter_training(copy)
+        try:
+            raw_step(copy)
+        except TypeError:  # it wants a closure
+            raw_step(copy, lambda: 0.0)
+    state: dict[str, Any] = copy.state.get(toy, {})
+    return state
 
 
 @dataclass
@@ -132,6 +165,8 @@ class OptimizerClone:
         raw_step(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
             part.state = copy.state.get(stand_in, {})
+            if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
+                part.data.copy_(stand_in.data)
 
 
 def _stand_in(part: Slice) -> nn.Parameter:

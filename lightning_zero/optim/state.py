@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -28,8 +29,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.shards import SCALAR_KEYS, is_elementwise_state
-from lightning_zero.optim.clone import parameters_of
+from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.optim.clone import parameters_of, step_toy
+from lightning_zero.optim.shown import is_sliced, own_states, part_of, plain_states
 from lightning_zero.tensors.composite import (
     is_composite,
     map_tensors,
@@ -38,9 +40,12 @@ from lightning_zero.tensors.composite import (
     take_apart,
 )
 from lightning_zero.tensors.guarded import placement_of
+from lightning_zero.tensors.lazy import LazyTensor
+from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "Outline",
+    "bring_states",
     "check_slice",
     "is_elementwise",
     "join_optimizer_state",
@@ -48,6 +53,7 @@ __all__ = [
     "optimizer_state_dict",
     "outline_owned_states",
     "shard_initial_state",
+    "store_states",
 ]
 
 _ALIGN_BYTES = 16
@@ -55,22 +61,24 @@ _ALIGN_BYTES = 16
 
 def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
+    entries = [(placement_of(p).shape, state) for p, state in optimizer.state.items()]
+    keys = _ElementwiseKeys(optimizer, entries)
     for parameter, state in list(optimizer.state.items()):
         if not _is_stepped(parameter):
             del optimizer.state[parameter]
             continue
         placement = placement_of(parameter)
         for key, value in state.items():
-            if _is_shaped_like(placement.shape, key, value):
+            if _is_shaped_like(placement.shape, key, value, keys):
                 state[key] = bucket_of(placement).shards.slice_state(placement.index, value)
 
 
 def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank."""
     placement = placement_of(parameter)
-    if not _is_sliced(bucket_of(placement)):
+    if not is_sliced(bucket_of(placement)):
         return
-    for key, value in optimizer.state.get(parameter, {}).items():
+    for key, value in own_states(optimizer).get(parameter, {}).items():
         if is_composite(value):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {key} of {placement.name} as "
@@ -80,8 +88,21 @@ def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
             )
 
 
-def _is_sliced(bucket: Bucket) -> bool:
-    return not bucket.steps_whole and not bucket.shards.holds_whole_tensors
+def bring_states(optimizer: Optimizer, bucket: Bucket) -> None:
+    """States that rest in files are in memory until `store_states`: a method may write to them."""
+    states = own_states(optimizer)
+    for parameter in bucket.parameters:
+        for key, value in states.get(parameter, {}).items():
+            if isinstance(value, LazyTensor):
+                states[parameter][key] = value.read()
+
+
+def store_states(optimizer: Optimizer, bucket: Bucket) -> None:
+    """States of `bucket` go to their files again."""
+    states = own_states(optimizer)
+    for index, parameter in enumerate(bucket.parameters):
+        if parameter in states:
+            bucket.shards.adopt_state(index, states[parameter])
 
 
 def optimizer_state_dict(
@@ -92,15 +113,16 @@ def optimizer_state_dict(
     One bucket and one kind of state is gathered at a time. Ranks that are no recipients get an
     empty dict.
     """
-    packed = optimizer.state_dict()
-    ids = _parameter_ids(optimizer)
+    with plain_states(optimizer):
+        packed = optimizer.state_dict()
+    ids, own = _parameter_ids(optimizer), own_states(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for parameter, owned in _gather_owned_states(optimizer, buckets):
         if is_recipient:
             state[ids[parameter]] = map_tensors(lambda v: v.to("cpu", copy=True), owned)
-    for member in ids.keys() & optimizer.state.keys():
+    for member in ids.keys() & own.keys():
         # Never write into the optimizer's own.
-        state.setdefault(ids[member], dict(optimizer.state[member]))
+        state.setdefault(ids[member], dict(own[member]))
     for parameter, key, joined in _joined(optimizer, buckets):
         if is_recipient:
             state[ids[parameter]][key] = joined.to("cpu", copy=True)
@@ -131,14 +153,18 @@ def load_optimizer_state_dict(
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
     _check_states(optimizer, by_number, state_dict)
+    shapes = {number: placement_of(p).shape for number, p in by_number.items()}
+    entries = state_dict["state"]
+    keys = _ElementwiseKeys(optimizer, [(shapes[number], entries[number]) for number in entries])
     in_files = {p for p in parameters if bucket_of(placement_of(p)).shards.keeps_states_in_files}
     state = {
         number: {
-            key: _own_part(by_number[number], key, value)
+            key: _own_part(by_number[number], key, value, keys)
             for key, value in entry.items()
-            if by_number[number] not in in_files or key == "step"
+            if by_number[number] not in in_files
+            or not _is_shaped_like(shapes[number], key, value, keys)
         }
-        for number, entry in state_dict["state"].items()
+        for number, entry in entries.items()
         if _is_stepped(by_number[number])
     }
     # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
@@ -147,33 +173,40 @@ def load_optimizer_state_dict(
     for bucket in own_buckets:
         bucket.masters.enter_step(has_grads=False)
     try:
-        optimizer.load_state_dict({**state_dict, "state": state})
+        with plain_states(optimizer):
+            optimizer.load_state_dict({**state_dict, "state": state})
     finally:
         for bucket in own_buckets:
             bucket.masters.leave_step(is_changed=False)
-    for number, entry in state_dict["state"].items():
+    for number, entry in entries.items():
         if by_number[number] in in_files:
-            _load_into_files(by_number[number], entry, optimizer.state[by_number[number]])
+            _load_into_files(by_number[number], entry, keys, own_states(optimizer))
 
 
 def _load_into_files(
-    parameter: nn.Parameter, entry: Mapping[str, Any], state: dict[str, Any]
+    parameter: nn.Parameter,
+    entry: Mapping[str, Any],
+    keys: _ElementwiseKeys,
+    states: dict[Any, Any],
 ) -> None:
-    """Moves all states but the step to their files, one after another: memory holds one of them."""
+    """Moves elementwise states to their files, one after another: memory holds one of them."""
     placement = placement_of(parameter)
     for key, value in entry.items():
-        if key != "step":
-            part = {key: _own_part(parameter, key, value)}
+        if _is_shaped_like(placement.shape, key, value, keys):
+            part = {key: _own_part(parameter, key, value, keys)}
             bucket_of(placement).shards.adopt_state(placement.index, part)
-            state.update(part)
+            states[parameter].update(part)
 
 
-def _own_part(parameter: nn.Parameter, key: str, value: object) -> object:
+def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _ElementwiseKeys) -> object:
     placement = placement_of(parameter)
     if isinstance(value, dict):
-        return {name: _own_part(parameter, name, part) for name, part in value.items()}
+        return {name: _own_part(parameter, name, part, keys) for name, part in value.items()}
+    if isinstance(value, ShardedTensor):
+        return part_of(parameter, value)
     is_cut = not bucket_of(placement).shards.holds_whole_tensors
-    if is_cut and isinstance(value, Tensor) and _is_shaped_like(placement.shape, key, value):
+    if is_cut and _is_shaped_like(placement.shape, key, value, keys):
+        assert isinstance(value, Tensor)
         return bucket_of(placement).shards.slice_state(placement.index, value)
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
@@ -203,7 +236,7 @@ def _check_states(
             for key, value in _named_tensors(entry)
             if value.numel() > 1
             and (value.shape != placement.shape or is_composite(value))
-            and _is_sliced(bucket_of(placement))
+            and is_sliced(bucket_of(placement))
         ]
     if wrong:
         lines = "\n\t".join(wrong)
@@ -235,22 +268,23 @@ def join_optimizer_state(
         (p, key, whole.to(device, copy=True)) for p, key, whole in _joined(optimizer, buckets)
     ]
     owned = [(p, map_tensors(at_home, s)) for p, s in _gather_owned_states(optimizer, buckets)]
-    optimizer.state.update(owned)
+    states = own_states(optimizer)
+    states.update(owned)
     for parameter, key, whole in joined:
-        optimizer.state[parameter][key] = whole
+        states[parameter][key] = whole
 
 
 def _joined(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
     """Every elementwise state of what is sliced, whole. Collective: exhaust it on every rank."""
-    mine = set(_parameter_ids(optimizer))
-    for bucket in filter(_is_sliced, buckets):
-        states = [optimizer.state.get(p, {}) if p in mine else {} for p in bucket.parameters]
+    mine, own = set(_parameter_ids(optimizer)), own_states(optimizer)
+    for bucket in filter(is_sliced, buckets):
+        states = [own.get(p, {}) if p in mine else {} for p in bucket.parameters]
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
-                state.get(key) if is_elementwise(bucket, index, key, state.get(key)) else None
+                state.get(key) if is_elementwise(bucket, index, state.get(key)) else None
                 for index, state in enumerate(states)
             ]
             if all(part is None for part in slices):
@@ -261,17 +295,40 @@ def _joined(
                     yield bucket.parameters[index], key, views[index]
 
 
-def _is_shaped_like(shape: torch.Size, key: str, value: object) -> bool:
-    if not isinstance(value, Tensor) or is_composite(value):
+class _ElementwiseKeys:
+    """Which states have one number for each element, where shapes do not tell.
+
+    Of a parameter without dimensions a counter of steps and a moment have one shape. The same keys
+    of other parameters tell, `entries` of (shape of the parameter, state), else a step of a toy.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, entries: Sequence[tuple[torch.Size, Mapping[str, Any]]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._entries = [(shape, entry) for shape, entry in entries if shape]
+
+    def __contains__(self, key: str) -> bool:
+        for shape, entry in self._entries:
+            if isinstance(value := entry.get(key), Tensor):
+                return value.shape == shape
+        return key in self._of_toy
+
+    @cached_property
+    def _of_toy(self) -> set[str]:
+        state = step_toy(self._optimizer, torch.zeros(2))
+        return {key for key, value in state.items() if is_elementwise_state(value, 2)}
+
+
+def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _ElementwiseKeys) -> bool:
+    if not isinstance(value, Tensor) or is_composite(value) or value.shape != shape:
         return False
-    return value.shape == shape and key not in SCALAR_KEYS
+    return bool(shape) or key in keys
 
 
-def is_elementwise(bucket: Bucket, index: int, key: str, value: object) -> bool:
+def is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
     """Whether a state of slot `index` has one number for each element that this rank steps."""
-    if bucket.steps_whole and isinstance(value, Tensor) and value.dim() == 0:
-        return key not in SCALAR_KEYS and value.numel() == len(bucket.owned(index))
-    return is_elementwise_state(key, value, len(bucket.owned(index)))
+    return is_elementwise_state(value, len(bucket.owned(index)))
 
 
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
@@ -318,11 +375,12 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
     if not own_buckets:
         return {}
     own_buckets[0].wait_for_all_steps()
+    states = own_states(optimizer)
     own = {
-        (number, index): tree_map(Outline.of, take_apart(optimizer.state[parameter]))
+        (number, index): tree_map(Outline.of, take_apart(states[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
-        if bucket.shards.is_stepped[index] and parameter in optimizer.state
+        if bucket.shards.is_stepped[index] and parameter in states
     }
     known: dict[tuple[int, int], Any] = {}
     for of_rank in own_buckets[0].comm.control.gather_objects(own):
@@ -341,7 +399,7 @@ def _gather_owned_states(
     """
     for bucket in buckets:
         if bucket.steps_whole:
-            states = optimizer.state  # a defaultdict: not to be asked for what it lacks
+            states = own_states(optimizer)  # a defaultdict: not to be asked for what it lacks
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
     outlines = outline_owned_states(optimizer, buckets)
     for bucket in _buckets_of(optimizer, buckets):
@@ -394,7 +452,7 @@ def _gather_bucket(
                 views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
                 start += leaf.nbytes
     for parameter, _ in by_owner[mesh.shard_rank]:
-        values = plain_tensors(optimizer.state[parameter])
+        values = plain_tensors(own_states(optimizer)[parameter])
         for view, value in zip(views[parameter], values, strict=True):
             view.copy_(value)
     comm.all_gather(buffer, f"states of {bucket.plan.name}", cuts=cuts).wait()

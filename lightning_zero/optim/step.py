@@ -19,7 +19,8 @@ until the next backward, which waits too: the values are those of a step that no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.reducing import Reducing
 from lightning_zero.core.step_worker import StepLoop, StepWorker
@@ -38,9 +40,24 @@ from lightning_zero.optim.clone import (
     numbers_on_cpu,
     parameters_of,
 )
-from lightning_zero.optim.state import check_slice
+from lightning_zero.optim.methods import OnParts, WithoutGradients, wrap_methods
+from lightning_zero.optim.shown import (
+    ShownStates,
+    as_plain_dicts,
+    is_sliced,
+    own_states,
+    refuse_part,
+)
+from lightning_zero.optim.state import (
+    bring_states,
+    check_slice,
+    load_optimizer_state_dict,
+    shard_initial_state,
+    store_states,
+)
 from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
+from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.pipeline import Task
 from lightning_zero.tiers.storage import Storage
@@ -66,6 +83,7 @@ class OptimizerStep:
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
+        self._shown: Any = ShownStates(optimizer.state, self._drain)
         self._kind = found.kind
         self._found = found
         self._examine = examine
@@ -77,39 +95,188 @@ class OptimizerStep:
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         # By setting that is on the CPU for this step: group, key, the user's number, its copy.
         self._brought: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        # A subclass's step may call its parent's, which calls hooks too.
-        self._is_inside = self._is_inside_bucket = False
+        self._depth = 0  # a subclass's step may call its parent's, which calls hooks too
+        self._is_inside = self._is_inside_bucket = self._is_detached = False
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_hook),
             optimizer.register_step_post_hook(self._post_hook),
-            optimizer.register_state_dict_pre_hook(self._drain),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(as_plain_dicts),
             optimizer.register_load_state_dict_pre_hook(self._drain),
         ]
+        self._wrapped = [*wrap_methods(optimizer, self._run_method), "load_state_dict"]
+        optimizer.__dict__["load_state_dict"] = self._load_state_dict
+        self._show_states()
 
     def reset(self) -> None:
         """After an exception, which may have come between the two hooks."""
         self._is_inside = self._is_inside_bucket = False
+        self._depth = 0
         self._stepping = []
         self._return_numbers()
+        if not self._is_detached:
+            self._show_states()
 
     def detach(self) -> None:
+        """The optimizer steps by itself again; its states are this rank's parts."""
         for handle in self._handles:
             handle.remove()
+        for name in self._wrapped:
+            self.optimizer.__dict__.pop(name, None)
+        if self.optimizer.state is self._shown:
+            self.optimizer.state = own_states(self.optimizer)
+        self._is_detached = True
+
+    # ---------------------------------------------------------------- what users see
+
+    def _take_states(self) -> None:
+        """`optimizer.state` is the plain dict. See [Note: States shown]."""
+        state: Any = self.optimizer.state
+        if state is not self._shown and state is not self._shown.own:  # a user has put it there
+            shard_initial_state(self.optimizer)
+            self._shown.own = self.optimizer.state
+        self.optimizer.state = self._shown.own
+
+    def _show_states(self) -> None:
+        """`optimizer.state` shows sharded tensors."""
+        if self.optimizer.state is not self._shown:
+            self._shown.own = self.optimizer.state
+            self.optimizer.state = self._shown
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self._drain()
+        if self.optimizer.state is not self._shown:
+            return  # the engine asks, or the optimizer in its step
+        for bucket in self._own_buckets():
+            if bucket.shards.holds_whole_tensors and bucket.comm.mesh.num_shards > 1:
+                refuse_part(f"state_dict() of {type(self.optimizer).__name__}")
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """In the place of the optimizer's: each rank takes its own part of whole states."""
+        self._drain()
+        if self.optimizer.state is self._shown:
+            load_optimizer_state_dict(self.optimizer, self._own_buckets(), state_dict)
+        else:  # called by that function, with this rank's parts
+            type(self.optimizer).load_state_dict(self.optimizer, state_dict)
+
+    def _own_buckets(self) -> list[Bucket]:
+        members = set(parameters_of(self.optimizer))
+        order = self._reducing.step_order()
+        return [bucket for bucket in order if not members.isdisjoint(bucket.parameters)]
+
+    # ---------------------------------------------------------------- other methods
+
+    def _run_method(
+        self, name: str, method: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs a method of the optimizer as `step` runs. See [Note: Methods of optimizers]."""
+        buckets = [] if self._is_inside or self._is_detached else self._own_buckets()
+        if not buckets:
+            return method(*args, **kwargs)
+        call = f"{type(self.optimizer).__name__}.{name}()"
+        lockstep = buckets[0].lockstep
+        lockstep.meet_for(call)
+        self._drain()
+        self._take_states()
+        self._is_inside = True
+        self._stepping = buckets
+        try:
+            with failing_together(f"run {call}", lockstep.gather_objects), self._on_parts(call):
+                result = method(*args, **kwargs)
+        finally:
+            self._leave()
+        return result
+
+    @contextmanager
+    def _on_parts(self, call: str) -> Iterator[None]:
+        """Inside, parameters and states are what this rank steps; uses of more are refused."""
+        members = parameters_of(self.optimizer)
+        for bucket in self._stepping:
+            bucket.masters.enter_step(has_grads=False)
+            if bucket.shards.keeps_states_in_files:
+                bring_states(self.optimizer, bucket)
+        parts: dict[bool, list[Tensor]] = {False: [], True: []}  # by whether they are slices
+        for bucket in self._stepping:
+            if bucket.steps_whole:
+                continue
+            for parameter in bucket.parameters:
+                states = plain_tensors(own_states(self.optimizer).get(parameter, {}))
+                known = [value for value in states if value.dim()]
+                parts[is_sliced(bucket)] += [parameter.data, *known]
+        with WithoutGradients(members, call), OnParts(parts[True], parts[False], call):
+            yield
+
+    def _leave(self) -> None:
+        """Ends what has begun with all of `_stepping` at their masters; gathers what was stepped.
+
+        Collective.
+        """
+        stepped, self._stepping = self._stepping, []
+        self._is_inside = False
+        for bucket in stepped:
+            bucket.masters.leave_step(is_changed=True)
+            if bucket.shards.keeps_states_in_files:
+                store_states(self.optimizer, bucket)
+        for parameter in (p for bucket in stepped for p in bucket.parameters):
+            check_slice(self.optimizer, parameter)
+        self._show_states()
+
+    # ---------------------------------------------------------------- around a closure
+
+    def _begin_around(self, closure: object) -> Callable[[], Any]:
+        """Parameters are at their masters until the optimizer calls its closure, and after it.
+
+        Returns the closure to be called in the place of `closure`. Before it no gradients are
+        shown: they are those of the step before.
+        """
+        if not callable(closure):
+            raise TypeError(
+                f"{type(self.optimizer).__name__} needs a closure: call optimizer.step(closure), "
+                "where closure() runs the forward and the backward and returns the loss. A loss "
+                "scaler (16-mixed) calls step() without one."
+            )
+        self._members()
+        self._reducing.before_step()
+        self._enter_all(has_grads=False)
+
+        def run_closure() -> Any:
+            self._leave()
+            with torch.enable_grad():
+                loss = closure()
+            self._reducing.before_step()
+            self._enter_all(has_grads=True)
+            return loss
+
+        return run_closure
+
+    def _enter_all(self, *, has_grads: bool) -> None:
+        self._take_states()
+        self._is_inside = True
+        self._stepping = self._own_buckets()
+        for bucket in self._stepping:
+            bucket.masters.enter_step(has_grads=has_grads)
+
+    # ---------------------------------------------------------------- the step
 
     def _pre_hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._is_inside:
+            self._depth += 1
             return None
         # torch counts the optimizer itself among the arguments.
         _, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
+        if self._kind is StepKind.AROUND_CLOSURE:
+            around = self._begin_around(closure)
+            return ((optimizer, around, *rest[1:]), kwargs) if rest else (args, {"closure": around})
         if callable(closure):
             with torch.enable_grad():
                 loss = closure()
             args = (optimizer, lambda: loss, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
         self._reducing.before_step()
+        self._take_states()
         members = self._members()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
@@ -124,6 +291,7 @@ class OptimizerStep:
                 self._step_by_bucket()
             except BaseException:
                 self._is_inside = False
+                self._show_states()
                 raise
             finally:
                 self._is_inside_bucket = False
@@ -163,18 +331,20 @@ class OptimizerStep:
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:
             return
-        self._is_inside = False
+        if self._depth:
+            self._depth -= 1
+            return
         self._return_numbers()
-        self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
+        if self._kind is not StepKind.AROUND_CLOSURE:
+            self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
+        if self._kind is not StepKind.BY_BUCKET:
+            self._leave()
+            return
+        self._is_inside = False
         stepped, self._stepping = self._stepping, []
         for bucket in stepped:
-            if self._kind is StepKind.AT_ONCE:
-                bucket.masters.leave_step(is_changed=True)
-            else:
-                bucket.grads.show()
-        if self._kind is StepKind.AT_ONCE:
-            for parameter in (p for bucket in stepped for p in bucket.parameters):
-                check_slice(optimizer, parameter)
+            bucket.grads.show()
+        self._show_states()
 
     def _step_by_bucket(self) -> None:
         clone = OptimizerClone(self.optimizer)

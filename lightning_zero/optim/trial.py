@@ -18,6 +18,7 @@ at all tensors together (a norm over all gradients), in which case it cannot be 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.optim.clone import copy_of, raw_step, settings_of
+from lightning_zero.optim.clone import copy_of, enter_training, raw_step, settings_of
 
 __all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
 
@@ -43,6 +44,7 @@ _BLOCK_NUMEL = 4096  # see [Note: Blocks]
 _BLOCKS = 4  # in a toy, where the parameter has as many
 _SMALL = (5, 7, 3, 2, 2, 2)
 _SCALES = (1.0, 30.0, 1.0)  # of the gradients of each step: thresholds act in some
+_MANY_STEPS = 9
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ class _Trial:
         num_ranks: Each rank steps its pieces with a clone of its own: one slice of each toy, or
             every second toy; the other toys are empty there and have no gradients.
         is_in_turn: One call for each piece.
-        num_steps: At most three.
+        has_closure: The step is given a closure, which brings gradients that depend on where it
+            finds the toys.
+        num_steps: Three, or more for an optimizer that begins to move parameters later.
     """
 
     is_cut: bool = False
     num_ranks: int = 1
     is_in_turn: bool = False
+    has_closure: bool = False
     num_steps: int = len(_SCALES)
 
 
@@ -89,8 +94,9 @@ class _Run:
             groups = [{**_trial_settings(g), "params": []} for g in optimizer.param_groups]
             self._clone = copy_of(optimizer, groups)
             self._fill_groups(optimizer)
-            for scale in _SCALES[: trial.num_steps]:
-                self._step(scale)
+            enter_training(self._clone)
+            for number in range(trial.num_steps):
+                self._step(_SCALES[number % len(_SCALES)])
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
         seen: set[tuple[_Shape, str]] = set()
@@ -113,10 +119,26 @@ class _Run:
             for piece, values in enumerate(self._cut(self._draw(shape) * scale)):
                 if self._is_mine(number, piece):
                     self.toys[number, piece].grad = values
-        if self._trial.is_in_turn:
+        if self._trial.has_closure:
+            self._step_around_closure()
+        elif self._trial.is_in_turn:
             self._step_in_turn()
         else:
             raw_step(self._clone)
+
+    def _step_around_closure(self) -> None:
+        grads = {place: toy.grad for place, toy in self.toys.items()}
+        for toy in self.toys.values():  # whoever looks at gradients before the closure is found out
+            toy.grad = torch.full_like(toy, math.nan)
+
+        def closure() -> float:
+            for place, toy in self.toys.items():
+                grad = grads[place]
+                assert grad is not None
+                toy.grad = grad + 0.5 * toy.detach()
+            return 0.0
+
+        raw_step(self._clone, closure)
 
     def _step_in_turn(self) -> None:
         groups = self._clone.param_groups
@@ -227,6 +249,7 @@ class StepKind(Enum):
 
     BY_BUCKET = "each bucket by itself"
     AT_ONCE = "all slices in one call"
+    AROUND_CLOSURE = "all slices in one call, with a closure inside"
 
 
 @dataclass(frozen=True)
@@ -255,17 +278,28 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
     """
     name = type(optimizer).__name__
     run = partial(_run_trial, optimizer, device)
+    plain = _Trial()
     try:
-        start, whole = run(_Trial(num_steps=0)), run(_Trial())
+        start = run(_Trial(num_steps=0))
+        try:
+            whole = run(plain)
+        except TypeError:  # it needs a closure
+            plain = _Trial(has_closure=True, num_steps=_MANY_STEPS)
+            whole = run(plain)
+            if torch.equal(start, whole):
+                raise
     except Exception as error:
         raise ValueError(
             f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
             f"failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose "
             "step() needs no closure and takes dense gradients, such as AdamW."
         ) from error
+    if torch.equal(start, whole):  # RAdamScheduleFree collects variances in its first steps
+        plain = dataclasses.replace(plain, num_steps=_MANY_STEPS)
+        whole = run(plain)
     if torch.equal(start, whole):
         raise _refusal(name, "a clone of it does not move the parameters in its groups")
-    tried = _Tried(run, whole)
+    tried = _Tried(run, plain, whole)
     # Slices of one tensor may be rounded in other places than the tensor.
     if all(tried.agrees(_Trial(is_cut=True, num_ranks=number), 1e-4) for number in (2, 1)):
         return Findings(tried.kind(is_cut=True), is_elementwise=True)
@@ -298,10 +332,11 @@ def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> l
 class _Tried:
     """Trials of one optimizer, compared with stepping whole toys in one call."""
 
-    def __init__(self, run: Callable[[_Trial], Tensor], whole: Tensor) -> None:
+    def __init__(self, run: Callable[[_Trial], Tensor], plain: _Trial, whole: Tensor) -> None:
         self._run_anew = run
+        self._plain = plain
         self._whole = whole
-        self._results: dict[_Trial, Tensor | Exception] = {_Trial(): whole}
+        self._results: dict[_Trial, Tensor | Exception] = {plain: whole}
         self.error: Exception | None = None  # of the last trial that failed
 
     def agrees(self, trial: _Trial, tolerance: float) -> bool:
@@ -314,6 +349,8 @@ class _Tried:
 
     def kind(self, *, is_cut: bool) -> StepKind:
         """Whether pieces may be stepped one after another: only where the very bits agree."""
+        if self._plain.has_closure:
+            return StepKind.AROUND_CLOSURE
         together = self._run(_Trial(is_cut=is_cut))
         in_turn = self._run(_Trial(is_cut=is_cut, is_in_turn=True))
         if together is None or in_turn is None or not torch.equal(together, in_turn):
@@ -321,6 +358,8 @@ class _Tried:
         return StepKind.BY_BUCKET
 
     def _run(self, trial: _Trial) -> Tensor | None:
+        plain = self._plain
+        trial = dataclasses.replace(trial, has_closure=plain.has_closure, num_steps=plain.num_steps)
         if trial not in self._results:
             try:
                 self._results[trial] = self._run_anew(trial)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optim.clone import copy_of, raw_step, settings_of
+from lightning_zero.optim.clone import step_toy
 
 __all__ = [
     "OPTIMIZER_NAMES",
@@ -187,16 +187,11 @@ def _toy_like(shape: _Shape) -> _Shape:
 
 def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> States:
     """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
-    toy = nn.Parameter(torch.ones(shape, dtype=dtype))
-    toy.grad = torch.ones_like(toy)
-    settings = settings_of(optimizer.param_groups[index])
-    copy = copy_of(optimizer, [{**settings, "params": [toy]}])
-    with torch.random.fork_rng(devices=[]):  # it may draw
-        raw_step(copy)
+    state = step_toy(optimizer, torch.ones(shape, dtype=dtype), index)
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []
-    for key, value in copy.state.get(toy, {}).items():
-        if isinstance(value, Tensor) and value.shape == toy.shape:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shape:
             elementwise[key] = value.element_size()
         else:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -14,6 +14,7 @@ failed or has fewer batches.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,8 +25,9 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -127,6 +129,18 @@ class EngineStrategy(ProcessStrategy):
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds, by state and tier, counted from the engine's own buffers."""
         return self.engine.memory_report()
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        Strategy.optimizers.__set__(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:
+            _share_methods(wrapper)
 
     @property
     @override
@@ -261,6 +275,7 @@ class EngineStrategy(ProcessStrategy):
             timeout=self._timeout,
             watchdog=self._watched_by,
         )
+        self.optimizers = self.optimizers  # see the setter
         forget_left_out(trainer.lightning_module)
         load_masters(self._engine, self._masters_to_load)
         self._masters_to_load = {}
@@ -449,6 +464,17 @@ def run_state(module: nn.Module | None) -> TrainerState:
     """Of the Trainer of a `LightningModule`; without one, that of a Trainer which does nothing."""
     trainer = module._trainer if isinstance(module, LightningModule) else None
     return TrainerState() if trainer is None else trainer.state
+
+
+def _share_methods(optimizer: LightningOptimizer) -> None:
+    """Lets `self.optimizers().train()` be that of the user's optimizer.
+
+    Lightning's is of a class of its own, which has the methods of the user's class.
+    """
+    of_class = type(optimizer.optimizer)
+    for name, value in vars(optimizer.optimizer).items():
+        if name != "step" and inspect.isfunction(getattr(of_class, name, None)):
+            optimizer.__dict__[name] = value
 
 
 def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:

@@ -6,7 +6,8 @@ the loss scaler of float16 skips a step on every rank when any rank has found an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -19,10 +20,12 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.kept import kept_by_models
 
 __all__ = [
     "ZeroDoublePrecision",
@@ -67,7 +70,40 @@ class ZeroPrecision(Precision):
 
 
 class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
-    """The module itself in 16 bits ("bf16-true", "16-true"); masters in float32 are stepped."""
+    """The module itself in 16 bits ("bf16-true", "16-true"); masters in float32 are stepped.
+
+    What models of transformers want in float32 stays: see [Note: Kept by their model] in kept.py.
+    """
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        dtype = self._desired_input_dtype
+        with _set_aside(module, dtype):
+            return super().convert_module(module)
+
+
+@contextmanager
+def _set_aside(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, modules lack the parameters and buffers that stay in float32 beside `dtype`."""
+    kept: set[Tensor] = set()
+    for module in root.modules():
+        named: dict[str, Tensor] = dict(module.named_parameters())
+        named.update(module.named_buffers())
+        kept.update(named[name] for name in kept_by_models(module, named, dtype))
+    places = [
+        (held, name, value)
+        for module in root.modules()
+        for held in (module._parameters, module._buffers)
+        for name, value in held.items()
+        if value is not None and value in kept
+    ]
+    for held, name, _ in places:
+        held[name] = None
+    try:
+        yield
+    finally:
+        for held, name, value in places:
+            held[name] = value  # type: ignore[assignment]  # of the same dict
 
 
 class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):

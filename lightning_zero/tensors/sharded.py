@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from lightning_zero.tensors.cut import Cut, OwnPart, Part
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 
-__all__ = ["ShardedTensor", "ShardedTensorError"]
+__all__ = ["ShardedTensor", "ShardedTensorError", "is_elementwise_operator"]
 
 
 class ShardedTensorError(RuntimeError):
@@ -202,6 +202,9 @@ _WAYS = {
     "from it, of the parameter's shape, may be assigned to parameter.grad",
     "p.data": "use `with lightning_zero.gathered(parameter):` for the whole values, with "
     "writeback=True to keep changes",
+    "optimizer.state": "use .full_tensor() on every rank for the whole state; to save it, "
+    "trainer.save_checkpoint(path), or strategy.optimizer_state(optimizer) or "
+    "engine.optimizer_state(optimizer) on every rank",
 }
 
 
@@ -301,6 +304,14 @@ def _is_pointwise(func: Any, name: str) -> bool:
         return False
     is_tagged = torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
     return is_tagged or (_is_writing(name) and _is_pointwise_name(name))
+
+
+def is_elementwise_operator(func: Any) -> bool:
+    """Whether an operator of torch treats every element by itself, also those of lists."""
+    name = func.overloadpacket.__name__
+    if name.startswith(_FOREACH):
+        return _is_pointwise_name(name.removeprefix(_FOREACH))
+    return _is_pointwise(func, name)
 
 
 def _is_pointwise_name(name: str) -> bool:

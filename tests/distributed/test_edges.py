@@ -175,6 +175,14 @@ class NoClosure(torch.optim.Optimizer):
                         parameter.sub_(group["lr"] * parameter.grad)
 
 
+class AssignsData(NoClosure):
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
 def _step_with(rank, world_size, optimizer, stage):
     torch.manual_seed(0)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # hooks are on the class by now
@@ -191,7 +199,7 @@ def _step_with(rank, world_size, optimizer, stage):
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
-@pytest.mark.parametrize("optimizer", [CallsParent, NoClosure])
+@pytest.mark.parametrize("optimizer", [CallsParent, NoClosure, AssignsData])
 def test_optimizers_of_any_make_step_as_alone(optimizer, stage):
     run(_step_with, optimizer, stage)
 

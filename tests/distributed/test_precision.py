@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import (
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import (
     assert_same,
@@ -249,6 +250,42 @@ def test_bf16_true_keeps_small_steps_that_plain_bf16_loses(stage):
     assert (plain[0].state["layer.weight"] == 1).all()
     for outcome in fit_ranks(2, settings(stage), STEPS, options):
         np.testing.assert_allclose(outcome.state["layer.weight"], 0.98, atol=0.002)
+
+
+class KeepingModule(Recorder):
+    """Names parts to be kept in float32, as models of transformers do."""
+
+    _keep_in_fp32_modules_strict = ("first",)
+    _keep_in_fp32_modules = ("last",)
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.middle = nn.Linear(8, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+        nn.init.constant_(self.first.weight, 1 / 3)  # not a number of 16 bits
+
+    def part_loss(self, part, rank):
+        assert float(self.first.weight.detach().max()) == pytest.approx(1 / 3, rel=1e-6)
+        x = part[0]
+        for layer, dtype in ((self.first, torch.float32), *self.expected):
+            assert layer.weight.dtype is dtype, layer
+            x = layer(x.to(dtype))
+        return x.sum() * 0
+
+    @property
+    def expected(self):
+        """Dtypes of the other layers."""
+        own = torch.bfloat16 if self.trainer.precision == "bf16-true" else torch.float16
+        last = torch.float32 if own is torch.float16 else own
+        return (self.middle, own), (self.last, last)
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_what_a_model_of_transformers_keeps_in_float32_stays_so(precision, stage):
+    factory = partial(KeepingModule, ranks=1, num_batches=1)
+    for outcome in fit_ranks(1, settings(stage), factory, {"precision": precision}):
+        assert outcome.state["first.weight"].dtype == np.float32
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)), 3])
