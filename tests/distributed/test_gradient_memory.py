@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
 
 CPU = {"offload_optimizer": "cpu"}
-NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "."}}
+NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "swap", "max_in_cpu_bytes": 0}}
 
 
 def _engine(**settings):
@@ -145,6 +146,7 @@ def test_a_step_keeps_copies_of_one_bucket_at_a_time():
 
 def _hold(rank, world_size, settings):
     """What a user holds of gradients keeps its values, and what comes after it is right."""
+    os.makedirs("swap", exist_ok=True)
     module, optimizer, engine = _engine(**settings)
     plain, _, alone = _engine(stage=0)
     alone.close()
@@ -173,7 +175,7 @@ def _hold(rank, world_size, settings):
 @pytest.mark.parametrize(
     "settings",
     slow_but(
-        ({"stage": 0}, {"stage": 1}),
+        ({"stage": 0}, {"stage": 1}, {"stage": 3, **NVME}),
         [
             {"stage": 0},
             *({"stage": stage, **tier} for stage in (1, 2, 3) for tier in ({}, CPU, NVME)),
