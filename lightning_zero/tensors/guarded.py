@@ -160,7 +160,9 @@ def _guarded_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
         return GuardedParameter
     names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
     return types.new_class(
-        own_class.__name__, (GuardedParameter, own_class), exec_body=lambda space: space.update(names)
+        own_class.__name__,
+        (GuardedParameter, own_class),
+        exec_body=lambda space: space.update(names),
     )
 
 
