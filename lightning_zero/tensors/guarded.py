@@ -260,14 +260,14 @@ def _equal(input: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
 
 
-def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
     """`torch.autograd.backward`, which writes `.grad` of `inputs` and reads none of them."""
-    for parameter in _guarded_in((tensors, args, kwargs)):
+    for parameter in _guarded_in((tensors, kwargs)):
         _make_whole(placement_of(parameter))
     if inputs is not None:
         with torch._C.DisableTorchFunctionSubclass():
             inputs = [get_gradient_edge(i) if _guarded_in(i) else i for i in inputs]
-    torch.autograd.backward(tensors, *args, inputs=inputs, **kwargs)
+    torch.autograd.backward(tensors, **kwargs, inputs=inputs)
 
 
 def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:

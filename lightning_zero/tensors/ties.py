@@ -153,7 +153,9 @@ def alias_texts(module: nn.Module) -> list[str]:
 
 def _shown_by(module: nn.Module) -> Iterator[_Shown]:
     """Of all parameters and buffers, each tensor once."""
-    named = [(f"parameter {name}", parameter) for name, parameter in module.named_parameters()]
+    named: list[tuple[str, Tensor]] = [
+        (f"parameter {name}", parameter) for name, parameter in module.named_parameters()
+    ]
     named += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
     for name, tensor in named:
         shown = _shown(name, tensor)
@@ -188,14 +190,14 @@ def _shown(name: str, tensor: Tensor) -> _Shown | None:
     if not base and not tensor.is_meta:
         return None
     space = (str(tensor.device), storage._cdata if tensor.is_meta else 0)
-    start = base + tensor.storage_offset() * tensor.element_size()
+    start = base + int(tensor.storage_offset()) * tensor.element_size()
     return _Shown(name, tensor, space, start, start + _extent(tensor) * tensor.element_size())
 
 
 def _extent(tensor: Tensor) -> int:
     """Elements of memory from the first to the last of `tensor`."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
 def _check_each_element_once(shown: _Shown) -> None:
