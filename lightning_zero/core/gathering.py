@@ -143,6 +143,8 @@ class Gathering:
         """Makes `unit` whole, then gathers ahead what comes next."""
         if not unit.buckets:
             return
+        if not unit.is_whole:
+            unit.buckets[0].check_outside_transform()  # ranks can agree on nothing inside of it
         may_repeat = self._order.is_loose and not torch.is_grad_enabled() and not unit.is_whole
         self._order.use(unit.index, may_repeat=may_repeat)
         if unit in self._unclaimed or not unit.is_whole:
