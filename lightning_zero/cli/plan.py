@@ -58,6 +58,7 @@ from lightning_zero.planner import (
 )
 from lightning_zero.strategy.schema import register
 from lightning_zero.strategy.settings import auto_base
+from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["Source", "of_arguments", "run"]
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     source = of_arguments(args)
+    tie_shared(source.module)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
         raise ValueError(f"precision {name!r} is none of {', '.join(PRECISIONS)}.")

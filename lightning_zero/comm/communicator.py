@@ -280,6 +280,8 @@ class Communicator:
             return True
         if not self.control.is_open:
             return False  # closed
+        if not self._is_aborted:
+            self.control.watchdog.await_alike(error)
         self.abort(error)
         if not self.control.watchdog.rally(deadline):
             return False

@@ -66,6 +66,7 @@ _STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until others are told, where nobody knows how
 _STORE_CONFIRM_S = 3.0  # from the end of the store
 _END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: what it has sent may still come
+_ALIKE_S = 1.0  # from an exception of one rank until the others are told, which may raise it too
 _SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's are cut, too
 _LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
 _AT_END = "has come to the end of its script"
@@ -288,6 +289,23 @@ class Watchdog:
         text = "stopped" if error is None else f"raised {summary(error)}"
         self._order(partial(self._append, {"kind": "abort", "text": f"rank {self._rank} {text}"}))
 
+    def await_alike(self, error: BaseException | None) -> None:
+        """Before `abort`: gives the other ranks a moment to raise by themselves what this one has.
+
+        All ranks may raise alike, and one that comes later must not be stopped before it does.
+        """
+        is_own = isinstance(error, Exception) and not isinstance(error, RanksApartError)
+        if error is None or not is_own or _is_of_connection(error):
+            return
+        key, until = f"{self._name}/raised/{self._epoch}", time.monotonic() + _ALIKE_S
+        with self._waits.in_vain():
+            num_raised = self._order(partial(self._count, key, 1))
+            while self.verdict is None and num_raised is not None and num_raised < self._size:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.02)
+                num_raised = self._order(partial(self._count, key, 0))
+
     def rally(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has come here, also without any connection.
 
@@ -494,6 +512,10 @@ class Watchdog:
                     cut()
 
     # ---------------------------------------------------------------- rallies and ends
+
+    def _count(self, key: str, num: int) -> int | None:
+        """Ranks that have come to `key`, with `num` that do so now."""
+        return None if self._store is None else int(self._store.add(key, num))
 
     def _come(self, epoch: int) -> str | None:
         if self._store is None:

@@ -219,15 +219,19 @@ class Bucket:
             self.gather_in_place(self.whole.tensor).wait()
             return
         self.wait_for_step()
+        self.check_outside_transform()
+        self.whole.allocate()
+        self._pending = self.send_shard()
+        self.mark_in_flight()
+
+    def check_outside_transform(self) -> None:
+        """Raises inside a transform of torch.func that differentiates."""
         if _differentiates():
             raise RuntimeError(
                 f"a transform of torch.func (grad, vjp, jvp, jacrev and the like) uses parameter "
                 f"{self.plan.layout.slots[0].name}, or a module beside it, which rests as a shard; "
                 "make the transform inside `with lightning_zero.gathered(module):`."
             )
-        self.whole.allocate()
-        self._pending = self.send_shard()
-        self.mark_in_flight()
 
     def send_shard(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
@@ -20,9 +21,26 @@ __all__ = ["Call", "Gathering", "Unit"]
 
 
 class Call:
-    """One forward of a unit."""
+    """One forward of a unit.
 
-    is_done = False  # backward has left it
+    Attributes:
+        given: While it is under way, tensors among its arguments, and the nodes that had made them.
+        old_nodes: Those nodes, with the ones of what the tensors are views of.
+        inputs: Keys of the inputs whose gradients tell that backward has left it.
+        awaited: Those whose gradients have not come since backward has entered it.
+        is_done: Backward has left it.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, Node | None]] = []
+        self.old_nodes: set[Node | None] = set()
+        self.inputs: frozenset[int] = frozenset()
+        self.awaited: set[int] = set()
+        self.is_done = False
+
+    def forget_given(self) -> None:
+        """The forward is over: what it was given may be freed."""
+        self.given, self.old_nodes = [], set()
 
 
 class Unit:
@@ -125,6 +143,8 @@ class Gathering:
         """Makes `unit` whole, then gathers ahead what comes next."""
         if not unit.buckets:
             return
+        if not unit.is_whole:
+            unit.buckets[0].check_outside_transform()  # ranks can agree on nothing inside of it
         may_repeat = self._order.is_loose and not torch.is_grad_enabled() and not unit.is_whole
         self._order.use(unit.index, may_repeat=may_repeat)
         if unit in self._unclaimed or not unit.is_whole:

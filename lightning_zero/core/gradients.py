@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,7 @@ class Gradients:
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
         self._views: list[Tensor] = []  # by slot: what users see as `.grad`
+        self._shown_parts: WeakSet[_MeanPart] = WeakSet()  # of a mean that rests elsewhere
         self._shells: dict[int, Tensor] = {}  # by slot: of its size, without memory
         self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
         self._holds_mean = False  # `shard` has a value to which a further mean is added
@@ -518,6 +520,7 @@ class Gradients:
             self._carry = None
             if self._offloaded is None and not self._is_whole_mean:
                 self.shard, self.slices, self._views = None, [], []
+            self._leave_held()
         elif not all(self.is_reduced):
             zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
             if self._carry is None:
@@ -526,6 +529,22 @@ class Gradients:
                 parts = self._cut(self._carry)
                 for index in zeroed:
                     parts[index].zero_()
+
+    def _leave_held(self) -> None:
+        """Leaves the memory of gradients that are zeroed to users who hold some of it."""
+        if self._offloaded is not None:
+            self.shard, self.slices, self._views = None, [], []
+            for part in list(self._shown_parts):  # those that somebody else holds
+                part.keep()
+            self._offloaded.leave_held()
+        if self.whole is None or any(self.is_local):
+            return
+        is_shown = self.shard is not None and self._is_in_place  # in whole tensors, by slot
+        num_known = len(self.slices) + len(self._views) if is_shown else 0
+        if self.whole.num_holders(num_known) > 0:
+            self.whole = None
+            if is_shown:
+                self.shard, self.slices, self._views = None, [], []
 
     def _widen(self) -> None:
         """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
@@ -560,9 +579,12 @@ class Gradients:
         if self._is_whole_mean:
             self._views = [part.detach() for part in self.slices]
         else:
+            parts = [_MeanPart(self, index, part) for index, part in enumerate(self.slices)]
+            if self._offloaded is not None:
+                self._shown_parts.update(parts)
             self._views = [
-                ShardedTensor.of(_MeanPart(self, index, part), cut, "p.grad", part)
-                for index, (part, cut) in enumerate(zip(self.slices, self._cuts, strict=True))
+                ShardedTensor.of(part, cut, "p.grad", part.values)
+                for part, cut in zip(parts, self._cuts, strict=True)
             ]
 
     def _cut(self, mean: Tensor) -> list[Tensor]:
@@ -596,7 +618,7 @@ class Gradients:
         self.is_reduced[index] = self._holds_mean = True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _MeanPart:
     """This rank's elements of one mean gradient, also when they have been zeroed as `.grad`."""
 
@@ -606,6 +628,11 @@ class _MeanPart:
 
     def read(self) -> Tensor:
         return self.values.read() if isinstance(self.values, LazyTensor) else self.values
+
+    def keep(self) -> None:
+        """The file that has the values is about to be written to."""
+        if isinstance(self.values, LazyTensor):
+            self.values = self.values.read()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         self.grads.wait_for_step()

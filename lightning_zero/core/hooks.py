@@ -7,17 +7,22 @@ class, and a guarded one, whose gather is still under way, would have it compile
 whole by then; what is gathered after a step is waited for before a compiled module begins.
 
 [Note: What a hook may trust] A copy of a module takes our hooks along, so each looks whether it is
-called for its own. Backward enters a unit through the outputs that can be seen; what hides tensors
-is kept whole. It has left the unit when all inputs have their gradients; a leaf has its gradient
-before the unit's last nodes have run, and tells nothing. Where one call's output is the next one's
-input, backward enters the former before it leaves the latter. Graphs of torch.compile end at our
-hooks.
+called for its own. Backward enters a unit through the outputs that can be seen, and through inputs
+that it has written to; what hides tensors is kept whole. It has left the unit when all inputs have
+their gradients; a leaf has its gradient before the unit's last nodes have run, and tells nothing.
+Where one call's output is the next one's input, backward enters the former before it leaves the
+latter. Graphs of torch.compile end at our hooks.
+
+A hook of a tensor sits on the node of the graph that has made the tensor. Where somebody writes to
+a view, autograd leaves out the node of the view and goes from the write to the node of its base. So
+a view has a hook on its base, too, and whichever is reached first counts. A node that was there
+before the call leads to nothing of the unit.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,8 +101,10 @@ class Hooks:
             call = Call()
             unit.calls.append(call)
             if torch.is_grad_enabled() and not unit.is_held:
-                leaves = tree_leaves((args, kwargs))
-                inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
+                given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                call.given = [(tensor, tensor.grad_fn) for tensor in given]
+                inputs = [tensor for tensor, node in call.given if node is not None]
+                call.old_nodes = {seen.grad_fn for t in inputs for seen in _with_base(t)}
                 if inputs:
                     unit.num_awaited += 1
                     self._watch_inputs(unit, call, inputs)
@@ -114,6 +121,7 @@ class Hooks:
                 self._schedule.hold(unit, f"module {unit.name} returns a view of its parameters")
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
+            call.forget_given()
             self._schedule.after_forward(unit)
 
         return hook
@@ -124,24 +132,44 @@ class Hooks:
         Not by torch's hook for several tensors: it holds the nodes of the graph that hold it, so
         that no graph would ever go. Where a backward leaves one of them out, it is not told.
         """
-        left = {id(tensor) for tensor in inputs}
+        by_key = {id(tensor): tensor for tensor in inputs}
+        call.inputs = frozenset(by_key)
+        call.awaited = set(by_key)
 
         def arrived(key: int, _: Tensor) -> None:
-            left.discard(key)
-            if not left:
-                self._schedule.after_backward_of(unit, call)
+            if key in call.awaited:
+                call.awaited.discard(key)
+                if not call.awaited:
+                    self._schedule.after_backward_of(unit, call)
 
-        for key, tensor in {id(tensor): tensor for tensor in inputs}.items():
-            tensor.register_hook(partial(arrived, key))
+        for key, tensor in by_key.items():
+            for seen in _with_base(tensor):
+                seen.register_hook(partial(arrived, key))
 
     def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
-        wanting = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
-        for tensor in wanting:
-            tensor.register_hook(lambda _: self._schedule.before_backward_of(unit, call))
+        """Tells when backward comes to one of `leaves`, or to what the call has written to."""
+
+        def enters(_: Tensor) -> None:
+            self._schedule.before_backward_of(unit, call)
+
+        outputs = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
+        outputs += [tensor for tensor, node in call.given if tensor.grad_fn is not node]
+        for tensor in outputs:
+            for seen in _with_base(tensor):
+                if seen.grad_fn not in call.old_nodes:
+                    seen.register_hook(enters)
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
             self._schedule.hold(unit, reason)
+
+
+def _with_base(tensor: Tensor) -> Iterator[Tensor]:
+    """`tensor`, and what it is a view of, if that has a node in the graph."""
+    yield tensor
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        yield base
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:

@@ -319,9 +319,14 @@ class Schedule:
 
     def before_backward_of(self, unit: Unit, call: Call) -> None:
         """Backward has come to an output of `call`, one of `unit`."""
+        if unit.is_whole and call in unit.entered:
+            return  # by another output, or by the base of a view
         self._last_used = unit.name
-        if not call.is_done:
-            unit.entered.add(call)
+        if call.is_done:  # the graph is walked again
+            call.is_done = False
+            call.awaited = set(call.inputs)
+            unit.num_awaited += 1
+        unit.entered.add(call)
         if self.moment is Moment.BACKWARD:
             with record_function(f"zero::before_backward {unit.name}"):
                 self.gathering.unshard(unit)

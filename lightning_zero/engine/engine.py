@@ -11,6 +11,7 @@ Usable by itself in a hand-written loop:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -58,6 +59,7 @@ from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import awaited_values, forget_awaited
+from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
@@ -101,8 +103,9 @@ class Engine:
     Raises:
         ValueError: A module without parameters or on several devices; modules on the meta device
             that cannot initialise themselves; a module that another engine holds; an optimizer over
-            foreign parameters, or one that cannot be sharded; groups that do not divide the world;
-            ranks with different models, optimizers or settings.
+            foreign parameters, or one that cannot be sharded; parameters that share memory in
+            part; groups that do not divide the world; ranks with different models, optimizers or
+            settings.
         TypeError: An optimizer that is none, or a timeout that is none.
         RuntimeError: Another rank was given something that cannot be used.
     """
@@ -127,9 +130,11 @@ class Engine:
             watchdog=watchdog,
             limits=WaitLimits(wait_report_s, lost_after_s),
         )
-        comm, device, examined, runs_again = _begin_together(
+        comm, device, examined, runs_again, warned = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm
         )
+        for text in warned if comm.rank == 0 else ():
+            warnings.warn(text, stacklevel=2)
         self.device = device
         self.comm = comm
         self.recorder = comm.recorder
@@ -424,25 +429,30 @@ def _begin_together(
     *,
     device: torch.device | None,
     open_comm: Callable[..., Communicator],
-) -> tuple[Communicator, torch.device, list[tuple[Optimizer, Findings]], list[str]]:
+) -> tuple[Communicator, torch.device, list[tuple[Optimizer, Findings]], list[str], list[str]]:
     """Looks at what an engine was given, and opens its groups if all ranks were given the same.
 
     Collective: every rank, also where what it was given cannot be used, so that none waits for it.
 
     Returns:
-        The engine's communicator, where to compute, the optimizers with what they look at, and the
-        names of modules that run again in backward. All but the device is the same on every rank.
+        The engine's communicator, where to compute, the optimizers with what they look at, the
+        names of modules that run again in backward, and sentences that users should see. All but
+        the device is the same on every rank.
     """
     group_size = config.group_size(local_world_size=local_world_size())
     examined: list[tuple[Optimizer, Findings]] = []
     runs_again: list[str] = []
+    warned: list[str] = []
     facts: dict[str, dict[str, str]] = {}
     failure: Exception | None = None
     try:
+        given = as_optimizers(optimizers)
+        warned = tie_shared(module, {p for optimizer in given for p in parameters_of(optimizer)})
+        warned += alias_texts(module)
         device = _find_device(module, device)
         check_can_materialize(module)
         look = partial(examine, module=module, config=config, device=device)
-        examined = [(optimizer, look(optimizer)) for optimizer in as_optimizers(optimizers)]
+        examined = [(optimizer, look(optimizer)) for optimizer in given]
         runs_again = find_checkpointed(module, config.runs_again)
         facts = {"the installed versions": software_facts()} | module_facts(module, config)
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
@@ -460,7 +470,7 @@ def _begin_together(
         compare=partial(compare, facts=facts, failure=failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
-    return comm, device, examined, runs_again
+    return comm, device, examined, runs_again, warned
 
 
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:

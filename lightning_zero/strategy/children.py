@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -65,14 +65,15 @@ _END_S = 90.0  # longer than ranks wait for each other after an exception
 
 
 class Children(threading.Thread):
-    """Watches the other ranks of this node, as rank 0 of it.
+    """Watches the other ranks of this node, as rank 0 of it; no thread runs where there are none.
 
-    The thread is itself the record of the launch (`current` finds it), so that a second Trainer of
-    the same job knows of the ranks that the first one has started, and the next job of a sweep can
-    end them.
+    It is the record of the launch (`current` finds it), so that a second Trainer of the same job
+    knows of the ranks that the first one has started, and the next job of a sweep can end them.
 
     `first_rank` is that of the first child, `before` this process before the launch.
     """
+
+    _launched: ClassVar[tuple[int, Children] | None] = None  # by the process of this number
 
     def __init__(self, job: str | None, *, first_rank: int, before: Untouched) -> None:
         super().__init__(daemon=True, name="lightning-zero-children")
@@ -87,12 +88,15 @@ class Children(threading.Thread):
     @classmethod
     def current(cls) -> Children | None:
         """The ranks that this process has started; None before, and in the children."""
-        return next((t for t in threading.enumerate() if isinstance(t, cls)), None)
+        pid, children = cls._launched or (None, None)
+        return children if pid == os.getpid() else None  # a fork is none of them
 
     def start(self) -> None:
-        """Begins to watch."""
-        atexit.register(self._see_out)
-        super().start()
+        """Begins to watch, if there is any other rank."""
+        Children._launched = os.getpid(), self
+        if self.processes:
+            atexit.register(self._see_out)
+            super().start()
 
     def _see_out(self) -> None:
         """The job has ended when all its ranks have: the shell gets its prompt then."""
@@ -155,7 +159,9 @@ class Children(threading.Thread):
         self._has_failed |= has_failed
         self._kill_rest(_GRACE_S if self._has_failed else _END_S)
         self._is_over.set()
-        self.join()
+        Children._launched = None
+        if self.is_alive():
+            self.join()
         self._before.restore()
         atexit.unregister(self._kill_rest)
 

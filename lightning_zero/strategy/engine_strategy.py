@@ -62,6 +62,7 @@ from lightning_zero.tensors.meta import (
     forget_left_out,
     is_left_out,
 )
+from lightning_zero.tensors.ties import tie_shared
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["RALLY_DEADLINE", "EngineStrategy", "WholeAfterFit", "run_state"]
@@ -176,6 +177,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         _refuse_module(model, is_ours=self._engine is not None)
+        _tie(model)
         super().connect(model)
 
     @contextmanager
@@ -219,6 +221,7 @@ class EngineStrategy(ProcessStrategy):
         self._watched_by = self._watchdog
         self._has_rallied = self._keeps_whole = None  # a failure of the run before is over
         check_none_left_out(self.model)
+        _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -524,6 +527,12 @@ def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
             f"{type(module).__name__} has no parameters, so there is nothing to shard; build "
             "its layers in __init__, setup() or configure_model()."
         )
+
+
+def _tie(module: nn.Module) -> None:
+    """Before optimizers are made of it: what shows the same memory is one parameter."""
+    for text in tie_shared(module):
+        rank_zero_warn(text)
 
 
 def _refuse_callbacks(callbacks: Iterable[Callback], config: ZeroConfig) -> None:

@@ -8,37 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
 __all__ = ["Patches"]
 
 
 class Patches:
-    """Methods of single objects that hide those of their classes, until `undo`."""
+    """Methods of single objects that hide those of their classes, until `undo`.
+
+    What a user has put in the place of a method, a tracer say, is called by ours, and is there
+    again afterwards.
+    """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, str]] = []
+        self._made: list[tuple[Any, str, dict[str, Any]]] = []  # and what hid the method before
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         assert hasattr(type(owner), name), f"no {name} in this release of Lightning"
-        vars(owner)[name] = function
-        self._made.append((owner, name))
+        own = vars(owner)
+        self._made.append((owner, name, {name: own[name]} if name in own else {}))
+        own[name] = function
 
     def within(
         self, owner: Any, name: str, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        method = getattr(owner, name)
-
-        @wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with context():
-                return method(*args, **kwargs)
-
-        self.put(owner, name, run)
+        self.put(owner, name, _Within(getattr(owner, name), context))
 
     def undo(self) -> None:
-        """All objects have the methods of their classes again. Doing it again is harmless."""
+        """All objects have the methods again that they had. Doing it again is harmless."""
         while self._made:
-            owner, name = self._made.pop()
+            owner, name, before = self._made.pop()
             vars(owner).pop(name, None)
+            vars(owner).update(before)
+
+
+class _Within:
+    """A method that runs inside of a context, and is otherwise what it is."""
+
+    def __init__(
+        self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._method = method
+        self._context = context
+        update_wrapper(self, method, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context():
+            return self._method(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_method" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._method, name)

@@ -6,6 +6,7 @@
     cut         which elements of a parameter each rank has
     sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
     composite   tensors made of tensors, such as quantised states
+    ties        parameters that show the same memory, which become one
     meta        parameters without memory: given some, awaited, or dropped
 
 Begin with `buffer`, then `guarded`.

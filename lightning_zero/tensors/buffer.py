@@ -75,6 +75,13 @@ class FlatBuffer:
         if storage.resizable():
             storage.resize_(0)
 
+    def num_holders(self, num_known: int) -> int:
+        """How many tensors show this memory, besides the buffer's own and `num_known` others."""
+        storage = self.tensor.untyped_storage()
+        own = 1 + len(self.views) + len(self._gaps) + 1  # and `storage`
+        num_users: int = torch._C._storage_Use_Count(storage._cdata)
+        return num_users - own - num_known
+
     def shard(self, rank: int) -> Tensor:
         """The 1-D part that `rank` owns, a view."""
         part = self.layout.shard(rank)

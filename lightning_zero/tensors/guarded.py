@@ -12,13 +12,16 @@ touching it.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.tensors.sharded import ShardedTensor
@@ -89,7 +92,7 @@ class GuardedParameter(nn.Parameter):
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Any,
+        classes: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -112,6 +115,8 @@ class GuardedParameter(nn.Parameter):
             return args[0].to(*_kind_of(args[1:]), **kwargs)
         elif func in (torch.equal, Tensor.equal):
             return _equal(*args, **kwargs)
+        elif func is torch.autograd.backward:
+            return _backward(*args, **kwargs)
         elif func not in _UNTOUCHED:
             if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
                 return _beside_sharded(func, args, kwargs)
@@ -145,7 +150,20 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 def guard(parameters: Iterable[nn.Parameter]) -> None:
     """From now on, uses of `parameters` go through their guards."""
     for parameter in parameters:
-        parameter.__class__ = GuardedParameter
+        parameter.__class__ = _guarded_class_of(parameter.__dict__[_ATTRIBUTE].own_class)
+
+
+@cache
+def _guarded_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
+    """A guarded class that is the parameter's own one as well: `isinstance` stays what it is."""
+    if own_class is nn.Parameter:
+        return GuardedParameter
+    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
+    return types.new_class(
+        own_class.__name__,
+        (GuardedParameter, own_class),
+        exec_body=lambda space: space.update(names),
+    )
 
 
 def point(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]) -> None:
@@ -240,6 +258,16 @@ def _equal(input: Tensor, other: Tensor) -> bool:
         return placement.bucket.equals(one, other)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.equal(one, other)
+
+
+def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
+    """`torch.autograd.backward`, which writes `.grad` of `inputs` and reads none of them."""
+    for parameter in _guarded_in((tensors, kwargs)):
+        _make_whole(placement_of(parameter))
+    if inputs is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            inputs = [get_gradient_edge(i) if _guarded_in(i) else i for i in inputs]
+    torch.autograd.backward(tensors, **kwargs, inputs=inputs)
 
 
 def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:

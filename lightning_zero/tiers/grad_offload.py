@@ -84,6 +84,7 @@ class OffloadedGrad:
         self._dtype = dtype
         self._tier = tier
         self._transit: _Transit | None = None
+        self._num_own_users = 0  # of the memory where it rests
 
     @cached_property
     def store(self) -> ShardStore:
@@ -91,7 +92,9 @@ class OffloadedGrad:
         storage = self._queue.storage
         if self._tier is Tier.NVME:
             return storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
-        return InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
+        store = InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
+        self._num_own_users = _num_users(store.tensor)
+        return store
 
     @cached_property
     def shard(self) -> Tensor:
@@ -122,6 +125,14 @@ class OffloadedGrad:
         self._transit = _Transit(values, mean, event, is_added, is_staged)
         if values is mean:
             self._land(self._transit)
+
+    def leave_held(self) -> None:
+        """Leaves the memory of a mean that nobody needs to users who hold some of it, if any."""
+        store = self.__dict__.get("store")
+        if isinstance(store, InMemory):
+            self.__dict__.pop("shard", None)
+            if _num_users(store.tensor) > self._num_own_users:
+                del self.__dict__["store"]
 
     def settle(self) -> None:
         """Waits until the mean rests here."""
@@ -171,3 +182,9 @@ class OffloadedGrad:
         values = self.store.fetch(start, stop)
         change(values)
         self.store.write(start, values)
+
+
+def _num_users(tensor: Tensor) -> int:
+    """How many tensors show the memory of `tensor`, and objects that stand for it."""
+    num_users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return num_users

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -228,3 +229,12 @@ def _pickle_inside(rank, world_size):
 
 def test_a_strategy_in_a_run_is_not_pickled():
     run_ranks(2, _pickle_inside, has_group=False)
+
+
+def test_no_thread_of_a_fit_on_one_device_outlives_it():
+    before = set(threading.enumerate())
+    for spec in (settings(3), settings(1, overlap_step=True)):
+        _fit(spec, 1)
+        assert set(threading.enumerate()) == before
+    with pytest.raises(ValueError, match="an earlier Trainer of this script"):
+        make_trainer(settings(3), devices=2).fit(GPTModule(ranks=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -354,3 +355,34 @@ def _look(rank, world_size):
 
 def test_an_average_is_seen_whole_only_when_gathered():
     run_ranks(2, _look, has_group=False)
+
+
+# ---------------------------------------------------------------- a user's own methods
+
+
+def _trace(rank, world_size, name, method):
+    """Whether a user's tracer of a callback's method has seen all calls, and is left there."""
+    pl.seed_everything(3, verbose=False)
+    callback = CALLBACKS[name]()
+    tracer = MagicMock(wraps=getattr(callback, method))
+    setattr(callback, method, tracer)
+    seen = []
+    watch = pl.callbacks.LambdaCallback(
+        on_train_end=lambda *_: seen.append(getattr(callback, method).call_count)
+    )
+    trainer = make_trainer(
+        settings(3), callbacks=[callback, watch], max_epochs=3, limit_val_batches=1
+    )
+    trainer.fit(MLPModule(ranks=world_size, num_batches=2))
+    assert getattr(callback, method) is tracer
+    return tracer.call_count, seen
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("StochasticWeightAveraging", "update_parameters"), ("WeightAveraging", "_swap_models")],
+)
+def test_a_method_that_a_user_has_put_on_a_callback_is_called_and_left_there(name, method):
+    (count, seen) = run_ranks(1, _trace, name, method, has_group=False)[0]
+    assert count >= 1
+    assert seen == [count] or method == "_swap_models"

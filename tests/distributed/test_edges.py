@@ -551,3 +551,64 @@ def _fail_with_wrong_data(rank, world_size):
 
 def test_data_of_a_wrong_shape_keeps_nothing_from_its_rest_after_an_exception_or_at_the_end():
     run(_fail_with_wrong_data)
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a class of the user's own."""
+
+    @property
+    def doubled(self):
+        return 2 * self
+
+
+def _use_own_class(rank, world_size, stage):
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in module:
+        layer.weight = Scaled(layer.weight.data)
+    plain = copy.deepcopy(module)
+    engine, _ = start(module, stage)
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        assert [isinstance(p, Scaled) for p in module.parameters()] == [True, False] * 3
+        with engine.forward_context():
+            loss = module(x).sum() + sum(layer.weight.doubled.sum() for layer in module)
+        engine.backward(loss)
+        (plain(x).sum() + sum(layer.weight.doubled.sum() for layer in plain)).backward()
+        engine.step()
+        engine.zero_grad()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        plain.zero_grad()
+    engine.close()
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert type(p) is type(q)
+        torch.testing.assert_close(p.detach(), q.detach())
+
+
+@pytest.mark.filterwarnings("ignore:parameter .* used outside")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_stay_of_their_own_class_while_they_are_sharded(stage):
+    run(_use_own_class, stage)
+
+
+def _want_some(rank, world_size, stage):
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    plain = copy.deepcopy(module)
+    engine, _ = start(module, stage)
+    for _ in range(3):
+        engine.backward(module(torch.ones(2, 4)).sum(), inputs=[module[1].weight, module[2].bias])
+        plain(torch.ones(2, 4)).sum().backward(inputs=[plain[1].weight, plain[2].bias])
+        found = [p.grad is not None for p in module.parameters()]
+        assert found == [False, False, True, False, False, True, False, False]
+        for p, q in ((module[1].weight, plain[1].weight), (module[2].bias, plain[2].bias)):
+            torch.testing.assert_close(full_grad(p), q.grad)
+        assert not any(b.is_whole for b in engine.buckets if b.is_gathered_before_use)
+        engine.zero_grad()
+        plain.zero_grad()
+        assert not any(unit.is_held for unit in engine.schedule.units[1:])
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_a_backward_to_chosen_parameters_gives_these_gradients_and_keeps_nothing_whole(stage):
+    torch.manual_seed(0)
+    run(_want_some, stage)

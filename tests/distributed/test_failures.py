@@ -226,3 +226,45 @@ class SleepingModule(MLPModule):
 def _hang_in_step(rank, world_size, spec):
     assert not dist.is_initialized()
     _fit(rank, world_size, spec, SleepingModule)
+
+
+class RefusedError(Exception):
+    """What a user's own code raises on all ranks."""
+
+
+class LateLayer(torch.nn.Linear):
+    sleep_s = 0.0
+
+    def forward(self, x):
+        time.sleep(self.sleep_s)
+        return super().forward(x)
+
+
+class RefusingModule(MLPModule):
+    """Raises on all ranks in the fifth batch of its life, on rank 1 somewhat later."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        layers = [LateLayer(8, 8) for _ in range(3)]
+        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(8, 3))
+
+    def training_step(self, batch, batch_idx):
+        refuses = len(self.losses) == 4
+        LateLayer.sleep_s = 0.2 * (refuses and self.global_rank)
+        loss = super().training_step(batch, batch_idx)
+        if refuses:
+            raise RefusedError
+        return loss
+
+
+def _refuse(rank, world_size, spec):
+    module = RefusingModule(ranks=world_size, num_batches=6)
+    with pytest.raises(RefusedError):
+        make_trainer(spec).fit(module)
+    make_trainer(spec).fit(module)
+    return len(module.losses)
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_what_all_ranks_raise_alike_is_raised_on_each_and_the_next_fit_works(stage):
+    assert run_ranks(2, _refuse, settings(stage), has_group=False) == [11, 11]

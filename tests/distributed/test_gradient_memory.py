@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_zero import Engine, ZeroConfig
+from lightning_zero import Engine, ZeroConfig, full_grad
 from lightning_zero.layout.stage import State
 from tests.benchmarks.storage import live_storage_bytes
+from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
+
+CPU = {"offload_optimizer": "cpu"}
+NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "swap", "max_in_cpu_bytes": 0}}
 
 
 def _engine(**settings):
@@ -137,3 +142,45 @@ def test_a_step_keeps_copies_of_one_bucket_at_a_time():
     first, *others = live_bytes
     assert len(others) > 5
     assert max(others) <= first
+
+
+def _hold(rank, world_size, settings):
+    """What a user holds of gradients keeps its values, and what comes after it is right."""
+    os.makedirs("swap", exist_ok=True)
+    module, optimizer, engine = _engine(**settings)
+    plain, _, alone = _engine(stage=0)
+    alone.close()
+    x = torch.ones(2, 32)
+    held = []
+    for number in range(1, 6):
+        with engine.no_sync():
+            engine.backward(module(number * x).square().mean())
+        engine.backward(module(number * x).square().mean())
+        for _ in range(2):
+            plain(number * x).square().mean().backward()
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full_grad(p), q.grad)
+        if number % 2:
+            grad, values = module[1].weight.grad, full_grad(module[1].weight)
+            held += [(grad, values), (grad.detach(), values)]
+            engine.zero_grad() if number == 1 else optimizer.zero_grad()
+            plain.zero_grad()
+    del grad
+    assert len(held) == 6
+    for grad, values in held:
+        assert torch.equal(grad.full_tensor() if settings["stage"] else grad, values)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    slow_but(
+        ({"stage": 0}, {"stage": 1}, {"stage": 3, **NVME}),
+        [
+            {"stage": 0},
+            *({"stage": stage, **tier} for stage in (1, 2, 3) for tier in ({}, CPU, NVME)),
+        ],
+    ),
+)
+def test_a_gradient_that_a_user_holds_keeps_its_values_when_gradients_are_zeroed(settings):
+    run_ranks(2, _hold, settings)
