@@ -11,7 +11,7 @@ from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
-from lightning_zero.tensors.guarded import has_placement, placement_of
+from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 
 __all__ = ["full_grad", "gathered"]
 
@@ -111,10 +111,11 @@ def _readable(bucket: Bucket) -> Iterator[None]:
     if bucket.is_gathered_before_use:
         bucket.gather()
     bucket.finish_gather()
+    num_before = bucket.num_holders(num_shown=len(bucket.parameters))
     bucket.pins += 1
     is_first = bucket.prints is None
     if is_first:
-        bucket.prints = [Fingerprint(p.data.reshape(-1)) for p in bucket.parameters]
+        bucket.prints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
     is_kept = False
     try:
         yield
@@ -127,13 +128,13 @@ def _readable(bucket: Bucket) -> Iterator[None]:
         if not is_kept:
             bucket.drop_whole()
         elif not was_whole:
-            bucket.release()
+            bucket.release(num_before=num_before)
 
 
 def _check_unchanged(bucket: Bucket) -> None:
     """Raises where somebody has written to what `gathered` shows without `writeback`."""
     for index, seen in enumerate(bucket.prints or ()):
-        if not seen.matches(bucket.parameters[index].data.reshape(-1)):
+        if not seen.matches(data_of(bucket.parameters[index]).reshape(-1)):
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
                 "lightning_zero.gathered(...), which shows values; use gathered(..., "
@@ -157,7 +158,9 @@ class _Shown:
         bucket.masters.show(self._exact.views)
 
     def hide(self) -> None:
-        self._data = [parameter.data for parameter in self._bucket.parameters]
+        pairs = zip(map(data_of, self._bucket.parameters), self._exact.views, strict=True)
+        # Copies: what was put in may be the memory of another parameter that is shown.
+        self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
         self._bucket.masters.hide()
 
     def changes(self) -> dict[str, bytes]:

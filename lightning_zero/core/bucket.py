@@ -22,11 +22,12 @@ need not know which of the two they look at.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +38,28 @@ from lightning_zero.core.building import partial_of
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.core.writes import Fingerprint, Rewritten, equal, own_elements
+from lightning_zero.core.writes import (
+    Fingerprint,
+    Rewritten,
+    equal,
+    own_elements,
+    whole_values,
+)
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import FlatBuffer, widest
+from lightning_zero.tensors.buffer import FlatBuffer, views_of, widest
 from lightning_zero.tensors.cut import Cut
-from lightning_zero.tensors.guarded import Placement, guard, point, set_placement, unguard
+from lightning_zero.tensors.guarded import (
+    GuardedParameter,
+    Placement,
+    data_of,
+    guard,
+    plain_class_of,
+    point,
+    set_placement,
+    unguard,
+)
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
@@ -75,6 +91,7 @@ class Bucket:
         offloaded_grad: Where gradients rest that are not on the device.
         own_dtypes: Dtype of each parameter before this bucket took it over.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
+        is_saved: A graph that a backward has still to walk may hold views of the whole buffer.
         prints: By slot, of whole values that somebody looks at without a right to write; None where
             nobody does, or where the engine has written to them since.
         lockstep: The engine's `Lockstep`, once it is there.
@@ -84,6 +101,7 @@ class Bucket:
 
     lockstep: Any
     prints: list[Fingerprint] | None = None
+    is_saved = False
     phase: Phase
     is_whole: bool
     watcher: Callable[[bool], None] | None = None
@@ -122,7 +140,13 @@ class Bucket:
         self._pending: Pending | None = None
         # A worker steps this bucket: waits for it, and returns why it has failed.
         self._stepping: Callable[[], BaseException | None] | None = None
-        self._rewritten = Rewritten(self.parameters, plan.layout)
+        self._rewritten = Rewritten(self.parameters)
+        self._parts: WeakValueDictionary[int, _RestingPart] = WeakValueDictionary()
+        # By slot whose `.data` was assigned since the last pass, what showed the values before.
+        self._assigned: dict[int, _RestingPart | None] = {}
+        self._is_watched = False  # others hold views of the whole buffer, which is stepped
+        self._names_told: set[str] = set()  # of parameters whose memory users hold
+        self._num_scans = 0  # for them
         self._make_whole = make_whole
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self.whole = filled
@@ -156,9 +180,11 @@ class Bucket:
                 index=index,
                 make_whole=self.use,
                 put_grad=self.grads.put,
+                hand_out=self._hand_out,
             )
             set_placement(parameter, placement)
             parameter.data = self.whole.views[index]
+            parameter.__class__ = plain_class_of(placement.own_class)
             if plan.dtype.is_floating_point:
                 parameter.grad_dtype = None  # gradients may be wider than the parameter
         self.release()
@@ -182,7 +208,10 @@ class Bucket:
                 leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
             else:
                 parameter.data = views[index].to(device, dtype, copy=True)
+        self._leave_parts()
         self.shards.drop()
+        if self.num_holders(num_shown=0):
+            self.whole.leave(copies=False)
         self.whole.free()
 
     def _exact_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
@@ -256,11 +285,12 @@ class Bucket:
         if self.is_gathered_before_use:
             self._rewritten.watch()
 
-    def release(self) -> None:
+    def release(self, *, num_before: int | None = None) -> None:
         """Frees whole parameters where they rest as shards.
 
-        Not inside a transform of torch.func, which differentiates without our hooks; the end of the
-        step does so.
+        `num_before`: of `num_holders` when the user was shown them, who may keep what was taken
+        since; None: that is not asked for. Not inside a transform of torch.func, which
+        differentiates without our hooks; the end of the step does so.
         """
         if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
             return
@@ -268,7 +298,7 @@ class Bucket:
             return
         self.finish_gather()
         self.absorb_changes()
-        self.point_at_rest()
+        self.point_at_rest(num_before=num_before)
 
     def settle(self) -> None:
         """Waits for a step and the gather after it, so that what is read is at rest. Local."""
@@ -304,12 +334,54 @@ class Bucket:
             parameter.data = part.view(self.shards.step_shapes[index])
         self._enter(Phase.STEP)
 
-    def point_at_rest(self) -> None:
+    def point_at_rest(self, *, num_before: int | None = None) -> None:
         """Points the parameters at their slices, or at the whole buffer, where they rest."""
         self._enter(Phase.SHARD if self.is_gathered_before_use else Phase.WHOLE)
         self.point_back()
-        if self.is_gathered_before_use:
-            self.whole.free()  # a forward after the backward may have left it whole
+        if self.is_gathered_before_use and self.whole.is_allocated:
+            # A forward after the backward may have left it whole.
+            self._free_whole(num_before)
+
+    def _free_whole(self, num_before: int | None) -> None:
+        """Frees the whole buffer, which no parameter shows. See [Note: Memory that others hold]."""
+        num_graphs = (num_before or 0) if self.is_saved else 0  # at most, and then at least one
+        num_holders = self.num_holders(num_shown=0)
+        if num_holders > num_graphs and not (self.is_saved and num_before is None):
+            if num_before is None:
+                self._tell_of_holders()
+            self.whole.leave(copies=False)
+        self.whole.free()
+
+    def num_holders(self, *, num_shown: int) -> int:
+        """How many views of the whole buffer users and graphs have; `num_shown` parameters do."""
+        return self.whole.num_holders(self.shards.num_views + num_shown)
+
+    def _tell_of_holders(self) -> None:
+        """Warns of tensors that users keep of whole parameters; what a graph holds is none.
+
+        Twice at most, for it looks at all objects of Python.
+        """
+        if self._num_scans == 2:
+            return
+        time.sleep(0.001)  # a thread of gloo lets go of what it has sent a moment after its end
+        if not self.num_holders(num_shown=0):
+            return
+        self._num_scans += 1
+        own = {id(self.whole.tensor), *map(id, self.whole.views)}
+        offsets = [start for one, start in views_of(self.whole.tensor) if id(one) not in own]
+        held = {
+            slot.name
+            for slot in self.plan.layout.slots
+            if any(slot.start <= start < slot.stop for start in offsets)
+        }
+        for name in sorted(held - self._names_told):
+            self._names_told.add(name)
+            warnings.warn(
+                f"a tensor that shows parameter {name} outlives the step in which it was taken. It "
+                "keeps the values of that step, where one of a plain module follows later steps; "
+                "keep a copy, parameter.detach().clone(), or take it anew where you read it.",
+                stacklevel=2,
+            )
 
     def point_back(self) -> None:
         """Points the parameters where `phase` says, after they have pointed elsewhere."""
@@ -337,6 +409,7 @@ class Bucket:
         """
         self.finish_gather()
         self.absorb_changes()
+        self._note_holders()
         self.prints = None
         self.shards.stop_reading()  # what was read ahead is about to change
         self.wait_for_sent()
@@ -351,6 +424,17 @@ class Bucket:
         self.shards.mark_written()
         if self.plan.stage.gathers_after_step:
             self._pending = self.gather_in_place(self.whole.tensor)
+
+    def _note_holders(self) -> None:
+        """Before a step: whether others look at what it changes, and its gather completes."""
+        gathers, num_shown = self.plan.stage.gathers_after_step, len(self.parameters)
+        self._is_watched = gathers and self.num_holders(num_shown=num_shown) > 0
+
+    def show_step(self) -> None:
+        """After a step: what others hold of whole parameters shows the new values, all of them."""
+        if self._is_watched:
+            self._is_watched = False
+            self.finish_gather()
 
     def wait_for_step(self) -> None:
         """Waits until a worker has stepped this bucket; raises if that step failed."""
@@ -390,9 +474,11 @@ class Bucket:
         self.release()
         if self.phase is Phase.SHARD:
             exact = self.shards.look(index)
-            return ShardedTensor.of(_RestingPart(self, index), self.cuts[index], "p.data", exact)
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.parameters[index].data
+            part = self._parts.get(index)
+            if part is None:
+                part = self._parts[index] = _RestingPart(self, index)
+            return ShardedTensor.of(part, self.cuts[index], "p.data", exact)
+        return data_of(self.parameters[index])
 
     def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change what `look_at_rest` shows of this rank's elements."""
@@ -410,11 +496,17 @@ class Bucket:
         """`parameter.data = values` of a guarded one, slot `index`. Local.
 
         `values` have the whole shape, plain or sharded (collective where that is cut at other
-        places), or are this rank's elements, 1-D. Any other shape is a ValueError.
+        places), or are this rank's elements, 1-D. Any other shape is a ValueError. Tensors that
+        were `parameter.data` until now keep their values.
         """
         self.release()  # what was gathered before its use is gathered again
         slot, cut = self.plan.layout.slots[index], self.cuts[index]
+        if isinstance(values, GuardedParameter):
+            values = values.data
+        given = values
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
+            if values.is_of(self._parts.get(index)):
+                return  # its own
             is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
             values = values.local if is_own else values.full_tensor()
         if self.phase is Phase.GATHERING:
@@ -422,8 +514,44 @@ class Bucket:
             self.parameters[index].data = values  # taken when it is released
             return
         own = own_elements(values, slot, self.owned(index))
+        if self.is_saved and self.num_holders(num_shown=0):
+            raise RuntimeError(
+                f"parameter.data of {slot.name} was set between a forward and its backward, which "
+                "needs the values that the forward has used. Set it before the forward, or after "
+                "the backward; where no backward follows, call the module under torch.no_grad()."
+            )
         self.wait_for_sent()
+        self._note_assigned(index, given)
+        self._leave_part(index)
         self.shards.take(index, own)
+
+    def _note_assigned(self, index: int, values: Tensor) -> None:
+        """Until the next pass; what is put back is none, as far as every rank can see alike."""
+        if index not in self._assigned:
+            self._assigned[index] = self._parts.get(index)
+        elif isinstance(values, ShardedTensor) and values.is_of(self._assigned[index]):
+            del self._assigned[index]
+
+    def compare_assigned(self) -> None:
+        """As `Schedule.compare_assigned`."""
+        for index in self._assigned:
+            self.lockstep.note(f"parameter.data of {self.plan.layout.slots[index].name}")
+        self._assigned.clear()
+
+    def _leave_part(self, index: int) -> None:
+        """New values come in the place of a slot's: what shows the old ones keeps them."""
+        part = self._parts.pop(index, None)
+        if part is not None:
+            part.leave()
+
+    def _leave_parts(self) -> None:
+        for index in list(self._parts):
+            self._leave_part(index)
+
+    def _hand_out(self, index: int) -> None:
+        """Somebody asks for the `.data` of slot `index`, which is plain."""
+        if self.phase is Phase.WHOLE and not self.masters.is_shown:
+            self._rewritten.hand_out(index)
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
@@ -443,12 +571,44 @@ class Bucket:
 
         `parameter.data = other` is how torch's pruning and others give new values.
         """
-        if self.phase is Phase.WHOLE and not self.masters.is_shown:
-            for index, view in self._rewritten.find(self.whole.views):
-                if self.is_gathered_before_use:
-                    self.wait_for_sent()
-                    own = self.owned(index)
-                    self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+        if self.phase is not Phase.WHOLE or self.masters.is_shown:
+            return
+        replaced, error = self._take_replaced()
+        if self.is_gathered_before_use:
+            for index in {*replaced, *self._rewritten.written()}:
+                self.wait_for_sent()
+                if index in replaced:
+                    self._leave_part(index)
+                own, view = self.owned(index), self.whole.views[index]
+                self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+        if error is not None:
+            raise error
+
+    def _take_replaced(self) -> tuple[list[int], ValueError | None]:
+        """Copies what was assigned to `parameter.data` into the whole buffer; which slots.
+
+        Whoever holds a view of the old values keeps them. The parameters show the buffer then, also
+        those whose new data is of another shape, which is an error.
+        """
+        replaced = self._rewritten.replaced(self.whole.views)
+        if not replaced:
+            return [], None
+        values = {index: data_of(self.parameters[index]) for index in replaced}
+        if self.num_holders(num_shown=len(self.parameters) - len(replaced)):
+            old = self.whole.tensor
+            self.whole.leave(copies=True)
+            self.shards.follow_whole(old)
+        point(self.parameters, self.whole.views)
+        taken, error = [], None
+        for index, one in values.items():
+            try:
+                whole = whole_values(one, self.plan.layout.slots[index])
+            except ValueError as refused:
+                error = error or refused
+                continue
+            self.whole.views[index].copy_(whole)
+            taken.append(index)
+        return taken, error
 
     # ---------------------------------------------------------------- failures
 
@@ -502,20 +662,29 @@ def _differentiates() -> bool:
     return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _transforms_under_way() or ())
 
 
-@dataclass(frozen=True)
 class _RestingPart:
-    """This rank's elements of one parameter that rests as a shard."""
+    """This rank's elements of one parameter that rests as a shard, or that were so once."""
 
-    bucket: Bucket
-    index: int
+    def __init__(self, bucket: Bucket, index: int) -> None:
+        self._bucket = bucket
+        self._index = index
+        self._kept: Tensor | None = None  # 1-D; what they were when others took their place
 
     def read(self) -> Tensor:
-        self.bucket.settle()
-        part = self.bucket.shards.look(self.index)
-        return part.read() if isinstance(part, LazyTensor) else part.detach()
+        if self._kept is not None:
+            return self._kept
+        self._bucket.settle()
+        return self._bucket.shards.values(self._index).detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        self.bucket.change_at_rest(self.index, write)
+        if self._kept is not None:
+            write(self._kept)
+        else:
+            self._bucket.change_at_rest(self._index, write)
+
+    def leave(self) -> None:
+        """Keeps a copy of what it shows."""
+        self._kept = self.read().clone()
 
 
 class Masters:
@@ -636,9 +805,7 @@ class Masters:
         self._bucket.finish_gather()
         self._bucket.pins += 1
         self.is_shown = True
-        for parameter, view in zip(self._bucket.parameters, views, strict=True):
-            unguard(parameter)
-            parameter.data = view
+        point(self._bucket.parameters, views)
 
     def show_own(self) -> Tensor:
         """Points the parameters at parts of `exact()`, by slot, until `hide`; returns it.
@@ -666,6 +833,7 @@ class Masters:
         bucket = self._bucket
         bucket.finish_gather()
         bucket.absorb_changes()
+        bucket._note_holders()
         bucket.prints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
         self._hidden = None if has_grads else bucket.grads.shown()

@@ -95,6 +95,16 @@ class Unit:
             for bucket in self.buckets
         )
 
+    @property
+    def is_saved(self) -> bool:
+        """A graph that a backward has still to walk may hold views of the parameters."""
+        return any(bucket.is_saved for bucket in self.buckets)
+
+    @is_saved.setter
+    def is_saved(self, is_saved: bool) -> None:
+        for bucket in self.buckets:
+            bucket.is_saved = is_saved
+
     def owns(self, tensor: Tensor) -> bool:
         """`tensor` is a view of whole parameters, which are freed on release."""
         return any(bucket.owns(tensor) for bucket in self.buckets)

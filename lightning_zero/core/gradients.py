@@ -38,6 +38,7 @@ from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.cut import Cut
+from lightning_zero.tensors.guarded import data_of
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
@@ -180,8 +181,7 @@ class Gradients:
             else:
                 view.copy_(dense)
             # A parameter that has been released meanwhile cannot show an n-D gradient.
-            with torch._C.DisableTorchFunctionSubclass():
-                data = parameter.data
+            data = data_of(parameter)
             fits = data.shape == view.shape and data.device == view.device
             parameter.grad = view if fits else None
         self.is_local[index] = self.is_touched[index] = True
@@ -357,7 +357,7 @@ class Gradients:
     def _point(self, index: int, grad: Tensor) -> None:
         """Sets `.grad`, whatever `.data` is: torch compares their sizes and devices."""
         parameter = self._parameters[index]
-        data = parameter.data
+        data = data_of(parameter)
         if data.shape == grad.shape and data.device == grad.device:
             parameter.grad = grad
             return

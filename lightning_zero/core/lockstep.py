@@ -73,6 +73,7 @@ class Lockstep:
         self._order = order = schedule.order
         self._comm = comm
         self.meet_for, self.pass_boundary = order.meet_for, order.pass_boundary  # see `Order`
+        self.note = order.note
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
@@ -129,6 +130,7 @@ class Lockstep:
 
     def begin_loop(self) -> None:
         """Before a loop of steps, of which each rank takes as many as it likes. Collective."""
+        self._schedule.compare_assigned()
         self._schedule.prepare()
         self.is_in_loop = True
         self._loosen()

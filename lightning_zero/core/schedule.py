@@ -149,6 +149,7 @@ class Schedule:
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._awaits_backward = False  # a forward came after the last backward
+        self._retains_graph = False  # the backward under way leaves its graph for another one
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
@@ -167,11 +168,15 @@ class Schedule:
             self.shared.are_fresh = True  # a backward that follows has saved them
         self.moment = Moment.FORWARD
         self._recorder.phase(Kind.FORWARD)
+        self.compare_assigned()
         self.begin_pass()
         self.prepare()
         # A forward in training may change them (BatchNorm), whether a backward follows or not.
         self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.gathering.unshard_held()
+        for unit in self.units:
+            if unit.is_held:
+                unit.is_saved |= torch.is_grad_enabled()
 
     def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
@@ -185,6 +190,11 @@ class Schedule:
             # Where nothing is gathered before use, a forward after a step waits for its gathers.
             kind = f"a forward and its backward{'' if ends_step else ', of several'}"
             self.order.begin(kind, self.reducing.trainable())
+
+    def compare_assigned(self) -> None:
+        """Before a pass: ranks that have assigned other `parameter.data` find it out. Local."""
+        for bucket in self._buckets:
+            bucket.compare_assigned()
 
     def prepare(self) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
@@ -238,6 +248,7 @@ class Schedule:
     def before_forward(self, unit: Unit) -> None:
         self._last_used = unit.name
         self.gathering.unshard(unit)
+        unit.is_saved |= torch.is_grad_enabled()
         self._recorder.enter(Kind.FORWARD, unit.name)
         self._awaits_backward = True
 
@@ -290,12 +301,14 @@ class Schedule:
         self._awaits_backward = True
         self.hold(unit, f"parameter {name} is used outside its module's forward")
         self.gathering.unshard(unit)
+        unit.is_saved |= torch.is_grad_enabled()
 
     # ---------------------------------------------------------------- backward
 
     @contextmanager
-    def backward_context(self, *, reduces: bool) -> Iterator[None]:
+    def backward_context(self, *, reduces: bool, retains_graph: bool = False) -> Iterator[None]:
         """Around `loss.backward()`; if it does not reduce, gradients stay local where they can."""
+        self._retains_graph = retains_graph
         try:
             self._begin_backward(reduces)
             yield
@@ -344,8 +357,13 @@ class Schedule:
             return  # of an earlier call, which has made this one's input and tells nothing
         if self.moment is Moment.BACKWARD and not unit.is_held and unit.num_awaited <= 0:
             self._recorder.leave(Kind.BACKWARD, unit.name)
-            unit.release()
+            self._release_walked(unit)
             self.gathering.prefetch()
+
+    def _release_walked(self, unit: Unit) -> None:
+        """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
+        unit.is_saved = self._retains_graph
+        unit.release()
 
     def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """`parameter`, slot `index` of `bucket`, has got a gradient."""
@@ -362,12 +380,14 @@ class Schedule:
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.has_done_backward:
                 self._recorder.leave(Kind.BACKWARD, unit.name)
-                unit.release()
+                self._release_walked(unit)
             self.reducing.complete(bucket)
 
     def _end_backward(self) -> None:
         self.reducing.end()
         self.gathering.forget()
+        for unit in self.units:
+            unit.is_saved = self._retains_graph
         self.gathering.release_all()
         self._awaits_backward = False
         self.moment = Moment.FORWARD if self._depth else Moment.IDLE
@@ -414,6 +434,8 @@ class Schedule:
             for _ in range(len(bucket.parameters) + 1):  # data that it refuses is gone next time
                 if not isinstance(_attempt(bucket.release, errors), ValueError):
                     break
+        for unit in self.units:
+            unit.is_saved = False
         return errors[0] if errors else None
 
     def recover(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
@@ -42,7 +43,6 @@ class Shards:
 
     Attributes:
         steps_whole: OPTIM rests whole: every rank steps all elements.
-        own_whole: The part of the whole buffer that this rank steps: 1-D, a view.
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
         is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
@@ -60,7 +60,7 @@ class Shards:
         self.storage = storage
         self.steps_whole = not plan.stage.has_shard(State.OPTIM)
         self._rank = rank
-        self.own_whole = self.own_part(whole)
+        self._whole = whole
         self.has_own_master = plan.has_own_master
         self.own_ranges = plan.layout.parts(rank)
         layout, slots = plan.layout, plan.layout.slots
@@ -77,6 +77,8 @@ class Shards:
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.state_stores: dict[str, ShardStore] = {}
+        # The master as it was when others were left the memory that follows from it.
+        self._former: tuple[StorageWeakRef, Tensor] | None = None
         self._print: Fingerprint | None = None  # of the own part of whole parameters
 
     # ---------------------------------------------------------------- which elements
@@ -99,6 +101,28 @@ class Shards:
     def own_part(self, whole: FlatBuffer) -> Tensor:
         """The part of a whole buffer that this rank steps: 1-D, a view."""
         return whole.tensor if self.steps_whole else whole.shard(self._rank)
+
+    @property
+    def own_whole(self) -> Tensor:
+        """The part of the whole buffer that this rank steps: 1-D, a view."""
+        return self.own_part(self._whole)
+
+    @property
+    def num_views(self) -> int:
+        """How many views of the whole buffer are kept here."""
+        return int(self.param is None)
+
+    def follow_whole(self, old: Tensor) -> None:
+        """The whole buffer has new memory; `old` is that of before, which others hold.
+
+        They may put it back: what is the rounded master of now will be that master again.
+        """
+        if (store := self._master_beside_whole) is not None:
+            held = StorageWeakRef(old.untyped_storage())
+            self._former = held, store.fetch(0, store.numel).clone()
+        if self.param is None:
+            assert isinstance(self.follower, InMemory)
+            self.follower.tensor = self.own_whole
 
     # ---------------------------------------------------------------- parameters and master
 
@@ -146,6 +170,11 @@ class Shards:
         """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
         own = self.own_ranges[index]
         return self.exact.look(own.start, own.stop)
+
+    def values(self, index: int) -> Tensor:
+        """Slot `index` as `look` shows it: 1-D, plain; a copy of a file."""
+        part = self.look(index)
+        return part.read() if isinstance(part, LazyTensor) else part
 
     def change(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change what `look` shows, in place: 1-D; parameters follow the master."""
@@ -212,10 +241,15 @@ class Shards:
         master = store.fetch(0, own.numel())
         values = own.to(master.device)
         with torch.no_grad():
-            is_changed = values != master.to(own.dtype)
+            is_changed, exact = values != master.to(own.dtype), values.to(master.dtype)
+            if self._former is not None and self._former[0].expired():
+                self._former = None
+            if self._former is not None:
+                former = self._former[1]
+                exact = torch.where(values == former.to(own.dtype), former, exact)
             # On a device this look would wait for it, which costs more than writing in any case.
             if master.device.type != "cpu" or is_changed.any():
-                torch.where(is_changed, values.to(master.dtype), master, out=master)
+                torch.where(is_changed, exact, master, out=master)
                 store.write(0, master)
 
     def take(self, index: int, values: Tensor) -> None:

@@ -4,7 +4,8 @@
 
     Rewritten     version counters and addresses: no look at values, nothing to do on a device.
                   Of parameters that are whole for a use only (stage 3), where it is asked of every
-                  parameter in every pass. A write to `parameter.data` counts elsewhere.
+                  parameter in every pass. A write to `parameter.data` has no version: where that
+                  was handed out, and only there, fingerprints are compared.
     Fingerprint   sums over bits: sees every write. Of what rests whole between steps while its
                   master is elsewhere (stages 1 and 2), and of what `gathered` shows.
 
@@ -17,15 +18,15 @@ already. Most pairs differ in shape or in their sums of bits, so that nothing is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.layout.flat import FlatLayout, Slot
-from lightning_zero.tensors.guarded import has_placement, placement_of
+from lightning_zero.layout.flat import Slot
+from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = [
@@ -100,7 +101,6 @@ def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
 
     It must have the shape of the whole or that of this rank's part.
     """
-    _check_has_memory(values, slot)
     if tuple(values.shape) == slot.shape:
         return read_flat(values, owned.start, owned.stop)
     if values.dim() == 1 and values.numel() == len(owned):
@@ -112,60 +112,56 @@ def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     )
 
 
-def _check_has_memory(values: Tensor, slot: Slot) -> None:
-    """Of what was computed from `p.grad`, torch puts a shell without memory into a parameter."""
-    if not values.is_meta and values.numel() and values.data_ptr() == 0:
-        raise ValueError(
-            f"the data set on parameter {slot.name} was computed from p.grad, which rests as a "
-            "shard, and is not whole: write into the data instead, as in parameter.data.copy_(...) "
-            "or parameter.data.add_(parameter.grad, alpha=-lr); or set values.full_tensor()."
-        )
-
-
 def whole_values(values: Tensor, slot: Slot) -> Tensor:
-    """A copy of what was put in the place of a whole parameter's data, of the same shape."""
-    _check_has_memory(values, slot)
+    """What was put in the place of a whole parameter's data, if it is of the same shape."""
     if tuple(values.shape) != slot.shape:
         raise ValueError(
             f"the data set on parameter {slot.name} has shape {tuple(values.shape)}; expected "
             f"{slot.shape}: a parameter that an engine holds keeps its shape."
         )
-    return values.clone()  # it may be another view of the same memory
+    return values
 
 
 class Rewritten:
-    """Finds out which whole parameters of a bucket have new values, without a look at values."""
+    """Finds out which whole parameters of a bucket have new values."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._layout = layout
         self._versions: list[int] = []  # by slot, since `watch`: a write counts them up
+        self._prints: dict[int, Fingerprint] = {}  # by slot whose `.data` was handed out
 
     def watch(self) -> None:
         """From now on, what is written to the parameters in place is found too."""
         self._versions = [parameter._version for parameter in self._parameters]
+        self._prints = {}
 
-    def find(self, views: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Slots that may have new values since the last look, and their views, which have them.
+    def hand_out(self, index: int) -> None:
+        """The `.data` of a slot is about to be handed out; what is written to it has no version."""
+        if self._versions and index not in self._prints:
+            self._prints[index] = Fingerprint(data_of(self._parameters[index]).reshape(-1))
 
-        `views`: by slot, what the parameters should show, and do so afterwards, also where data of
-        another shape was put into one, which is a ValueError.
-        """
-        versions = [parameter._version for parameter in self._parameters]
-        is_written = bool(self._versions) and self._versions != versions
-        if not is_written and all(map(is_same_memory, self._parameters, views)):
-            return
-        for index, (parameter, view) in enumerate(zip(self._parameters, views, strict=True)):
-            is_replaced = not is_same_memory(parameter, view)
-            if is_replaced:
-                data = parameter.data
-                parameter.data = view  # first: also after an error
-                view.copy_(whole_values(data, self._layout.slots[index]))
-            is_written = bool(self._versions) and self._versions[index] != versions[index]
-            if is_written:
-                self._versions[index] = versions[index]
-            if is_replaced or is_written:
-                yield index, view
+    def replaced(self, views: Sequence[Tensor]) -> list[int]:
+        """Slots that show other memory than `views`."""
+        pairs = zip(self._parameters, views, strict=True)
+        if all(map(is_same_memory, self._parameters, views)):
+            return []
+        return [index for index, pair in enumerate(pairs) if not is_same_memory(*pair)]
+
+    def written(self) -> list[int]:
+        """Slots to which was written in place since the last look."""
+        found = []
+        if self._versions:
+            versions = [parameter._version for parameter in self._parameters]
+            if versions != self._versions:
+                pairs = enumerate(zip(self._versions, versions, strict=True))
+                found = [index for index, (old, new) in pairs if old != new]
+                self._versions = versions
+        for index, seen in self._prints.items():
+            flat = data_of(self._parameters[index]).reshape(-1)
+            if not seen.matches(flat):
+                self._prints[index] = Fingerprint(flat)
+                found.append(index)
+        return found
 
 
 def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:

@@ -218,14 +218,15 @@ class Engine:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """`loss.backward(...)`, with gradients averaged over ranks at its end. Collective."""
-        with self.backward_context():
+        retains_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with self.backward_context(retains_graph=retains_graph):
             loss.backward(*args, **kwargs)
 
-    def backward_context(self) -> AbstractContextManager[None]:
-        """Around a backward that somebody else calls."""
+    def backward_context(self, *, retains_graph: bool = False) -> AbstractContextManager[None]:
+        """Around a backward that somebody else calls; `retains_graph`: for another backward."""
         if self._syncs:
             self.optimizers.read_ahead()
-        return self.schedule.backward_context(reduces=self._syncs)
+        return self.schedule.backward_context(reduces=self._syncs, retains_graph=retains_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -240,7 +240,8 @@ def _alone(name: str) -> str:
     return (
         f"this rank has come to {name}, and another rank to something else: it has fewer or more "
         "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
-        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients). "
+        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients, "
+        "p.data = values). "
         "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
         "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
         "enter `with lightning_zero.uneven_calls(module)` on every rank."

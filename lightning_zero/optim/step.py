@@ -217,6 +217,8 @@ class OptimizerStep:
             bucket.masters.leave_step(is_changed=True)
             if bucket.shards.keeps_states_in_files:
                 store_states(self.optimizer, bucket)
+        for bucket in stepped:
+            bucket.show_step()
         for parameter in (p for bucket in stepped for p in bucket.parameters):
             check_slice(self.optimizer, parameter)
         self._show_states()
@@ -344,6 +346,8 @@ class OptimizerStep:
         stepped, self._stepping = self._stepping, []
         for bucket in stepped:
             bucket.grads.show()
+        for bucket in stepped:
+            bucket.show_step()
         self._show_states()
 
     def _step_by_bucket(self) -> None:

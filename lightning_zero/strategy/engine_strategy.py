@@ -319,7 +319,8 @@ class EngineStrategy(ProcessStrategy):
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
-        with self.engine.backward_context():
+        retains_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with self.engine.backward_context(retains_graph=retains_graph):
             plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)

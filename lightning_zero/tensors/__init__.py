@@ -1,6 +1,7 @@
 """One tensor and its views. Imports layout.
 
     buffer      `FlatBuffer`: memory of one bucket, and a view of it for each parameter
+    freed       what views of freed memory show
     guarded     parameters that are not whole: a use of one makes its bucket whole
     lazy        `LazyTensor`: values that are read from a file when they are used
     cut         which elements of a parameter each rank has

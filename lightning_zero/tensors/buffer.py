@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lightning_zero.layout.flat import FlatLayout
+from lightning_zero.tensors.freed import free, refill
 
-__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "widest"]
+__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "views_of", "widest"]
 
 _MARK = "_is_of_flat_buffer"  # on a storage, whose Python object lives as long as itself
 
@@ -20,13 +22,19 @@ class FlatBuffer:
 
     [Note: Freeing under autograd] Operations save views of a parameter for backward (a linear layer
     saves `weight.t()`), and those hold the storage object, not the parameter. So the storage object
-    lives as long as the buffer; `free` empties it and `allocate` fills the same object again, and a
-    view saved in forward sees the values gathered for backward. Version counters do not move, for
-    the values are the same.
+    lives as long as a graph may hold it; `free` takes its memory and `allocate` gives the same
+    object memory again, and a view saved in forward sees the values gathered for backward. Version
+    counters do not move, for the values are the same.
+
+    [Note: Memory that others hold] Users take views too: `p.detach()`, the values of
+    `state_dict()`. Where new values are put in the place of all old ones, and where the memory is
+    freed for good, what others hold is left to them, with its values: the buffer goes on in a new
+    storage (`leave`). `num_holders` counts; it cannot tell a user's view from a saved one.
 
     Attributes:
         layout: The flat space.
-        tensor: 1-D, `layout.numel`; its storage is empty while the buffer is freed.
+        tensor: 1-D, `layout.numel`.
+        is_allocated: The storage has memory of its own.
         views: One n-D view for each slot, in order.
     """
 
@@ -42,38 +50,42 @@ class FlatBuffer:
         self.layout = layout
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.is_allocated = True
+        self._lay_over(memory)
+
+    def _lay_over(self, memory: Tensor) -> None:
         self.tensor: Tensor = memory
         self.views: list[Tensor] = [
-            self.tensor[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
+            memory[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots
         ]
-        self._gaps = [self.tensor[gap.start : gap.stop] for gap in layout.gaps]
+        self._gaps = [memory[gap.start : gap.stop] for gap in self.layout.gaps]
         self._zero_gaps()
-        self._nbytes = self.tensor.untyped_storage().nbytes()
-        setattr(self.tensor.untyped_storage(), _MARK, True)
-
-    @property
-    def is_allocated(self) -> bool:
-        return self.tensor.untyped_storage().size() > 0
+        self._nbytes = memory.untyped_storage().nbytes()
+        self._spare: UntypedStorage | None = None  # what the storage is exchanged with, while freed
+        setattr(memory.untyped_storage(), _MARK, True)
 
     @property
     def allocated_bytes(self) -> int:
-        return self.tensor.untyped_storage().nbytes()
+        return self._nbytes if self.is_allocated else 0
 
     def allocate(self) -> None:
         """Gives the storage its memory back, uninitialised but for zero padding."""
         if self.is_allocated:
             return
-        self.tensor.untyped_storage().resize_(self._nbytes)
+        refill(self.tensor.untyped_storage(), self._nbytes, self._spare)
+        self.is_allocated = True
         self._zero_gaps()
 
     def free(self) -> None:
-        """Empties the storage; every view of it is invalid until the next `allocate`.
+        """Frees the memory under the views, which are unusable until the next `allocate`.
 
-        Memory that NumPy has a view of stays: torch marks its storage for good.
+        See [Note: Reads of freed memory]. Memory that NumPy has a view of stays: torch marks its
+        storage for good.
         """
         storage = self.tensor.untyped_storage()
-        if storage.resizable():
-            storage.resize_(0)
+        if self.is_allocated and storage.resizable():
+            self._spare = free(storage, self._spare)
+            self.is_allocated = False
 
     def num_holders(self, num_known: int) -> int:
         """How many tensors show this memory, besides the buffer's own and `num_known` others."""
@@ -81,6 +93,17 @@ class FlatBuffer:
         own = 1 + len(self.views) + len(self._gaps) + 1  # and `storage`
         num_users: int = torch._C._storage_Use_Count(storage._cdata)
         return num_users - own - num_known
+
+    def leave(self, *, copies: bool) -> None:
+        """Leaves the memory to those who hold it; the buffer goes on in new memory.
+
+        `copies`: with the same values; else uninitialised but for zero padding.
+        """
+        old = self.tensor
+        self.is_allocated = True
+        self._lay_over(torch.empty_like(old))
+        if copies:
+            self.tensor.copy_(old)
 
     def shard(self, rank: int) -> Tensor:
         """The 1-D part that `rank` owns, a view."""
@@ -96,6 +119,26 @@ class FlatBuffer:
 def is_of_flat_buffer(tensor: Tensor) -> bool:
     """Whether a strided tensor is a view of some `FlatBuffer`, which may free its memory."""
     return hasattr(tensor.untyped_storage(), _MARK)
+
+
+def views_of(tensor: Tensor) -> list[tuple[Tensor, int]]:
+    """All tensors of this process on the storage of `tensor`, with the elements before them.
+
+    Those that Python knows. Looks at all of its objects, which takes a moment.
+    """
+    storage = tensor.untyped_storage()._cdata
+    found = []
+    with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be made whole
+        for one in gc.get_objects():
+            if not issubclass(type(one), Tensor):
+                continue
+            try:
+                if Tensor.untyped_storage(one)._cdata == storage:
+                    offset = Tensor.storage_offset(one) * Tensor.element_size(one)
+                    found.append((one, offset // tensor.element_size()))
+            except (RuntimeError, NotImplementedError):
+                continue  # without a storage
+    return found
 
 
 class Scratch:

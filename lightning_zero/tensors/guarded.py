@@ -3,11 +3,16 @@
 [Note: Guarded parameters] The parameter object never changes, its class does: while its values are
 not at hand on this rank (they rest as a shard, or their gather is under way) the class is
 `GuardedParameter`, and any torch function applied to it first calls the guard, which makes the
-values whole. While they are whole the class is plain `nn.Parameter`, so the module computes at full
-speed and sees nothing of this. A parameter read outside its module's forward (`self.w @ x`, a
+values whole. While they are whole the class is a subclass of the parameter's own one that torch
+treats as plain (`plain_class_of`), so the module computes at full speed and sees nothing of this; a
+graph of torch.compile is not cut. A parameter read outside its module's forward (`self.w @ x`, a
 penalty over `self.parameters()`) thus gives the right value and gradient, or an error that names
 it, never a part. Metadata (shape, dtype, numel) is answered for the whole parameter without
 touching it.
+
+[Note: `.data` has no version] Writes to `parameter` or `parameter.detach()` count up a version;
+`parameter.data` begins a count of its own, and what is assigned to it may be a part of a tensor. So
+the plain class has a `data` of its own, which tells the holder first.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +38,10 @@ __all__ = [
     "Placement",
     "as_plain",
     "attributes_of",
+    "data_of",
     "guard",
     "placement_of",
+    "plain_class_of",
     "point",
     "unguard",
 ]
@@ -83,6 +90,8 @@ class Placement:
     make_whole: Callable[[str], None]  # called with the name before the values are used
     # Called with the slot and what is set as `.grad`; None: torch sets it.
     put_grad: Callable[[int, Tensor], None] | None = None
+    # Called with the slot before the `.data` of a plain parameter is handed out.
+    hand_out: Callable[[int], None] | None = None
 
 
 class GuardedParameter(nn.Parameter):
@@ -105,8 +114,11 @@ class GuardedParameter(nn.Parameter):
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             placement = placement_of(args[0])
             placement.bucket.settle()
-            if isinstance(args[0], GuardedParameter):  # it rests as a shard
+            target: Any = args[0]
+            if isinstance(target, GuardedParameter):  # it rests as a shard
                 return placement.bucket.put(placement.index, args[1])
+            target.data = args[1]
+            return None
         elif func == _SET_GRAD:
             placement = placement_of(args[0])
             if placement.put_grad is not None and args[1] is not None:
@@ -170,8 +182,43 @@ def point(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]) -> None
     """Makes the parameters of a bucket ordinary ones, whose `.data` are `targets`."""
     for parameter, target in zip(parameters, targets, strict=True):
         # First: what is put into a guarded one is taken for new values.
-        parameter.__class__ = parameter.__dict__[_ATTRIBUTE].own_class
-        parameter.data = target
+        parameter.__class__ = plain_class_of(parameter.__dict__[_ATTRIBUTE].own_class)
+        _SET_DATA(parameter, target)
+
+
+def data_of(parameter: Tensor) -> Tensor:
+    """`parameter.data` as torch has it, also of a guarded one; for the engine alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data: Tensor = _GET_DATA(parameter)
+    return data
+
+
+@cache
+def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a parameter whose values are at hand. See [Note: `.data` has no version]."""
+
+    def get(self: nn.Parameter) -> Tensor:
+        placement = self.__dict__.get(_ATTRIBUTE)
+        if placement is not None and placement.hand_out is not None:
+            placement.hand_out(placement.index)
+        data: Tensor = _GET_DATA(self)
+        return data
+
+    def put(self: nn.Parameter, values: Tensor) -> None:
+        if isinstance(values, GuardedParameter):
+            values = values.data
+        if isinstance(values, ShardedTensor):
+            values = values.full_tensor()  # collective, as every use of one is
+        _SET_DATA(self, values)
+
+    def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copy = cast("nn.Parameter", own_class.__deepcopy__(self, memo))
+        copy.__class__ = own_class
+        return copy
+
+    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
+    own = {"data": property(get, put), "__deepcopy__": deepcopy, "__doc__": own_class.__doc__}
+    return type(own_class.__name__, (own_class,), {**names, **own})
 
 
 def unguard(parameter: nn.Parameter) -> None:

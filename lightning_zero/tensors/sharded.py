@@ -82,6 +82,10 @@ class ShardedTensor(Tensor):
         """Lets `write` change this rank's elements in place: 1-D and plain. Local."""
         self._part.change(write)
 
+    def is_of(self, part: Part | None) -> bool:
+        """Whether it shows `part`, as what was handed out with that does."""
+        return self._part is part
+
     def full_tensor(self) -> Tensor:
         """All elements, a new plain tensor. Collective: every rank."""
         local = self.local
