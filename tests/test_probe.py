@@ -294,6 +294,46 @@ def test_the_option_that_makes_an_optimizer_look_at_all_gradients_is_named():
     assert found(optimizer) == ELEMENTWISE
 
 
+class Closing(torch.optim.SGD):
+    """SGD that takes the loss of its closure into account, or calls it as SAM does."""
+
+    def __init__(self, params, way):
+        super().__init__(params, lr=0.1)
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = 1.0
+        if closure is not None and self.way == "again":
+            closure()
+        if closure is not None and self.way == "elsewhere":
+            torch._foreach_add_(self.param_groups[0]["params"], 1.0)
+        if closure is not None:
+            loss = closure()
+        held = self.param_groups[0]["params"]
+        if self.way == "number":
+            loss = float(loss)
+        for p in held if self.way in ("number", "tensor") else ():
+            if p.grad is not None:
+                p.grad.mul_(loss)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("again", "it calls its closure more than once in a step, or after"),
+        ("elsewhere", "it calls its closure more than once in a step, or after"),
+        ("number", "it uses the loss that its closure returns"),
+        ("tensor", "it uses the loss that its closure returns"),
+    ],
+)
+def test_what_a_closure_leads_to_is_refused(way, reason):
+    assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
+    with pytest.raises(CannotShardError, match=reason):
+        found(Closing(parameters((3, 4)), way))
+
+
 class Around(torch.optim.Optimizer):
     """Steps by another optimizer, as Lookahead and SAM do."""
 

@@ -79,11 +79,11 @@ def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def raw_step(optimizer: Optimizer) -> None:
+def raw_step(optimizer: Optimizer, **arguments: Any) -> None:
     """The step function itself, under the wrapper that torch puts around it to call hooks."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer)
+    step(optimizer, **arguments)
 
 
 @dataclass

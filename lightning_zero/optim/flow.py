@@ -124,8 +124,10 @@ class _Labels:
             numel = tensor.untyped_storage().nbytes() // tensor.itemsize
             self.values = torch.zeros(numel, dtype=torch.int64, device=tensor.device)
         self.refine(tensor.itemsize)
-        view = self._view(tensor, tensor.itemsize // self.itemsize)
+        parts = tensor.itemsize // self.itemsize
+        view = self._view(tensor, parts)
         if isinstance(labels, Tensor):
+            labels = labels.clone() if parts > 1 else labels  # it may be a view of the same labels
             view.copy_(labels.unsqueeze(-1))
         else:
             view.fill_(labels or 0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,11 @@ from lightning_zero.core.shards import SCALAR_KEYS
 from lightning_zero.optim.clone import copy_of, raw_step, settings_of
 from lightning_zero.optim.flow import Flow
 
-__all__ = ["Division", "ProbeRun", "numbers_of"]
+__all__ = ["LOSS", "Division", "ProbeRun", "numbers_of"]
 
 _Shape = tuple[int, ...]
+
+LOSS = 1 << 20  # its number among the owners in a flow
 
 _BOUNDS = {0: 1, 1: 136, 2: 160, 3: 40, 4: 16}  # of each size, by number of dimensions
 _BOUND = 6  # of each size, beyond
@@ -57,12 +59,14 @@ class Division:
             every second tensor; the other tensors are empty there and have no gradients.
         is_in_turn: One call for each piece.
         num_steps: At most three.
+        has_closure: The step gets one. Its loss is an owner in a flow: `LOSS`.
     """
 
     is_sliced: bool = False
     num_ranks: int = 1
     is_in_turn: bool = False
     num_steps: int = len(_SCALES)
+    has_closure: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class ProbeRun:
         tensors: By number of the probe tensor and of its piece, what this rank has stepped.
         clone: The copy.
         numbers: What `numbers_of` found before the first step, and after each.
+        is_closure_first: In all steps, the closure was called at most once, and before anything
+            was stepped.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class ProbeRun:
         self._generator = torch.Generator().manual_seed(0)
         self._kinds: list[_Kind] = []
         self.tensors: dict[tuple[int, int], nn.Parameter] = {}
+        self.is_closure_first = True
         # Compiling takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
@@ -177,13 +184,29 @@ class ProbeRun:
                 if self._is_mine(number, piece):
                     self.tensors[number, piece].grad = values
                     self._mark(values, number)
+        arguments = {"closure": self._new_closure()} if self._division.has_closure else {}
         if self._division.is_in_turn:
             self._step_in_turn()
         elif self._flow is not None:
             with self._flow:
-                raw_step(self.clone)
+                raw_step(self.clone, **arguments)
         else:
-            raw_step(self.clone)
+            raw_step(self.clone, **arguments)
+
+    def _new_closure(self) -> Callable[[], Tensor]:
+        before = self.values()
+        calls: list[None] = []
+
+        def closure() -> Tensor:
+            calls.append(None)
+            if len(calls) > 1 or not torch.equal(before, self.values()):
+                self.is_closure_first = False
+            loss = torch.ones((), device=self._device)
+            if self._flow is not None:
+                self._flow.mark(loss, LOSS)
+            return loss
+
+        return closure
 
     def _step_in_turn(self) -> None:
         groups = self.clone.param_groups

@@ -45,7 +45,8 @@ from lightning_zero.tensors.composite import plain_tensors
 __all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
 
 _MAX_FAILED_READS = 8
-_FACTORS = (1e45, 1e-45, -1e45)  # of numbers that are altered, step by step
+# Of numbers that are altered, step by step; the root of a negative one may fail.
+_FACTORS = ((1e45, 1e-45, -1e45), (1e45, 1e-45, 1e45), (1e3, 1e-3, 1e3))
 _CLIPPED_AT = 1.0  # in an advice, where an option has no number
 
 
@@ -91,18 +92,21 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
             f"that is not seen from {name}",
         )
     run = partial(ProbeRun, optimizer, device)
-    flow = Flow()
     try:
         start = run(Division(num_steps=0)).values()
+        flow = Flow()
         followed = run(flow=flow)
     except Exception as error:
         raise ValueError(_why_not(optimizer, run, error)) from error
-    if torch.equal(start, followed.values()):
+    if not any(flow.is_written(t) for t in followed.tensors.values()) and torch.equal(
+        start, followed.values()
+    ):
         raise _refusal(name, "a clone of it does not move the parameters in its groups")
     dependence = _Dependence(run, flow, followed)
     reason = dependence.find_crossing(start)
     if reason is not None:
         raise _refusal(name, reason + _advice(optimizer, run, start))
+    _check_closure(optimizer, device, start)
     counts = _changes(followed.numbers[1:])
     tried = _Tried(optimizer, device)
     # Slices of one tensor may be rounded in other places than the tensor.
@@ -212,12 +216,13 @@ class _Dependence:
 
     def _alter(self, parity: int) -> ProbeRun | None:
         """A run in which numbers of every second parameter are altered; None: it always fails."""
-        alteration = _Alteration(parity)
-        for _ in range(_MAX_FAILED_READS):
-            try:
-                return self._run(flow=Flow(alteration))
-            except Exception:
-                alteration.spare_last()
+        for factors in _FACTORS:
+            alteration = _Alteration(parity, factors)
+            for _ in range(_MAX_FAILED_READS):
+                try:
+                    return self._run(flow=Flow(alteration))
+                except Exception:
+                    alteration.spare_last()
         return None
 
     def _values_of(self, number: int) -> list[Any]:
@@ -250,10 +255,12 @@ class _Alteration:
 
     Args:
         parity: 0 or 1: of the numbers of the owners.
+        factors: Of numbers that are read, by step.
     """
 
-    def __init__(self, parity: int) -> None:
+    def __init__(self, parity: int, factors: Sequence[float]) -> None:
         self._parity = parity
+        self._factors = factors
         self._num_read = 0
         self._last = -1  # that was altered, by order of reading
         self._spared: set[int] = set()  # by the same
@@ -277,7 +284,7 @@ class _Alteration:
             return number + 1 if num_steps % 2 else number - 1
         if not math.isfinite(abs(number)):
             return 1.0
-        return (number + 1) * _FACTORS[(num_steps - 1) % len(_FACTORS)]
+        return (number + 1) * self._factors[num_steps - 1]
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -396,13 +403,37 @@ def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -
     return ""
 
 
+def _check_closure(optimizer: Optimizer, device: torch.device, start: Tensor) -> None:
+    """Refuses what a closure leads to: it has been called before the step, and once."""
+    if "closure" not in inspect.signature(type(optimizer).step).parameters:
+        return
+    name, run = type(optimizer).__name__, partial(ProbeRun, optimizer, device)
+    run = partial(run, Division(has_closure=True))
+    flow = Flow()
+    try:
+        followed = run(flow=flow)
+    except Exception:
+        return  # it takes none, though it has a parameter for it
+    if not followed.is_closure_first:
+        raise _refusal(
+            name,
+            "it calls its closure more than once in a step, or after it has moved the parameters, "
+            "and the gradients of all ranks are averaged once, before the step",
+        )
+    if _Dependence(run, flow, followed).find_crossing(start) is not None:
+        raise _refusal(name, "it uses the loss that its closure returns, another on every rank")
+
+
 def _why_not(optimizer: Optimizer, run: Callable[..., ProbeRun], error: Exception) -> str:
     """The text for a step that fails without a closure."""
     name = type(optimizer).__name__
     failed = f"{type(error).__name__}: {error}"
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    is_needed = closure is not None and closure.default is inspect.Parameter.empty
-    if is_needed or "closure" in str(error).lower():
+    needs_closure = False
+    if "closure" in inspect.signature(type(optimizer).step).parameters:
+        with suppress(Exception):
+            run(Division(has_closure=True, num_steps=1))
+            needs_closure = True
+    if needs_closure:
         return (
             f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step() "
             f"needs a closure, which evaluates the loss within the step ({failed}). Use an "
