@@ -294,6 +294,26 @@ def test_the_option_that_makes_an_optimizer_look_at_all_gradients_is_named():
     assert found(optimizer) == ELEMENTWISE
 
 
+class Late(torch.optim.SGD):
+    """Moves nothing in its first four steps, and keeps their number beside the parameters."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.state["number"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["number"] += 1
+        if self.state["number"] > 4:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm())
+
+
+def test_an_optimizer_that_begins_late_is_followed_until_it_moves():
+    assert found(Late(parameters((3, 4)))) == AT_ONCE
+
+
 class Closing(torch.optim.SGD):
     """SGD that takes the loss of its closure into account, or calls it as SAM does."""
 

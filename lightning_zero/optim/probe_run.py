@@ -45,6 +45,7 @@ _BOUND = 6  # of each size, beyond
 _BLOCK_NUMEL = 4096  # see [Note: Blocks]
 _BLOCKS = 4  # in a probe tensor, where the parameter has as many
 _SMALL = (5, 7, 3, 2, 2, 2)
+_NUM_STEPS = 3
 _SCALES = (1.0, 30.0, 1.0)  # of the gradients of each step: thresholds act in some
 _STEPPED_AS_THEY_ARE = (torch.float64,)  # masters of others are float32
 
@@ -58,14 +59,14 @@ class Division:
         num_ranks: Each rank steps its pieces with a copy of its own: one slice of each tensor, or
             every second tensor; the other tensors are empty there and have no gradients.
         is_in_turn: One call for each piece.
-        num_steps: At most three.
+        num_steps: Some optimizers move nothing in the first ones.
         has_closure: The step gets one. Its loss is an owner in a flow: `LOSS`.
     """
 
     is_sliced: bool = False
     num_ranks: int = 1
     is_in_turn: bool = False
-    num_steps: int = len(_SCALES)
+    num_steps: int = _NUM_STEPS
     has_closure: bool = False
 
 
@@ -123,8 +124,8 @@ class ProbeRun:
             if callable(begin := getattr(self.clone, "train", None)):
                 begin()  # an optimizer with modes, as those of schedulefree
             self.numbers = [numbers_of(self.clone)]
-            for scale in _SCALES[: division.num_steps]:
-                self._step(scale)
+            for number in range(division.num_steps):
+                self._step(_SCALES[number % len(_SCALES)])
                 self.numbers.append(numbers_of(self.clone))
 
     def values(self) -> Tensor:
@@ -239,7 +240,6 @@ class ProbeRun:
 
 def numbers_of(optimizer: Optimizer, *, is_copied: bool = True) -> dict[str, Any]:
     """By the words for a text, what the optimizer knows beside the states of its parameters."""
-    members = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known: dict[str, Any] = {}
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -250,7 +250,7 @@ def numbers_of(optimizer: Optimizer, *, is_copied: bool = True) -> dict[str, Any
     for key, value in vars(optimizer).items():
         if key not in own and not key.startswith("_optimizer_"):
             known[f"attribute {key}"] = _contents_of(value, is_copied)
-    others = {k: v for k, v in optimizer.state.items() if id(k) not in members}
+    others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     known["a state of no parameter"] = _contents_of(others, is_copied)
     return known
 
@@ -281,7 +281,10 @@ def _fresh_copy(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
         groups.append({**settings, "params": []})
     for settings in (*groups, attributes.get("defaults", {})):
         settings.update({key: value for key, value in options.items() if key in settings})
-    return copy_of(optimizer, groups, attributes)
+    made = copy_of(optimizer, groups, attributes)
+    others = {k: _fresh(v) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+    made.state.update(others)
+    return made
 
 
 def _fresh(value: Any) -> Any:

@@ -26,7 +26,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -44,6 +44,7 @@ from lightning_zero.tensors.composite import plain_tensors
 
 __all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
 
+_NUM_STEPS = (3, 12)  # of a run; more where nothing moves in the first ones, as in a warm-up
 _MAX_FAILED_READS = 8
 # Of numbers that are altered, step by step; the root of a negative one may fail.
 _FACTORS = ((1e45, 1e-45, -1e45), (1e45, 1e-45, 1e45), (1e3, 1e-3, 1e3))
@@ -91,24 +92,31 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
             f"it wraps another optimizer ({inner}), which steps the parameters in a way of its own "
             f"that is not seen from {name}",
         )
-    run = partial(ProbeRun, optimizer, device)
-    try:
-        start = run(Division(num_steps=0)).values()
-        flow = Flow()
-        followed = run(flow=flow)
-    except Exception as error:
-        raise ValueError(_why_not(optimizer, run, error)) from error
-    if not any(flow.is_written(t) for t in followed.tensors.values()) and torch.equal(
-        start, followed.values()
-    ):
-        raise _refusal(name, "a clone of it does not move the parameters in its groups")
+    for num_steps in _NUM_STEPS:
+        undivided = Division(num_steps=num_steps)
+        run = partial(ProbeRun, optimizer, device, undivided)
+        try:
+            start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
+            flow = Flow()
+            followed = run(flow=flow)
+        except Exception as error:
+            raise ValueError(_why_not(optimizer, device, error)) from error
+        is_moved = not torch.equal(start, followed.values())
+        if is_moved or any(flow.is_written(tensor) for tensor in followed.tensors.values()):
+            break
+    else:
+        raise _refusal(
+            name, f"a copy of it does not move the parameters in its groups in {num_steps} steps"
+        )
     dependence = _Dependence(run, flow, followed)
     reason = dependence.find_crossing(start)
     if reason is not None:
         raise _refusal(name, reason + _advice(optimizer, run, start))
     _check_closure(optimizer, device, start)
-    counts = _changes(followed.numbers[1:])
-    tried = _Tried(optimizer, device)
+    counts = _changes(followed.numbers[1:]) or any(
+        not isinstance(key, Tensor) for key in followed.clone.state
+    )
+    tried = _Tried(optimizer, device, undivided)
     # Slices of one tensor may be rounded in other places than the tensor.
     is_elementwise = dependence.is_elementwise and all(
         tried.agrees(Division(is_sliced=True, num_ranks=number), 1e-4) for number in (2, 1)
@@ -284,7 +292,7 @@ class _Alteration:
             return number + 1 if num_steps % 2 else number - 1
         if not math.isfinite(abs(number)):
             return 1.0
-        return (number + 1) * self._factors[num_steps - 1]
+        return (number + 1) * self._factors[(num_steps - 1) % len(self._factors)]
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -325,15 +333,16 @@ def _flat(tensor: Tensor) -> Tensor:
 class _Tried:
     """Runs of one optimizer on divided tensors, compared with one on undivided ones."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device, undivided: Division) -> None:
         self._optimizer = optimizer
         self._device = device
+        self._undivided = undivided
         self._results: dict[Division, Tensor | Exception] = {}
         self.error: Exception | None = None  # of the last run that failed
 
     def agrees(self, division: Division, tolerance: float) -> bool:
         """Whether a division gives the same values, relative to each and to the largest."""
-        undivided, values = self._run(Division()), self._run(division)
+        undivided, values = self._run(self._undivided), self._run(division)
         if values is None or undivided is None:
             return False
         atol = tolerance / 100 * max(1.0, float(undivided.abs().max()))
@@ -351,6 +360,7 @@ class _Tried:
         return StepKind.BY_BUCKET
 
     def _run(self, division: Division) -> Tensor | None:
+        division = replace(division, num_steps=self._undivided.num_steps)
         if division not in self._results:
             try:
                 self._results[division] = self._run_ranks(division)
@@ -407,8 +417,8 @@ def _check_closure(optimizer: Optimizer, device: torch.device, start: Tensor) ->
     """Refuses what a closure leads to: it has been called before the step, and once."""
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         return
-    name, run = type(optimizer).__name__, partial(ProbeRun, optimizer, device)
-    run = partial(run, Division(has_closure=True))
+    name = type(optimizer).__name__
+    run = partial(ProbeRun, optimizer, device, Division(has_closure=True))
     flow = Flow()
     try:
         followed = run(flow=flow)
@@ -424,14 +434,14 @@ def _check_closure(optimizer: Optimizer, device: torch.device, start: Tensor) ->
         raise _refusal(name, "it uses the loss that its closure returns, another on every rank")
 
 
-def _why_not(optimizer: Optimizer, run: Callable[..., ProbeRun], error: Exception) -> str:
+def _why_not(optimizer: Optimizer, device: torch.device, error: Exception) -> str:
     """The text for a step that fails without a closure."""
     name = type(optimizer).__name__
     failed = f"{type(error).__name__}: {error}"
     needs_closure = False
     if "closure" in inspect.signature(type(optimizer).step).parameters:
         with suppress(Exception):
-            run(Division(has_closure=True, num_steps=1))
+            ProbeRun(optimizer, device, Division(has_closure=True, num_steps=1))
             needs_closure = True
     if needs_closure:
         return (

@@ -5,8 +5,8 @@
     python -m tests.tools.optimizers --write docs/optimizers.md
 
 Two ranks train in stages 1 and 3 on gradients of their own; the reference is one process on the
-mean of both gradients, with the same optimizer. Packages that are not installed are left out, with a
-line that says so. Some optimizers need arguments beside the parameters: see `_build`.
+mean of both gradients, with the same optimizer. For packages that are not installed one line stands
+in the table. Some optimizers need arguments beside the parameters: see `_build`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,14 @@ NUM_STEPS = 5
 _NUM_TOGETHER = 8  # classes that the same processes train with
 STAGES = (1, 3)
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
-_ABSTRACT = {"Optimizer", "BaseOptimizer", "Optimizer2State", "Optimizer1State", "Optimizer8bit"}
+_ABSTRACT = {
+    "Optimizer",
+    "BaseOptimizer",
+    "Optimizer2State",
+    "Optimizer1State",
+    "Optimizer8bit",
+    "SafeFP16Optimizer",
+}
 _EXACT = 2e-6  # largest difference, of values about 1; a wrong step of 0.01 is far above it
 
 
@@ -150,12 +158,20 @@ def _class_of(name: str) -> type[Optimizer]:
     return kind
 
 
-def _build(kind: type[Optimizer], module: nn.Module) -> Optimizer:
-    """An optimizer of the module; what it needs beside parameters is given by its name."""
+def _build(kind: type[Optimizer], module: nn.Module, *, is_grouped: bool = False) -> Optimizer:
+    """An optimizer of the module; what it needs beside parameters is given by its name.
+
+    `is_grouped`: Matrices are in a group with `use_muon`, others in one without.
+    """
     parameters = inspect.signature(kind).parameters
     arguments: dict[str, Any] = {}
     first, *others = [p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
     given: Any = list(module.parameters())
+    if is_grouped:
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in module.parameters():
+            groups[parameter.dim() == 2].append(parameter)
+        given = [{"params": held, "use_muon": is_muon} for is_muon, held in groups.items()]
     if first.name in ("optimizer", "base"):
         given = torch.optim.SGD(given, lr=1e-2)
     elif first.name in ("model", "module"):
@@ -163,10 +179,10 @@ def _build(kind: type[Optimizer], module: nn.Module) -> Optimizer:
     elif first.name in ("named_parameters", "named_params"):
         given = list(module.named_parameters())
     known = {"base_optimizer": torch.optim.SGD, "model": module, "max_lr": 1e-2, "lr": 1e-2}
-    for parameter in others:
-        is_small = parameter.name == "lr" and isinstance(parameter.default, float)
-        if parameter.default is parameter.empty or (is_small and parameter.default < 1e-2):
-            arguments[parameter.name] = known.get(parameter.name, 10)
+    for option in others:
+        is_small = option.name == "lr" and isinstance(option.default, float)
+        if option.default is option.empty or (is_small and option.default < 1e-2):
+            arguments[option.name] = known.get(option.name, 10)
     if "base_optimizer" in arguments:
         arguments["lr"] = 1e-2
     return kind(given, **arguments)
@@ -176,13 +192,11 @@ def _build(kind: type[Optimizer], module: nn.Module) -> Optimizer:
 
 
 def _train(
-    kind: type[Optimizer], rank: int | None, model: Callable[[], nn.Module], stage: int = 0
+    built: Callable[[], tuple[nn.Module, Optimizer]], rank: int | None, stage: int = 0
 ) -> list[Tensor]:
     """Parameters after some steps: of a rank, or (`rank` is None) of one process."""
-    torch.manual_seed(0)
-    module = model()
+    module, optimizer = built()
     data = torch.Generator().manual_seed(1)
-    optimizer = _build(kind, module)
     engine = None if rank is None else Engine(module, [optimizer], ZeroConfig(stage=stage))
     if callable(begin := getattr(optimizer, "train", None)):
         begin()
@@ -212,23 +226,33 @@ def _try_on_rank(rank: int, world_size: int, names: Sequence[str]) -> list[Outco
     return [_try(rank, _class_of(name)) for name in names]
 
 
+def _built(
+    kind: type[Optimizer], model: Callable[[], nn.Module], is_grouped: bool
+) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    module = model()
+    return module, _build(kind, module, is_grouped=is_grouped)
+
+
 def _try(rank: int, kind: type[Optimizer]) -> Outcome:
     """Trains with one class on one process and in all stages. Collective."""
-    model: Callable[[], nn.Module] = Model
-    try:
-        expected = _train(kind, None, model)
-    except Exception as error:
+    failure: Exception | None = None
+    for model, is_grouped in ((Model, False), (Model, True), (Matrices, False)):
+        built = partial(_built, kind, model, is_grouped)
         try:
-            model = Matrices
-            expected = _train(kind, None, model)
-        except Exception:
-            return Outcome("fails on one process, too", _line(error))
+            expected = _train(built, None)
+        except Exception as error:
+            failure = failure or error
+        else:
+            break
+    else:
+        return Outcome("fails on one process, too", _line(failure))
     try:
-        found = probe(_build(kind, model()), torch.device("cpu"))
+        found = probe(built()[1], torch.device("cpu"))
     except ValueError as error:
         for stage in STAGES:
             try:
-                _train(kind, rank, model, stage)
+                _train(built, rank, stage)
             except ValueError as refusal:
                 if "cannot be s" not in str(refusal):  # sharded, stepped
                     return Outcome(f"stage {stage} FAILS", _line(refusal), is_silent=True)
@@ -240,7 +264,7 @@ def _try(rank: int, kind: type[Optimizer]) -> Outcome:
         stepped += ", in one call"
     largest = 0.0
     for stage in STAGES:
-        for one, other in zip(_train(kind, rank, model, stage), expected, strict=True):
+        for one, other in zip(_train(built, rank, stage), expected, strict=True):
             difference = float((one - other).abs().nan_to_num(torch.inf).max())
             largest = max(largest, difference / max(1.0, float(other.abs().max())))
     if not all(bool(values.isfinite().all()) for values in expected):
@@ -260,10 +284,10 @@ def _try_all(names: Sequence[str]) -> list[Outcome]:
     return [max(pair, key=lambda outcome: outcome.is_silent) for pair in zip(*ranks, strict=True)]
 
 
-def _line(error: BaseException) -> str:
+def _line(error: BaseException | None) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = next(
-        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)", line)), ""
+        (line for line in reversed(lines) if re.match(r"(E +)?[\w.]+(Error|Exception)", line)), ""
     )
     text = last or (lines[-1] if lines else type(error).__name__)
     return text.replace("|", "/")[:200]
