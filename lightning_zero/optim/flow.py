@@ -108,7 +108,7 @@ class _Labels:
         """Those of the elements of `tensor`, shaped like it; a view where sizes of items agree."""
         if self.values is None:
             return None
-        self.refine(tensor.itemsize)
+        self._fit(tensor)
         parts = tensor.itemsize // self.itemsize
         view = self._view(tensor, parts)
         labels: Tensor | None = view[..., 0]
@@ -123,7 +123,7 @@ class _Labels:
             self.itemsize = tensor.itemsize
             numel = tensor.untyped_storage().nbytes() // tensor.itemsize
             self.values = torch.zeros(numel, dtype=torch.int64, device=tensor.device)
-        self.refine(tensor.itemsize)
+        self._fit(tensor)
         parts = tensor.itemsize // self.itemsize
         view = self._view(tensor, parts)
         if isinstance(labels, Tensor):
@@ -132,11 +132,18 @@ class _Labels:
         else:
             view.fill_(labels or 0)
 
-    def refine(self, itemsize: int) -> None:
-        """Smaller items than so far: each takes its label from the one that it is a part of."""
-        if self.values is not None and itemsize < self.itemsize:
-            self.values = self.values.repeat_interleave(self.itemsize // itemsize)
-            self.itemsize = itemsize
+    def _fit(self, tensor: Tensor) -> None:
+        """Fits `values` to a storage that has grown, or that is seen in smaller items.
+
+        Each smaller item takes its label from the one that it is a part of.
+        """
+        assert self.values is not None
+        if tensor.itemsize < self.itemsize:
+            self.values = self.values.repeat_interleave(self.itemsize // tensor.itemsize)
+            self.itemsize = tensor.itemsize
+        missing = tensor.untyped_storage().nbytes() // self.itemsize - self.values.numel()
+        if missing > 0:
+            self.values = torch.cat([self.values, self.values.new_zeros(missing)])
 
     def _view(self, tensor: Tensor, parts: int) -> Tensor:
         assert self.values is not None
@@ -313,14 +320,24 @@ class _Operation:
     def run(self) -> Any:
         flow = self._flow
         labels = self._labels()  # views, of before: an operation may write what it reads
+        before = self._values_of_others()
         results = self._func(*self._args, **self._kwargs)
         written = _tensors(self._written) or _tensors(results)
+        if before:  # a library's operation may declare more than it writes: tables, say
+            pairs = zip(written, before, strict=True)
+            written = [t for t, old in pairs if not torch.equal(t.detach(), old)]
         of_each = labels if isinstance(labels, list) else [labels] * len(written)
         for tensor, own in zip(written, of_each, strict=True):
             flow.put(tensor, own.expand(tensor.shape) if isinstance(own, Tensor) else own)
         if not written and isinstance(results, (bool, int, float, complex)):
             return flow.read(flow.label_of(list(self._read.values())), results)
         return results
+
+    def _values_of_others(self) -> list[Tensor]:
+        """Of what is written by an operation of a library other than torch, its values."""
+        if self._func.namespace == "aten":
+            return []
+        return [tensor.detach().clone() for tensor in _tensors(self._written)]
 
     def _labels(self) -> Tensor | int | list[Tensor | None] | None:
         """Labels of what is written: of each tensor, or one for all of them."""

@@ -13,8 +13,8 @@ block of a power of two up to that size is used. It is divided at an odd element
 ends.
 
 [Note: Only a copy is stepped] The copy has no states of the run and shares no list, dict or number
-with the user's optimizer. States that an optimizer makes before its first step (Adagrad's sums) are
-made anew, as zeros of the same dtypes.
+with the user's optimizer. Where it cannot step without states that it makes before its first step
+(Adagrad's sums), these are made anew, as zeros of the same dtypes.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Division:
         is_in_turn: One call for each piece.
         num_steps: Some optimizers move nothing in the first ones.
         has_closure: The step gets one. Its loss is an owner in a flow: `LOSS`.
+        has_states: Tensors begin with states, where their parameters have some.
     """
 
     is_sliced: bool = False
@@ -68,6 +69,7 @@ class Division:
     is_in_turn: bool = False
     num_steps: int = _NUM_STEPS
     has_closure: bool = False
+    has_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class ProbeRun:
         self, optimizer: Optimizer, kind: _Kind, tensor: nn.Parameter, number: int
     ) -> None:
         """States of a parameter that has some; those of other shapes were made in a step."""
-        if kind.like is None or kind.like not in optimizer.state:
+        has_states = self._division.has_states and kind.like in optimizer.state
+        if kind.like is None or not has_states:
             return
         state: dict[str, Any] = optimizer.state[kind.like]
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -55,7 +55,8 @@ _ALIGN_BYTES = 16
 
 def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
-    for parameter, state in list(optimizer.state.items()):
+    for parameter in [key for key in optimizer.state if isinstance(key, Tensor)]:
+        state = optimizer.state[parameter]  # under other keys are numbers of the optimizer
         if not _is_stepped(parameter):
             del optimizer.state[parameter]
             continue

@@ -92,8 +92,9 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
             f"it wraps another optimizer ({inner}), which steps the parameters in a way of its own "
             f"that is not seen from {name}",
         )
+    has_states = _needs_states(optimizer, device)
     for num_steps in _NUM_STEPS:
-        undivided = Division(num_steps=num_steps)
+        undivided = Division(num_steps=num_steps, has_states=has_states)
         run = partial(ProbeRun, optimizer, device, undivided)
         try:
             start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
@@ -112,7 +113,7 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
     reason = dependence.find_crossing(start)
     if reason is not None:
         raise _refusal(name, reason + _advice(optimizer, run, start))
-    _check_closure(optimizer, device, start)
+    _check_closure(optimizer, device, replace(undivided, has_closure=True))
     counts = _changes(followed.numbers[1:]) or any(
         not isinstance(key, Tensor) for key in followed.clone.state
     )
@@ -360,7 +361,8 @@ class _Tried:
         return StepKind.BY_BUCKET
 
     def _run(self, division: Division) -> Tensor | None:
-        division = replace(division, num_steps=self._undivided.num_steps)
+        same = self._undivided
+        division = replace(division, num_steps=same.num_steps, has_states=same.has_states)
         if division not in self._results:
             try:
                 self._results[division] = self._run_ranks(division)
@@ -413,12 +415,22 @@ def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -
     return ""
 
 
-def _check_closure(optimizer: Optimizer, device: torch.device, start: Tensor) -> None:
+def _needs_states(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether it only steps parameters that have states already."""
+    for has_states in (False, True):
+        with suppress(Exception):
+            ProbeRun(optimizer, device, Division(num_steps=1, has_states=has_states))
+            return has_states
+    return False
+
+
+def _check_closure(optimizer: Optimizer, device: torch.device, division: Division) -> None:
     """Refuses what a closure leads to: it has been called before the step, and once."""
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         return
     name = type(optimizer).__name__
-    run = partial(ProbeRun, optimizer, device, Division(has_closure=True))
+    run = partial(ProbeRun, optimizer, device, division)
+    start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
     flow = Flow()
     try:
         followed = run(flow=flow)
@@ -441,7 +453,7 @@ def _why_not(optimizer: Optimizer, device: torch.device, error: Exception) -> st
     needs_closure = False
     if "closure" in inspect.signature(type(optimizer).step).parameters:
         with suppress(Exception):
-            ProbeRun(optimizer, device, Division(has_closure=True, num_steps=1))
+            ProbeRun(optimizer, device, Division(has_closure=True))
             needs_closure = True
     if needs_closure:
         return (

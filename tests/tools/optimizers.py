@@ -180,8 +180,8 @@ def _build(kind: type[Optimizer], module: nn.Module, *, is_grouped: bool = False
         given = list(module.named_parameters())
     known = {"base_optimizer": torch.optim.SGD, "model": module, "max_lr": 1e-2, "lr": 1e-2}
     for option in others:
-        is_small = option.name == "lr" and isinstance(option.default, float)
-        if option.default is option.empty or (is_small and option.default < 1e-2):
+        is_small = option.name == "lr" and (option.default is None or option.default < 1e-2)
+        if option.default is option.empty or is_small:
             arguments[option.name] = known.get(option.name, 10)
     if "base_optimizer" in arguments:
         arguments["lr"] = 1e-2
