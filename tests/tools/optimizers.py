@@ -183,6 +183,8 @@ def _build(kind: type[Optimizer], module: nn.Module, *, is_grouped: bool = False
         is_small = option.name == "lr" and (option.default is None or option.default < 1e-2)
         if option.default is option.empty or is_small:
             arguments[option.name] = known.get(option.name, 10)
+    if "relative_step" in parameters:  # of Adafactors, beside which they take no rate
+        arguments["relative_step"] = False
     if "base_optimizer" in arguments:
         arguments["lr"] = 1e-2
     return kind(given, **arguments)
