@@ -150,8 +150,8 @@ class Impatient(Lamb):
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (NormedLamb, "it looks at all tensors together"),
-        (NormAbove, "it looks at all tensors together"),
+        (NormedLamb, "each parameter depends on the gradients of other parameters"),
+        (NormAbove, "each parameter depends on the gradients of other parameters"),
         (Impatient, "the others are empty and have no gradients (RuntimeError: a gradient is"),
     ],
 )
@@ -163,5 +163,260 @@ def test_what_looks_at_all_tensors_is_refused_with_its_name_and_the_reason(build
 
 
 def test_what_needs_a_closure_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"LBFGS cannot be stepped .*missing.*closure"):
+    with pytest.raises(ValueError, match=r"LBFGS cannot be stepped .*needs a closure.*missing"):
         found(torch.optim.LBFGS(parameters((3, 4))))
+
+
+# ---------------------------------------------------------------- what values do not show
+
+
+class Followed(torch.optim.SGD):
+    """SGD after `prepare` of each gradient, with a number that is common to all."""
+
+    def __init__(self, params, prepare, lr=0.1, **options):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.update({"d": 1.0, **options})
+        self.prepare = prepare
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        numbers = {"norms": [p.grad.norm() for _, p in held]} if held else {}
+        for group, p in held:
+            self.prepare(self, group, p, numbers)
+        super().step()
+
+
+def _scale_where_huge(self, group, p, numbers):
+    if p.grad.abs().max() > 1e30:
+        p.grad.mul_(0.5)
+
+
+def _scale_where_huge_by_number(self, group, p, numbers):
+    p.grad.mul_(1.0 if p.grad.norm().item() < 1e30 else 0.5)
+
+
+def _clip_far_above(self, group, p, numbers):
+    p.grad.mul_((1e30 / torch.stack(numbers["norms"]).norm()).clamp(max=1.0))
+
+
+def _clip_far_above_by_number(self, group, p, numbers):
+    p.grad.mul_(min(1.0, 1e30 / sum(norm.item() for norm in numbers["norms"])))
+
+
+def _estimate(self, group, p, numbers):
+    group["d"] = max(group["d"], 1e-30 * float(p.grad.norm()))
+    p.grad.mul_(group["d"])
+
+
+def _estimate_as_tensor(self, group, p, numbers):
+    group["lr"] = 0.1 + 0.0 * p.grad.sum()
+
+
+def _remember(self, group, p, numbers):
+    self.largest = max(getattr(self, "largest", 0.0), p.grad.max().item() * 1e-30)
+
+
+def _add_noise(self, group, p, numbers):
+    p.grad.add_(torch.randn_like(p), alpha=0.0)
+
+
+def _through_numpy(self, group, p, numbers):
+    p.grad.copy_(torch.from_numpy(p.grad.numpy().copy()))
+
+
+def _write_memory(self, group, p, numbers):
+    torch.from_numpy(p.detach().numpy())[:1] += 1.0
+
+
+def _zero_where_small(self, group, p, numbers):
+    p.grad[p.grad.abs() < 1e-30] = 0.0
+    p.grad = torch.where(p.grad > 1e30, -p.grad, p.grad.clone()).clamp(-1e30, 1e30)
+
+
+def _move(self, group, p, numbers):
+    p.grad = p.grad.flip(0)
+
+
+def _count(self, group, p, numbers):
+    group["d"] += 1
+
+
+def _raise_on_nan(self, group, p, numbers):
+    if torch.isnan(p.grad).any():
+        raise RuntimeError("a gradient is not a number")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        (_zero_where_small, ELEMENTWISE),
+        (_scale_where_huge, OF_TENSORS),
+        (_scale_where_huge_by_number, OF_TENSORS),
+        (_raise_on_nan, OF_TENSORS),
+        (_move, OF_TENSORS),
+        (_count, Findings(StepKind.AT_ONCE, is_elementwise=True)),
+    ],
+)
+def test_dependence_is_seen_whatever_the_values(prepare, expected):
+    assert found(Followed(parameters((8, 9), (5,)), prepare)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (_clip_far_above, "depends on the gradients of other parameters"),
+        (_clip_far_above_by_number, "depends on numbers of the gradients of other parameters"),
+        (_estimate, "parameter group number d depends on the gradients of its parameters"),
+        (_estimate_as_tensor, "parameter group number lr depends on the gradients"),
+        (_remember, "attribute largest depends on the gradients"),
+        (_add_noise, "it draws random numbers"),
+        (_through_numpy, "its step uses Tensor.numpy()"),
+        (_write_memory, "its step uses Tensor.numpy()"),
+    ],
+)
+def test_what_crosses_parameters_is_refused_whatever_the_values(prepare, reason):
+    with pytest.raises(CannotShardError, match=re.escape(reason)):
+        found(Followed(parameters((8, 9), (5,)), prepare))
+
+
+def test_the_option_that_makes_an_optimizer_look_at_all_gradients_is_named():
+    def prepare(self, group, p, numbers):
+        if group["max_grad_norm"] is not None:
+            _clip_far_above(self, group, p, numbers)
+
+    optimizer = Followed(parameters((8, 9), (5,)), prepare, max_grad_norm=2.0)
+    text = r"max_grad_norm=2.0 makes it do so: pass max_grad_norm=None.*gradient_clip_val=2.0"
+    with pytest.raises(CannotShardError, match=text):
+        found(optimizer)
+    optimizer.param_groups[0]["max_grad_norm"] = None
+    assert found(optimizer) == ELEMENTWISE
+
+
+class Late(torch.optim.SGD):
+    """Moves nothing in its first four steps, and keeps their number beside the parameters."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.state["number"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["number"] += 1
+        if self.state["number"] > 4:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm())
+
+
+def test_an_optimizer_that_begins_late_is_followed_until_it_moves():
+    assert found(Late(parameters((3, 4)))) == AT_ONCE
+
+
+class Closing(torch.optim.SGD):
+    """SGD that takes the loss of its closure into account, or calls it as SAM does."""
+
+    def __init__(self, params, way):
+        super().__init__(params, lr=0.1)
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = 1.0
+        if closure is not None and self.way == "again":
+            closure()
+        if closure is not None and self.way == "elsewhere":
+            torch._foreach_add_(self.param_groups[0]["params"], 1.0)
+        if closure is not None:
+            loss = closure()
+        held = self.param_groups[0]["params"]
+        if self.way == "number":
+            loss = float(loss)
+        for p in held if self.way in ("number", "tensor") else ():
+            if p.grad is not None:
+                p.grad.mul_(loss)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("again", "it calls its closure more than once in a step, or after"),
+        ("elsewhere", "it calls its closure more than once in a step, or after"),
+        ("number", "it uses the loss that its closure returns"),
+        ("tensor", "it uses the loss that its closure returns"),
+    ],
+)
+def test_what_a_closure_leads_to_is_refused(way, reason):
+    assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
+    with pytest.raises(CannotShardError, match=reason):
+        found(Closing(parameters((3, 4)), way))
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, as Lookahead and SAM do."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_is_refused_and_the_other_is_not_stepped():
+    (p,) = held = parameters((3, 4))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(CannotShardError, match=r"Around .* wraps another optimizer \(SGD, in its"):
+        found(Around(torch.optim.SGD(held, lr=1.0)))
+    assert not p.any()
+
+
+def test_a_probe_changes_nothing_of_the_optimizer():
+    class Remembering(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            self.seen, self.number = [], torch.zeros(())
+
+        def step(self, closure=None):
+            self.seen.append(1)
+            self.number.add_(1)
+            super().step()
+
+    optimizer = Remembering(parameters((3, 4)))
+    assert found(optimizer) == Findings(StepKind.AT_ONCE, is_elementwise=True)
+    assert (optimizer.seen, float(optimizer.number)) == ([], 0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_probes_have_the_dtype_of_the_parameters_and_no_states_of_the_run(options):
+    held = [p.double() for p in parameters((4, 5), (3,), ())]
+    held = [nn.Parameter(p.detach()) for p in held]
+    optimizer = torch.optim.Adagrad(held, lr=0.1, **options)
+    assert found(optimizer) == ELEMENTWISE
+    for parameter in held:
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.step()
+    for parameter in held[:1]:  # as this rank's slice of it
+        optimizer.state[parameter]["sum"] = optimizer.state[parameter]["sum"].view(-1)[:7]
+    assert found(optimizer) == ELEMENTWISE
+
+
+ALL_OF_TORCH = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+]
+OTHERS = {"Muon": OF_TENSORS, "Adafactor": OF_TENSORS, "Optimizer": None, "LBFGS": None}
+
+
+@pytest.mark.parametrize("kind", ALL_OF_TORCH, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_optimizers_of_torch_look_at(kind, foreach):
+    expected = OTHERS.get(kind.__name__, ELEMENTWISE)
+    if expected is None or kind is torch.optim.SparseAdam:
+        pytest.skip("needs a closure or sparse gradients")
+    shapes = [(9, 8)] if kind is torch.optim.Muon else [(9, 8), (4, 3, 2, 2), (5,), ()]
+    options = {} if kind is torch.optim.Muon else {"foreach": foreach}
+    assert found(kind(parameters(*shapes), lr=0.1, **options)) == expected

@@ -43,6 +43,11 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
                 "optimizers must be a torch.optim.Optimizer or a list of them, got "
                 f"{type(optimizer).__name__}; pass Engine(module, optimizers=[optimizer])."
             )
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"{type(optimizer).__name__} has no param_groups, so it cannot be stepped on parts "
+                "of parameters; give the optimizer that it wraps, if it does."
+            )
     return optimizers
 
 

@@ -1,6 +1,8 @@
 """How the user's optimizers are stepped on shards. Imports core and all below it.
 
-    trial         tries an optimizer on small tensors: elementwise, whole tensors, or refused
+    flow          follows which elements each element of a step depends on
+    probe_run     steps a copy of an optimizer on small tensors
+    trial         decides by both: elementwise, whole tensors, or refused
     clone         an optimizer's copy over other tensors
     step          one step: all at once, or bucket by bucket with its states on another tier
     chunks        one bucket, in chunks that are read, stepped and written behind each other

@@ -14,7 +14,7 @@ come. So whoever steps on the CPU gets numbers that are there.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,11 +85,11 @@ def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def raw_step(optimizer: Optimizer, *closure: Callable[[], Any]) -> None:
+def raw_step(optimizer: Optimizer, **arguments: Any) -> None:
     """The step function itself, under the wrapper that torch puts around it to call hooks."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer, *closure)
+    step(optimizer, **arguments)
 
 
 def enter_training(optimizer: Optimizer) -> None:
@@ -114,7 +114,7 @@ def step_toy(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, 
         try:
             raw_step(copy)
         except TypeError:  # it wants a closure
-            raw_step(copy, lambda: 0.0)
+            raw_step(copy, closure=lambda: 0.0)
     state: dict[str, Any] = copy.state.get(toy, {})
     return state
 

@@ -61,9 +61,11 @@ _ALIGN_BYTES = 16
 
 def shard_initial_state(optimizer: Optimizer) -> None:
     """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
-    entries = [(placement_of(p).shape, state) for p, state in optimizer.state.items()]
+    parameters = [key for key in optimizer.state if isinstance(key, Tensor)]
+    entries = [(placement_of(p).shape, optimizer.state[p]) for p in parameters]
     keys = _ElementwiseKeys(optimizer, entries)
-    for parameter, state in list(optimizer.state.items()):
+    for parameter in parameters:
+        state = optimizer.state[parameter]  # under other keys are numbers of the optimizer
         if not _is_stepped(parameter):
             del optimizer.state[parameter]
             continue

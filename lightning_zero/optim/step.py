@@ -87,7 +87,7 @@ class OptimizerStep:
         self._kind = found.kind
         self._found = found
         self._examine = examine
-        self._num_members = len(parameters_of(optimizer))
+        self._known_settings = [_settings_of(optimizer)]  # with which it has been looked at
         self._known_members: set[nn.Parameter] = set()  # that have been looked at
         self._reducing = reducing
         self._stepping: list[Bucket] = []
@@ -275,8 +275,9 @@ class OptimizerStep:
         if callable(closure):
             with torch.enable_grad():
                 loss = closure()
-            args = (optimizer, lambda: loss, *rest[1:]) if rest else args
-            kwargs = kwargs if rest else {**kwargs, "closure": lambda: loss}
+            evaluated = _Evaluated(loss, type(optimizer).__name__)
+            args = (optimizer, evaluated, *rest[1:]) if rest else args
+            kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
         self._reducing.before_step()
         self._take_states()
         members = self._members()
@@ -420,10 +421,23 @@ class OptimizerStep:
             jobs += [Task(chunk.ranges) for chunk in chunks if chunk.files]
         self._storage.pipeline.prefetch(jobs)
 
+    def _look_again(self) -> None:
+        """At an optimizer with other parameters, or with options that were on or off before."""
+        found = self._examine(self.optimizer)
+        if found.kind is StepKind.AT_ONCE and self._kind is StepKind.BY_BUCKET:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} counts its steps since its options were changed, "
+                "so it can only step all parameters in one call; set them before the engine is "
+                "built (in Lightning, in configure_optimizers)."
+            )
+        self._found = dataclasses.replace(self._found, is_elementwise=found.is_elementwise)
+        self._known_settings.append(_settings_of(self.optimizer))
+
     def _members(self) -> set[nn.Parameter]:
-        """The optimizer's parameters, looked at where some were added since the last step."""
+        """The optimizer's parameters; it is looked at where they or its options have changed."""
         members = set(parameters_of(self.optimizer))
-        if members == self._known_members:
+        is_known = _settings_of(self.optimizer) in self._known_settings
+        if is_known and members == self._known_members:
             return self._known_members
         for parameter in members:
             if not has_placement(parameter):
@@ -432,13 +446,48 @@ class OptimizerStep:
                     f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
                     "averaged. Add parameters to the module before the engine is built."
                 )
-        if len(members) > self._num_members:  # and perhaps of other dimensions
-            self._num_members = len(members)
-            is_elementwise = self._examine(self.optimizer).is_elementwise
-            self._found = dataclasses.replace(self._found, is_elementwise=is_elementwise)
+        if not is_known:
+            self._look_again()
         check_whole(self.optimizer, self._found)
         self._known_members = members
         return members
+
+
+def _settings_of(optimizer: Optimizer) -> list[Any]:
+    """What may decide what it looks at: not how large a number is, but whether it is zero."""
+    return [
+        len(group["params"]) if key == "params" else _choice_of(value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("lr", "initial_lr", "param_names")
+    ]
+
+
+def _choice_of(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return bool(value)
+    if isinstance(value, (list, tuple)):
+        return [_choice_of(part) for part in value]
+    return value if isinstance(value, (str, type(None))) else type(value)
+
+
+class _Evaluated:
+    """In place of a closure that has been called: returns its loss, once in a step."""
+
+    def __init__(self, loss: Any, name: str) -> None:
+        self._loss = loss
+        self._name = name
+        self._is_called = False
+
+    def __call__(self) -> Any:
+        if self._is_called:
+            raise RuntimeError(
+                f"{self._name} calls its closure more than once in a step, and it is run once, "
+                "before the step, so that the gradients of all ranks are averaged; use an "
+                "optimizer that evaluates the loss once."
+            )
+        self._is_called = True
+        return self._loss
 
 
 def check_whole(optimizer: Optimizer, found: Findings) -> None:

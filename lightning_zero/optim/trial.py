@@ -1,243 +1,54 @@
-"""Finds out what an optimizer looks at, and how it may be called: by trying it on toy tensors.
-
-[Note: Shapes of toys] What an optimizer does to a tensor may depend on its dimensions (Adafactor,
-Muon), on sizes of one, and on whether it is large enough (Adafactor's variants factor from 128 on).
-So each group has a toy for every such pattern among its parameters, as large as the largest of
-these up to a bound, and a small one beside it; groups that differ in numbers alone, as in rates by
-layer, share the large ones.
-
-[Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only where a tensor
-has at least 4096 of them and is a multiple of the block (torchao, bitsandbytes). So where a
-parameter has as many, its toy is a multiple of 4096: all of it is quantised, whatever block of a
-power of two up to that size is used. It is cut at an odd element, where no block ends.
+"""Finds out what an optimizer looks at, and how it may be called, by stepping small tensors.
 
 It may look at every element by itself (Adam), at every tensor by itself (Muon, Adafactor, LAMB), or
 at all tensors together (a norm over all gradients), in which case it cannot be sharded.
+
+[Note: Data flow decides] Values of a few steps prove little: a threshold may never be reached, a
+norm may be cut off, an estimate may still be zero. So a step is followed (flow.py) and the labels
+of parameters and states decide, whatever the values:
+
+    all elements depend on themselves alone             every element by itself
+    on others of the same parameter                     every tensor by itself
+    on other parameters, on random numbers, or a        refused, by that reason
+    number of a group or of the optimizer on gradients
+
+A number that Python has read may go anywhere. Its own parameter is taken to depend on it; that
+others do not is shown by runs in which the numbers of every second parameter are altered: larger,
+smaller, the other truth value. The others must then keep every bit.
+
+The same steps on divided tensors are compared with those on undivided ones beside that. This finds
+what depends on shapes alone, and what fails on empty tensors.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.optim.clone import copy_of, enter_training, raw_step, settings_of
+from lightning_zero.optim.flow import RANDOM, Flow, element_labels, owner_of, united
+from lightning_zero.optim.probe_run import Division, ProbeRun
+from lightning_zero.tensors.composite import plain_tensors
 
 __all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
 
-_Shape = tuple[int, ...]
-
-_BOUNDS = {0: 1, 1: 136, 2: 160, 3: 40, 4: 16}  # of each size, by number of dimensions
-_BOUND = 6  # of each size, beyond
-_BLOCK_NUMEL = 4096  # see [Note: Blocks]
-_BLOCKS = 4  # in a toy, where the parameter has as many
-_SMALL = (5, 7, 3, 2, 2, 2)
-_SCALES = (1.0, 30.0, 1.0)  # of the gradients of each step: thresholds act in some
-_MANY_STEPS = 9
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """How toys are stepped.
-
-    Attributes:
-        is_cut: In two slices each, 1-D; else whole.
-        num_ranks: Each rank steps its pieces with a clone of its own: one slice of each toy, or
-            every second toy; the other toys are empty there and have no gradients.
-        is_in_turn: One call for each piece.
-        has_closure: The step is given a closure, which brings gradients that depend on where it
-            finds the toys.
-        num_steps: Three, or more for an optimizer that begins to move parameters later.
-    """
-
-    is_cut: bool = False
-    num_ranks: int = 1
-    is_in_turn: bool = False
-    has_closure: bool = False
-    num_steps: int = len(_SCALES)
-
-
-def _run_trial(optimizer: Optimizer, device: torch.device, trial: _Trial) -> Tensor:
-    """Values of all toys after the steps of `trial`, 1-D, in the same order for every trial."""
-    toys: dict[tuple[int, int], nn.Parameter] = {}
-    for rank in range(trial.num_ranks):
-        toys.update(_Run(optimizer, device, trial, rank).toys)
-    return torch.cat([toys[place].detach().reshape(-1) for place in sorted(toys)])
-
-
-class _Run:
-    """One rank's part of a trial."""
-
-    def __init__(
-        self, optimizer: Optimizer, device: torch.device, trial: _Trial, rank: int
-    ) -> None:
-        self._trial = trial
-        self._rank = rank
-        self._device = device
-        self._generator = torch.Generator().manual_seed(0)
-        self._shapes: list[_Shape] = []  # of the toys, in order
-        self.toys: dict[tuple[int, int], nn.Parameter] = {}  # by toy and piece: this rank's
-        # Compiling takes seconds for each shape and gives the same values.
-        eager = torch.compiler.set_stance("force_eager")
-        with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
-            groups = [{**_trial_settings(g), "params": []} for g in optimizer.param_groups]
-            self._clone = copy_of(optimizer, groups)
-            self._fill_groups(optimizer)
-            enter_training(self._clone)
-            for number in range(trial.num_steps):
-                self._step(_SCALES[number % len(_SCALES)])
-
-    def _fill_groups(self, optimizer: Optimizer) -> None:
-        seen: set[tuple[_Shape, str]] = set()
-        for group, source in zip(self._clone.param_groups, optimizer.param_groups, strict=True):
-            for shape, like in _shapes_like(source, seen):
-                number = len(self._shapes)
-                self._shapes.append(shape)
-                for piece, values in enumerate(self._cut(self._draw(shape))):
-                    is_mine = self._is_mine(number, piece)
-                    if not is_mine and self._trial.is_cut:
-                        continue
-                    toy = nn.Parameter(values if is_mine else values.new_empty(0))
-                    group["params"].append(toy)
-                    if is_mine:
-                        self.toys[number, piece] = toy
-                        _copy_initial_state(optimizer, like, self._clone, toy)
-
-    def _step(self, scale: float) -> None:
-        for number, shape in enumerate(self._shapes):
-            for piece, values in enumerate(self._cut(self._draw(shape) * scale)):
-                if self._is_mine(number, piece):
-                    self.toys[number, piece].grad = values
-        if self._trial.has_closure:
-            self._step_around_closure()
-        elif self._trial.is_in_turn:
-            self._step_in_turn()
-        else:
-            raw_step(self._clone)
-
-    def _step_around_closure(self) -> None:
-        grads = {place: toy.grad for place, toy in self.toys.items()}
-        for toy in self.toys.values():  # whoever looks at gradients before the closure is found out
-            toy.grad = torch.full_like(toy, math.nan)
-
-        def closure() -> float:
-            for place, toy in self.toys.items():
-                grad = grads[place]
-                assert grad is not None
-                toy.grad = grad + 0.5 * toy.detach()
-            return 0.0
-
-        raw_step(self._clone, closure)
-
-    def _step_in_turn(self) -> None:
-        groups = self._clone.param_groups
-        kept = [group["params"] for group in groups]
-        for toy in self.toys.values():
-            for group, parameters in zip(groups, kept, strict=True):
-                group["params"] = [p for p in parameters if p is toy]
-            raw_step(self._clone)
-        for group, parameters in zip(groups, kept, strict=True):
-            group["params"] = parameters
-        for toy in self.toys.values():
-            toy.grad = None
-        raw_step(self._clone)  # the body after the hook finds no gradients and must do nothing
-
-    def _draw(self, shape: _Shape) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._device, torch.float32)
-
-    def _cut(self, whole: Tensor) -> list[Tensor]:
-        if not self._trial.is_cut:
-            return [whole]
-        flat = whole.reshape(-1)
-        cut = flat.numel() // 3 | 1  # in the middle of a row, and of a block
-        return [flat[:cut].clone(), flat[cut:].clone()]
-
-    def _is_mine(self, number: int, piece: int) -> bool:
-        turn = piece if self._trial.is_cut else number
-        return turn % self._trial.num_ranks == self._rank
-
-
-def _shapes_like(
-    group: Mapping[str, Any], seen: set[tuple[_Shape, str]]
-) -> list[tuple[_Shape, nn.Parameter | None]]:
-    """Shapes of the toys of a group, each with the parameter it stands for.
-
-    `seen`: the large toys so far, with the settings of their groups.
-    """
-    settings = repr({k: v for k, v in group.items() if k != "params" and not isinstance(v, float)})
-    largest: dict[_Shape, nn.Parameter] = {}
-    for parameter in group["params"]:
-        pattern = tuple(min(size, 2) for size in parameter.shape)
-        if pattern not in largest or parameter.numel() > largest[pattern].numel():
-            largest[pattern] = parameter
-    shapes: list[tuple[_Shape, nn.Parameter | None]] = []
-    for pattern, parameter in largest.items():
-        if not math.prod(pattern):
-            continue  # nothing to step
-        large = _large_shape(tuple(parameter.shape))
-        if (large, settings) not in seen:
-            shapes.append((large, parameter))
-            seen.add((large, settings))
-        sizes = _SMALL + (2,) * len(pattern)
-        small = tuple(n if size > 1 else 1 for n, size in zip(sizes, pattern, strict=False))
-        shapes.append((small, parameter))
-    return shapes or [(_SMALL[:2], None)]
-
-
-def _large_shape(shape: _Shape) -> _Shape:
-    """The shape of a toy that behaves as a parameter of `shape`; see [Note: Blocks]."""
-    bound = _BOUNDS.get(len(shape), _BOUND)
-    if math.prod(shape) < _BLOCK_NUMEL:
-        return tuple(min(size, bound) for size in shape)
-    # The longest size makes a multiple of the block of what is a power of two without it.
-    sizes = [1 << min(size, bound).bit_length() - 1 for size in shape]
-    longest = max(range(len(shape)), key=lambda dim: shape[dim])
-    sizes[longest] = 1
-    others = math.prod(sizes)
-    step = max(1, _BLOCK_NUMEL // others)
-    wanted = min(shape[longest], max(bound, _BLOCKS * _BLOCK_NUMEL // others))
-    sizes[longest] = max(step, wanted // step * step)
-    return tuple(sizes)
-
-
-def _trial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    settings = copy.deepcopy(settings_of(group))
-    if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
-        lr = settings["lr"]
-        settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
-    return settings
-
-
-def _copy_initial_state(
-    optimizer: Optimizer, like: nn.Parameter | None, clone: Optimizer, toy: nn.Parameter
-) -> None:
-    """Gives a toy the state that the optimizer was born with, shaped like it.
-
-    States of other shapes were made in a step, and are left to be made again.
-    """
-    if like is None or like not in optimizer.state:
-        return
-    state: dict[str, Any] = optimizer.state[like]
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    if any(value.dim() and value.shape != like.shape for value in tensors.values()):
-        return
-    for key, value in state.items():
-        if key in tensors and value.shape == like.shape and key != "step":
-            first = value[(0,) * value.dim()]  # of what may be one number for all
-            clone.state[toy][key] = first.expand(toy.shape).clone()
-        else:
-            clone.state[toy][key] = copy.deepcopy(value)
+_NUM_STEPS = (3, 12)  # of a run; more where nothing moves in the first ones, as in a warm-up
+_MAX_FAILED_READS = 8
+# Of numbers that are altered, step by step; the root of a negative one may fail.
+_FACTORS = ((1e45, 1e-45, -1e45), (1e45, 1e-45, 1e45), (1e3, 1e-3, 1e3))
+_CLIPPED_AT = 1.0  # in an advice, where an option has no number
 
 
 class CannotShardError(ValueError):
@@ -266,46 +77,48 @@ class Findings:
 
 
 def probe(optimizer: Optimizer, device: torch.device) -> Findings:
-    """Finds out, on toy parameters, what an optimizer looks at and how it may be called.
+    """Finds out, on small tensors, what an optimizer looks at and how it may be called.
 
-    Clones of the optimizer, with its settings but none of its state, step toys: all in one call;
-    then divided as ranks would divide them, in slices and in whole tensors, and piece after piece.
-    Equal results prove that the division does not matter.
+    Copies of the optimizer, with its settings but none of its states, are stepped.
 
     Raises:
         CannotShardError: It looks at all tensors together.
         ValueError: Its step needs a closure, or cannot be tried.
     """
     name = type(optimizer).__name__
-    run = partial(_run_trial, optimizer, device)
-    plain = _Trial()
+    inner = _find_inner(optimizer)
+    if inner is not None:
+        raise _refusal(
+            name,
+            f"it wraps another optimizer ({inner}), which steps the parameters in a way of its own "
+            f"that is not seen from {name}",
+        )
     try:
-        start = run(_Trial(num_steps=0))
-        try:
-            whole = run(plain)
-        except TypeError:  # it needs a closure
-            plain = _Trial(has_closure=True, num_steps=_MANY_STEPS)
-            whole = run(plain)
-            if torch.equal(start, whole):
-                raise
+        undivided, start, flow, followed = _follow(optimizer, device)
+    except CannotShardError:
+        raise
     except Exception as error:
-        raise ValueError(
-            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step "
-            f"failed on a probe with {type(error).__name__}: {error}. Use an optimizer whose "
-            "step() needs no closure and takes dense gradients, such as AdamW."
-        ) from error
-    if torch.equal(start, whole):  # RAdamScheduleFree collects variances in its first steps
-        plain = dataclasses.replace(plain, num_steps=_MANY_STEPS)
-        whole = run(plain)
-    if torch.equal(start, whole):
-        raise _refusal(name, "a clone of it does not move the parameters in its groups")
-    tried = _Tried(run, plain, whole)
+        raise ValueError(_why_not(optimizer, device, error)) from error
+    run = partial(ProbeRun, optimizer, device, undivided)
+    dependence = _Dependence(run, flow, followed)
+    reason = dependence.find_crossing(start)
+    if reason is not None:
+        raise _refusal(name, reason + _advice(optimizer, run, start))
+    if not undivided.is_around_closure:
+        _check_closure(optimizer, device, replace(undivided, has_closure=True))
+    counts = _changes(followed.numbers[1:]) or any(
+        not isinstance(key, Tensor) for key in followed.clone.state
+    )
+    tried = _Tried(optimizer, device, undivided)
     # Slices of one tensor may be rounded in other places than the tensor.
-    if all(tried.agrees(_Trial(is_cut=True, num_ranks=number), 1e-4) for number in (2, 1)):
-        return Findings(tried.kind(is_cut=True), is_elementwise=True)
+    is_elementwise = dependence.is_elementwise and all(
+        tried.agrees(Division(is_sliced=True, num_ranks=number), 1e-4) for number in (2, 1)
+    )
+    if is_elementwise:
+        return Findings(tried.kind(is_sliced=True, counts=counts), is_elementwise=True)
     tried.error = None
-    if tried.agrees(_Trial(num_ranks=2), 1e-6):
-        return Findings(tried.kind(is_cut=False), is_elementwise=False)
+    if tried.agrees(Division(num_ranks=2), 1e-6):
+        return Findings(tried.kind(is_sliced=False, counts=counts), is_elementwise=False)
     if tried.error is not None:
         raise _refusal(
             name,
@@ -319,6 +132,35 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
     )
 
 
+def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor, Flow, ProbeRun]:
+    """Steps undivided tensors and follows them, until one of them moves.
+
+    Returns:
+        How they were stepped, their values before it, the flow, and the run.
+    """
+    has_states = _needs_states(optimizer, device)
+    undivided = Division(has_states=has_states)
+    start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
+    for num_steps in _NUM_STEPS:
+        undivided = replace(undivided, num_steps=num_steps)
+        flow = Flow()
+        try:
+            followed = ProbeRun(optimizer, device, undivided, flow=flow)
+        except TypeError as error:  # it may want to call the closure itself
+            undivided = replace(undivided, is_around_closure=True)
+            try:
+                followed = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
+            except Exception:
+                raise error from None
+        is_moved = not torch.equal(start, followed.values())
+        if is_moved or any(flow.is_written(tensor) for tensor in followed.tensors.values()):
+            return undivided, start, flow, followed
+    raise _refusal(
+        type(optimizer).__name__,
+        f"a copy of it does not move the parameters in its groups in {num_steps} steps",
+    )
+
+
 def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
     """Which optimizers must step whole tensors; of one that cannot be tried nothing is known."""
     found: list[int] = []
@@ -329,47 +171,330 @@ def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> l
     return found
 
 
+# -------------------------------------------------------------------- by data flow
+
+
+class _Dependence:
+    """What the parameters of a run that has been followed depend on. See [Note: Data flow decides].
+
+    Args:
+        run: Makes further runs.
+        flow: Followed `followed`.
+        followed: A run on undivided tensors.
+    """
+
+    def __init__(self, run: Callable[..., ProbeRun], flow: Flow, followed: ProbeRun) -> None:
+        self._run = run
+        self._flow = flow
+        self._followed = followed
+        self._tensors = {number: t for (number, _), t in followed.tensors.items()}
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Every element of all parameters and states depends on no other. Nothing may cross."""
+        return all(
+            (number not in self._flow.owners_read or tensor.numel() == 1)
+            and all(self._is_of_elements(number, value) for value in self._values_of(number))
+            for number, tensor in self._tensors.items()
+        )
+
+    def find_crossing(self, start: Tensor) -> str | None:
+        """Why parameters cannot be stepped apart from each other; None: they can.
+
+        `start`: Values of all parameters before the first step.
+        """
+        if self._flow.lost is not None:
+            return f"its step uses {self._flow.lost}, behind which it cannot be followed"
+        begin = 0
+        for tensor in self._tensors.values():
+            old, begin = start[begin : begin + tensor.numel()], begin + tensor.numel()
+            if not self._flow.is_written(tensor) and not torch.equal(old, _flat(tensor)):
+                return "its step runs compiled code that is no operation of torch"
+        return self._find_flow() or self._find_number()
+
+    def _find_flow(self) -> str | None:
+        """By labels."""
+        for words, values in self._followed.last_values().items():
+            if self._flow.label_of(values):
+                return f"{words} depends on the gradients of its parameters"
+        labels = {n: self._flow.label_of(self._values_of(n)) for n in self._tensors}
+        if RANDOM in labels.values():
+            return (
+                "it draws random numbers, of which each rank would draw others than one process "
+                "that steps all parameters"
+            )
+        if any(label and owner_of(label) != number for number, label in labels.items()):
+            return "the update of each parameter depends on the gradients of other parameters"
+        return None
+
+    def _find_number(self) -> str | None:
+        """By altering the numbers that Python has read."""
+        for parity in (0, 1) if self._flow.owners_read else ():
+            altered = self._alter(parity)
+            if altered is None:
+                return "its step uses numbers of gradients in a way that cannot be followed"
+            numbers = zip(self._followed.numbers, altered.numbers, strict=True)
+            for words in (w for one, other in numbers for w in _differing(one, other)):
+                return f"{words} depends on the gradients of its parameters"
+            others = [number for number in self._tensors if number % 2 != parity]
+            if not all(_is_same(self._values_of(n), _values(altered, n)) for n in others):
+                return (
+                    "the update of each parameter depends on numbers of the gradients of other "
+                    "parameters"
+                )
+        return None
+
+    def _alter(self, parity: int) -> ProbeRun | None:
+        """A run in which numbers of every second parameter are altered; None: it always fails."""
+        for factors in _FACTORS:
+            alteration = _Alteration(parity, factors)
+            for _ in range(_MAX_FAILED_READS):
+                try:
+                    return self._run(flow=Flow(alteration))
+                except Exception:
+                    alteration.spare_last()
+        return None
+
+    def _values_of(self, number: int) -> list[Any]:
+        return _values(self._followed, number)
+
+    def _is_of_elements(self, number: int, value: Any) -> bool:
+        """Whether nothing has flowed into each element but what is at its place."""
+        tensor = self._tensors[number]
+        for part in plain_tensors(value):
+            labels = self._flow.labels_of(part)
+            if labels is None or not united(labels):
+                continue
+            if part.numel() != tensor.numel() or part is not value:
+                return False
+            own = element_labels(number, tensor).view(-1)
+            flat = labels.reshape(-1)
+            if not bool(((flat == 0) | (flat == own)).all()):
+                return False
+        return True
+
+
+def _values(run: ProbeRun, number: int) -> list[Any]:
+    """A parameter, and all that its state holds."""
+    tensor = run.tensors[number, 0]
+    return [tensor, *tree_leaves(run.clone.state.get(tensor, {}))]
+
+
+class _Alteration:
+    """Alters numbers of every second owner, and of several owners, beyond any bound that they have.
+
+    Args:
+        parity: 0 or 1: of the numbers of the owners.
+        factors: Of numbers that are read, by step.
+    """
+
+    def __init__(self, parity: int, factors: Sequence[float]) -> None:
+        self._parity = parity
+        self._factors = factors
+        self._num_read = 0
+        self._last = -1  # that was altered, by order of reading
+        self._spared: set[int] = set()  # by the same
+
+    def spare_last(self) -> None:
+        """The step has failed: begins anew, without the last number that was altered."""
+        self._spared.add(self._last)
+        self._num_read, self._last = 0, -1
+
+    def __call__(self, label: int, number: Any, num_steps: int) -> Any:
+        """The number in place of `number`, in the step that is the `num_steps`th."""
+        self._num_read += 1
+        owner = owner_of(label)
+        is_altered = owner is None or owner % 2 == self._parity
+        if not is_altered or self._num_read in self._spared:
+            return number
+        self._last = self._num_read
+        if isinstance(number, bool):
+            return not number
+        if isinstance(number, int):
+            return number + 1 if num_steps % 2 else number - 1
+        if not math.isfinite(abs(number)):
+            return 1.0
+        return (number + 1) * self._factors[(num_steps - 1) % len(self._factors)]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Keys under which two records differ."""
+    return [key for key in one.keys() | other.keys() if not _is_same(one.get(key), other.get(key))]
+
+
+def _changes(records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step counts or remembers anything outside of the states of its parameters."""
+    return any(_differing(one, other) for one, other in pairwise(records))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """To the last bit."""
+    ones, others = tree_leaves(one), tree_leaves(other)
+    return len(ones) == len(others) and all(map(_is_same_leaf, ones, others))
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        is_nan = one != one and other != other
+        return isinstance(one, Tensor) == isinstance(other, Tensor) and (is_nan or one == other)
+    parts = zip(plain_tensors(one), plain_tensors(other), strict=True)
+    return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in parts)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).double()
+
+
+# -------------------------------------------------------------------- by values
+
+
 class _Tried:
-    """Trials of one optimizer, compared with stepping whole toys in one call."""
+    """Runs of one optimizer on divided tensors, compared with one on undivided ones."""
 
-    def __init__(self, run: Callable[[_Trial], Tensor], plain: _Trial, whole: Tensor) -> None:
-        self._run_anew = run
-        self._plain = plain
-        self._whole = whole
-        self._results: dict[_Trial, Tensor | Exception] = {plain: whole}
-        self.error: Exception | None = None  # of the last trial that failed
+    def __init__(self, optimizer: Optimizer, device: torch.device, undivided: Division) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._undivided = undivided
+        self._results: dict[Division, Tensor | Exception] = {}
+        self.error: Exception | None = None  # of the last run that failed
 
-    def agrees(self, trial: _Trial, tolerance: float) -> bool:
-        """Whether a trial gives the same values, relative to each and to the largest."""
-        values = self._run(trial)
-        if values is None:
+    def agrees(self, division: Division, tolerance: float) -> bool:
+        """Whether a division gives the same values, relative to each and to the largest."""
+        undivided, values = self._run(self._undivided), self._run(division)
+        if values is None or undivided is None:
             return False
-        atol = tolerance / 100 * max(1.0, float(self._whole.abs().max()))
-        return torch.allclose(self._whole, values, rtol=tolerance, atol=atol)
+        atol = tolerance / 100 * max(1.0, float(undivided.abs().max()))
+        return torch.allclose(undivided, values, rtol=tolerance, atol=atol)
 
-    def kind(self, *, is_cut: bool) -> StepKind:
-        """Whether pieces may be stepped one after another: only where the very bits agree."""
-        if self._plain.has_closure:
+    def kind(self, *, is_sliced: bool, counts: bool) -> StepKind:
+        """Whether pieces may be stepped one after another: only where the very bits agree.
+
+        `counts`: The optimizer counts its calls.
+        """
+        if self._undivided.is_around_closure:
             return StepKind.AROUND_CLOSURE
-        together = self._run(_Trial(is_cut=is_cut))
-        in_turn = self._run(_Trial(is_cut=is_cut, is_in_turn=True))
-        if together is None or in_turn is None or not torch.equal(together, in_turn):
+        together = self._run(Division(is_sliced=is_sliced))
+        in_turn = self._run(Division(is_sliced=is_sliced, is_in_turn=True))
+        if counts or together is None or in_turn is None or not torch.equal(together, in_turn):
             return StepKind.AT_ONCE
         return StepKind.BY_BUCKET
 
-    def _run(self, trial: _Trial) -> Tensor | None:
-        plain = self._plain
-        trial = dataclasses.replace(trial, has_closure=plain.has_closure, num_steps=plain.num_steps)
-        if trial not in self._results:
+    def _run(self, division: Division) -> Tensor | None:
+        same = self._undivided
+        division = replace(
+            division,
+            num_steps=same.num_steps,
+            has_states=same.has_states,
+            is_around_closure=same.is_around_closure,
+        )
+        if division not in self._results:
             try:
-                self._results[trial] = self._run_anew(trial)
+                self._results[division] = self._run_ranks(division)
             except Exception as error:
-                self._results[trial] = error
-        result = self._results[trial]
+                self._results[division] = error
+        result = self._results[division]
         if isinstance(result, Exception):
             self.error = result
             return None
         return result
+
+    def _run_ranks(self, division: Division) -> Tensor:
+        """Values of all pieces, 1-D, in the same order for every division."""
+        pieces = {}
+        for rank in range(division.num_ranks):
+            pieces.update(ProbeRun(self._optimizer, self._device, division, rank=rank).tensors)
+        return torch.cat([_flat(pieces[place]) for place in sorted(pieces)])
+
+
+# -------------------------------------------------------------------- reasons
+
+
+def _find_inner(optimizer: Optimizer) -> str | None:
+    """The optimizer that another one wraps, with the attribute that holds it."""
+    for name, value in vars(optimizer).items():
+        held = value if isinstance(value, (list, tuple)) else [value]
+        for inner in held:
+            if isinstance(inner, Optimizer):
+                return f"{type(inner).__name__}, in its attribute {name!r}"
+    return None
+
+
+def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -> str:
+    """Which option of the optimizer's makes it look at all gradients, for an error's text."""
+    options = {key: value for group in optimizer.param_groups for key, value in group.items()}
+    for key, value in options.items():
+        if "norm" not in key and "clip" not in key:
+            continue
+        for off in (None, 0.0, False):
+            with suppress(Exception):
+                flow = Flow()
+                followed = run(flow=flow, options={key: off})
+                if _Dependence(run, flow, followed).find_crossing(start) is None:
+                    bound = value if isinstance(value, (int, float)) else _CLIPPED_AT
+                    return (
+                        f". Its option {key}={value!r} makes it do so: pass {key}={off!r}, and to "
+                        f"clip by that norm Trainer(gradient_clip_val={bound}) or "
+                        f"engine.clip_grad_norm_({bound})"
+                    )
+    return ""
+
+
+def _needs_states(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether it only steps parameters that have states already."""
+    for has_states in (False, True):
+        with suppress(Exception):
+            ProbeRun(optimizer, device, Division(num_steps=1, has_states=has_states))
+            return has_states
+    return False
+
+
+def _check_closure(optimizer: Optimizer, device: torch.device, division: Division) -> None:
+    """Refuses what a closure leads to: it has been called before the step, and once."""
+    if "closure" not in inspect.signature(type(optimizer).step).parameters:
+        return
+    name = type(optimizer).__name__
+    run = partial(ProbeRun, optimizer, device, division)
+    start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
+    flow = Flow()
+    try:
+        followed = run(flow=flow)
+    except Exception:
+        return  # it takes none, though it has a parameter for it
+    if not followed.is_closure_first:
+        raise _refusal(
+            name,
+            "it calls its closure more than once in a step, or after it has moved the parameters, "
+            "and the gradients of all ranks are averaged once, before the step",
+        )
+    if _Dependence(run, flow, followed).find_crossing(start) is not None:
+        raise _refusal(name, "it uses the loss that its closure returns, another on every rank")
+
+
+def _why_not(optimizer: Optimizer, device: torch.device, error: Exception) -> str:
+    """The text for a step that fails without a closure."""
+    name = type(optimizer).__name__
+    failed = f"{type(error).__name__}: {error}"
+    needs_closure = False
+    if "closure" in inspect.signature(type(optimizer).step).parameters:
+        with suppress(Exception):
+            ProbeRun(optimizer, device, Division(has_closure=True))
+            needs_closure = True
+    if needs_closure:
+        return (
+            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step() "
+            f"needs a closure, which evaluates the loss within the step ({failed}). Use an "
+            "optimizer whose step() needs no closure, such as AdamW."
+        )
+    return (
+        f"optimizer {name} cannot be stepped: step() of a copy of it, with its settings and "
+        f"without states, failed on small tensors that are like its parameters ({failed}). If it "
+        "steps the module without lightning_zero and treats every element by itself, promise that "
+        "by assume_elementwise=True; else use another optimizer, such as AdamW."
+    )
 
 
 def _refusal(name: str, reason: str) -> CannotShardError:
