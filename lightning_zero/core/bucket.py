@@ -399,6 +399,7 @@ class Bucket:
                 f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
                 "as a shard, and is whole at this moment; take parameter.data anew."
             )
+        self.lockstep.before_write()
         self.wait_for_sent()
         self.shards.change(index, write)
 
@@ -418,6 +419,7 @@ class Bucket:
             self.parameters[index].data = values  # taken when it is released
             return
         own = own_elements(values, slot, self.owned(index))
+        self.lockstep.before_write()
         self.wait_for_sent()
         self.shards.take(index, own)
 

@@ -145,6 +145,14 @@ class Lockstep:
         self.is_in_loop = False
         self._loosen()
 
+    def before_write(self) -> None:
+        """Before a rank changes its elements of a parameter, which others may still gather.
+
+        Collective where a forward has ended on this rank and its pass has not; else local.
+        """
+        if not self._schedule.is_in_step:
+            self._order.leave("a write to parameter.data")
+
     def meet_in_loop(self, name: str) -> None:
         """As `meet_for`, but only inside a loop, where another rank may have left it."""
         if self.is_in_loop or self._depth:
