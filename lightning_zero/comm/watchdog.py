@@ -227,6 +227,11 @@ class Watchdog:
             f"would run on one rank alone).\n{CURE}"
         )
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this thread is inside of `waiting`."""
+        return self._waits.is_announced
+
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
         """Raises the PeerAbortedError of a verdict, if there is one."""
         verdict = self.verdict

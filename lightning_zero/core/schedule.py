@@ -42,6 +42,7 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.collectives import SeenCollectives
 from lightning_zero.core.gathering import Call, Gathering, Unit
 from lightning_zero.core.reducing import Reducing
 from lightning_zero.layout.config import ZeroConfig
@@ -157,6 +158,11 @@ class Schedule:
         self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
+        self._collectives = SeenCollectives(self.order, comm)
+        self._sees_collectives = False  # it is entered
+        # A graph of torch.compile would be made once more, without it.
+        can_see = comm.size > 1 and self.gathering.is_needed
+        self._can_see_collectives = can_see and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
         self._last_used = ""  # the unit whose forward or backward has begun last
@@ -204,6 +210,7 @@ class Schedule:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
             self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.gathering.unshard_held()
+        self._see_collectives()
 
     def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
@@ -240,9 +247,23 @@ class Schedule:
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._is_in_backward:
             return
+        self._see_no_collectives()
         self._recorder.phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.gathering.release_all()
+
+    def _see_collectives(self) -> None:
+        """Until `close`. See [Note: Collectives of the user]."""
+        if not self._can_see_collectives or self._sees_collectives:
+            return
+        if self.order.expects_collectives:
+            self._collectives.__enter__()
+            self._sees_collectives = True
+
+    def _see_no_collectives(self) -> None:
+        if self._sees_collectives:
+            self._sees_collectives = False
+            self._collectives.__exit__(None, None, None)
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
@@ -426,6 +447,7 @@ class Schedule:
         """
         self._has_computed = self._is_in_backward = False
         self._depth = 0
+        self._see_no_collectives()
         self._recorder.forget()
         errors: list[Exception] = []
         if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):

@@ -125,6 +125,7 @@ class Order:
         self._look(None)
         self._learned.forget()
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
+        self._has_collectives = False  # of the user's, inside of a pass
         self.is_mid_event = False
 
     def restart(self) -> None:
@@ -423,6 +424,22 @@ class Order:
             kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
             self._pass = kept
         self._heard_wish = heard.wish
+
+    @property
+    def expects_collectives(self) -> bool:
+        """Whether collectives of the user's are looked for in this pass: the same on every rank.
+
+        Where all ranks have been alike before, and no pass has had any, the plan is trusted.
+        """
+        one = self._pass
+        if one is None or not self._gathers:
+            return False
+        return self._has_collectives or not one.is_begun or one.plan is None
+
+    def meet_for_collective(self, name: str) -> None:
+        """`meet_for` a collective of the user's inside of a pass."""
+        self._has_collectives = True
+        self.meet(self.requests.together, name)
 
     def leave(self, name: str) -> None:
         """`meet` if a pass is open: before collectives that are no part of it. Collective."""

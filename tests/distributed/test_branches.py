@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero import Engine, ZeroConfig, gathered, uneven_calls
+from lightning_zero import Engine, ZeroConfig, before_collective, gathered, uneven_calls
 from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
 
@@ -311,9 +312,8 @@ def _call_between(rank, world_size, stage, between):
     return told, net.norm.running_mean.tolist()
 
 
-CELLS = [
-    (n, stage, between) for n in (2, 3) for stage in (1, 2, 3) for between in ("train", "eval")
-]
+BETWEEN = ["train", "eval"]
+CELLS = [(size, stage, between) for size in (2, 3) for stage in (1, 2, 3) for between in BETWEEN]
 
 
 @pytest.mark.parametrize(
@@ -326,3 +326,100 @@ def test_a_call_between_forward_and_backward_copies_buffers_as_under_ddp(size, s
     ):
         assert told == pytest.approx(expected, rel=1e-5)
         assert buffers == pytest.approx(others, rel=1e-5)
+
+
+class Counting(nn.Module):
+    """Experts that depend on data, and counts of their use over all ranks."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(NUM))
+        self.register_buffer("load", torch.zeros(NUM))
+        self.call = call
+
+    def forward(self, x, order):
+        load = torch.zeros(NUM)
+        for index in order:
+            x = self.experts[index](x)
+            load[index] += 1
+        self.call(self, x, load)
+        self.load += load
+        return x
+
+
+def _all_reduce(module, x, load):
+    dist.all_reduce(load)
+
+
+def _barrier(module, x, load):
+    before_collective(module)
+    dist.barrier()
+    dist.all_reduce(load)
+
+
+def _in_backward(module, x, load):
+    def count(gradient):
+        before_collective(module)
+        dist.all_reduce(load.clone())
+
+    x.register_hook(count)
+
+
+class Counted(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.layers = nn.ModuleList([Counting(call), Counting(call)])
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, orders):
+        for layer, order in zip(self.layers, orders, strict=True):
+            x = layer(x, order)
+        return self.last(x)
+
+
+def _train_counting(rank, world_size, stage, call, mode):
+    torch.manual_seed(0)
+    net = module = Counted(call)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    engine = None
+    if stage is None:
+        module = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    else:
+        engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
+    rng, losses = random.Random(rank), []
+    for step in range(10):
+        kind = "dropped" if mode == "dropped" or step > 5 else "same"
+        orders = [_forwards(rng, kind, step)[0][0] for _ in range(2)]
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = module(x, orders).square().mean()
+        losses.append(float(loss.detach()))
+        if engine is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+    return losses, net.layers[1].load.tolist()
+
+
+CELLS = [
+    (size, stage, call, mode)
+    for size in (2, 3)
+    for stage in (1, 2, 3)
+    for call in (_all_reduce, _barrier, _in_backward)
+    for mode in ("dropped", "late")
+]
+SHOWN = [(2, 3, _all_reduce, "late"), (2, 3, _in_backward, "dropped")]
+
+
+@pytest.mark.parametrize(("size", "stage", "call", "mode"), slow_but(SHOWN, CELLS))
+def test_a_collective_of_the_users_after_other_units_on_each_rank_is_as_under_ddp(
+    size, stage, call, mode
+):
+    ours = run_ranks(size, _train_counting, stage, call, mode)
+    expected = run_ranks(size, _train_counting, None, call, mode)
+    for (losses, load), (others, counts) in zip(ours, expected, strict=True):
+        assert losses == pytest.approx(others, rel=1e-5)
+        assert load == counts
