@@ -28,12 +28,17 @@ Why nobody waits in a circle:
    told before they enter the next.
 2. A rank waits for the data of events only that it has issued itself. So of all ranks that wait for
    data the one that has issued least waits for an event which all have issued: it completes.
+   A collective of the user's comes after a round in which all ranks have come to it, so that who
+   waits in it has issued as much as all others.
 3. A rank waits for a round only when it has issued all events up to that round. Whoever has not
    come to it computes, or waits for data, which comes by 2.
 4. Whether a pass has a plan follows from its key and from the results of rounds, which are the same
    on all ranks. A key that does not follow from the rounds before it (`Learned`) is compared in a
    round that is waited for before the first event; one that does, in a round that nobody waits for,
    so that ranks which come to different points find it out though some of them wait for data.
+
+What a rank changes that others may gather, it changes when their pass has ended too: an optimizer's
+step and a write to `parameter.data` close a pass that is open, by a round (`leave`).
 
 A boundary is a round in which nobody asks for a unit any more. Such rounds carry, besides, what any
 rank has touched, what a rank wishes (to stop, say) and marks of what is trained and of all that was
