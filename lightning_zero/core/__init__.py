@@ -12,7 +12,6 @@ Imports record, layout, tensors, comm and tiers.
     norm          norms over shards, and clipping
     access        `gathered` and `full_grad`: a look from outside
     writes        how a write to a parameter is seen
-    collectives   the user's own, before which ranks come together
     lockstep      `uneven_calls`: forwards whose number differs by rank
     building      sharding while `configure_model` builds
     materialize   memory for modules built on the meta device

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.profiler import record_function
 
+from lightning_zero.comm.collectives import SeenCollectives
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.collectives import SeenCollectives
 from lightning_zero.core.gathering import Call, Gathering, Unit
 from lightning_zero.core.reducing import Reducing
 from lightning_zero.layout.config import ZeroConfig
@@ -158,7 +158,7 @@ class Schedule:
         self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
-        self._collectives = SeenCollectives(self.order, comm)
+        self._collectives = SeenCollectives(self.order.meet_for_collective, comm.control.watchdog)
         self._sees_collectives = False  # it is entered
         # A graph of torch.compile would be made once more, without it.
         can_see = comm.size > 1 and self.gathering.is_needed
@@ -331,7 +331,7 @@ class Schedule:
         if self.moment is Moment.IDLE and not self.order.is_loose:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
-                "forward and backward.\n"
+                "forward and backward. "
                 "To compute with it, as a call of a part of the module does, be in a call of the "
                 "whole module, in Lightning in training_step or the like, or in `with "
                 "engine.forward_context():`, on every rank; trainer.save_checkpoint() and "

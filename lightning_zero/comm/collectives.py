@@ -22,16 +22,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import is_world
-from lightning_zero.core.bucket import bucket_of
-from lightning_zero.layout.order import Order
-from lightning_zero.tensors.guarded import has_placement, placement_of
 
-__all__ = ["SeenCollectives", "before_collective"]
+__all__ = ["SeenCollectives"]
 
 _NAMES = (
     "all_gather",
@@ -54,12 +50,15 @@ _COLLECTIVES = frozenset(getattr(dist, name) for name in _NAMES if hasattr(dist,
 
 
 class SeenCollectives(TorchFunctionMode):
-    """While it is entered, ranks come together before each collective over all of them."""
+    """While it is entered, `meet` is called with the name of a collective before it is issued.
 
-    def __init__(self, order: Order, comm: Communicator) -> None:
+    Of those over all ranks that no code of the package waits for.
+    """
+
+    def __init__(self, meet: Callable[[str], None], watchdog: Watchdog) -> None:
         super().__init__()
-        self._order = order
-        self._comm = comm
+        self._meet = meet
+        self._watchdog = watchdog
 
     def __torch_function__(
         self,
@@ -70,30 +69,9 @@ class SeenCollectives(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _COLLECTIVES and self._is_users(kwargs.get("group")):
-            self._order.meet_for_collective(f"torch.distributed.{func.__name__}")
+            self._meet(f"torch.distributed.{func.__name__}")
         return func(*args, **kwargs)
 
     def _is_users(self, group: Any) -> bool:
         """Of all ranks, and none for which this thread has come together with the others."""
-        return is_world(group) and not self._comm.control.watchdog.is_waiting
-
-
-def before_collective(module: nn.Module) -> None:
-    """Brings all ranks together before a collective of your own, in which all take part.
-
-    Where ranks use different parts of `module` before a collective in the same forward or backward,
-    as experts that depend on data, stage 3 must let them end what they gather first. In a forward,
-    collectives of `torch.distributed` on tensors over the default group are seen without this call,
-    unless parts of the module are compiled; a barrier, another group, or a collective in backward
-    needs it. Collective: every rank.
-
-    Args:
-        module: The trained module or a part of it. One that no engine holds needs nothing.
-
-    Raises:
-        RuntimeError: Another rank has come to something else.
-    """
-    for parameter in module.parameters():
-        if has_placement(parameter):
-            bucket_of(placement_of(parameter)).lockstep.meet_for("before_collective()")
-            return
+        return is_world(group) and not self._watchdog.is_waiting
