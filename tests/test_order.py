@@ -152,6 +152,7 @@ class Rank:
             self.talk, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
         )
         self.whole: set[int] = set()
+        self.num_steps = 0  # the values that a gather sends
         self.reducing = None
         self.gradients = Counter()  # by bucket: that have come, less those that are reduced
         self.touched: set[int] = set()  # in this pass, as the next one
@@ -160,7 +161,7 @@ class Rank:
     # what an order asks for
 
     def issue_gather(self, unit, *, is_kept):
-        self._issue(("gather", unit))
+        self._issue(("gather", unit, self.num_steps))
         if is_kept:
             self.whole.add(unit)
         elif unit not in self.whole:
@@ -197,7 +198,7 @@ class Rank:
         while unit not in self.whole:
             self.order.want(unit, is_backward=is_backward)
         gathers = self.world.issued[self.rank]
-        self._await(max(i for i, event in enumerate(gathers) if event == ("gather", unit)))
+        self._await(max(i for i, event in enumerate(gathers) if event[:2] == ("gather", unit)))
         if self.order.next_unit is not None and self.order.next_unit not in self.whole:
             self.order.gather_ahead()
         return unit
@@ -253,6 +254,12 @@ class Rank:
             self.whole.discard(unit)
         self.whole.clear()
 
+    def change(self):
+        """An optimizer's step, or a write to what is gathered."""
+        self.order.leave("a step")
+        self.order.note("a step")
+        self.num_steps += 1
+
     def evaluate(self, passes):
         """A loop of as many forwards as this rank likes."""
         self.order.is_loose = True
@@ -296,6 +303,7 @@ def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
                 one.evaluate([units_of(own, mode) for _ in range(own.randrange(4))])
             if step % 3 == 2:
                 one.look(units_of(own, mode))
+            one.change()
             if step % 3 == 0:
                 one.order.announce("a norm")
             one.order.pass_boundary(f"batch {step}")
@@ -378,8 +386,16 @@ class LearnsAlone(Order):
         super()._learn(heard, is_incomplete=is_incomplete)
 
 
+class ChangesAtOnce(Order):
+    """Changes what others may still gather in a pass that has ended on this rank."""
+
+    def leave(self, name):
+        pass
+
+
 @pytest.mark.parametrize(
-    "kind", [AsksAtOnce, LeavesEarly, SkipsEvents, HoldsBack, GoesAhead, LearnsAlone]
+    "kind",
+    [AsksAtOnce, LeavesEarly, SkipsEvents, HoldsBack, GoesAhead, LearnsAlone, ChangesAtOnce],
 )
 def test_a_rule_that_is_broken_is_found_out(kind):
     for seed in range(60):

@@ -6,6 +6,7 @@
     backends    how flat tensors travel: over gloo from peer to peer, over NCCL natively
     control     small integers, masks and objects between CPUs; what ranks agree on, in rounds of
                 log2(N) messages; and `Channel`, for a thread beside the training
+    collectives  the user's own, seen before they are issued
     alike       facts that must be the same on every rank, compared
     watchdog    a thread per rank that hears of another's end, and ends every wait for it
     peers       the processes of this node, watched by the kernel; the store of the watchdogs

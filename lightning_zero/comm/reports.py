@@ -90,6 +90,11 @@ class Waits:
         """Whether any is announced."""
         return bool(self._announced)
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether this thread has announced one."""
+        return threading.get_ident() in self._announced
+
     @contextmanager
     def announced(self, wait: Wait) -> Iterator[None]:
         thread = threading.get_ident()
@@ -233,7 +238,10 @@ class Reports:
         text = report("all ranks wait for each other, in different places:", answers)
         end = (
             "\nCall collectives of your own at the same point on every rank; in stage 3, outside "
-            "of code that only some ranks run."
+            "of code that only some ranks run. Where ranks use different parts of the module "
+            "before one, as experts that depend on data, call "
+            "lightning_zero.before_collective(module) right before it, on every rank, or gather "
+            "those parts together: unit_classes=[...] with the class of the module around them."
         )
         yield {"kind": "abort", "text": text + end, "is_own": False}
 

@@ -48,6 +48,7 @@ from lightning_zero.comm.peers import (
 )
 from lightning_zero.comm.reports import News, Reports, Wait, Waits
 from lightning_zero.comm.world import WaitLimits, cut_connections, world_size
+from lightning_zero.layout.talk import CURE
 
 __all__ = [
     "PeerAbortedError",
@@ -240,9 +241,13 @@ class Watchdog:
             f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
             "same point. Every rank must run forward and backward together, with equally many "
             "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
-            "would run on one rank alone; inside `with lightning_zero.uneven_calls(module)` on "
-            "every rank, ranks may run different numbers of them)."
+            f"would run on one rank alone).\n{CURE}"
         )
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this thread is inside of `waiting`."""
+        return self._waits.is_announced
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
         """Raises the PeerAbortedError of a verdict, if there is one."""

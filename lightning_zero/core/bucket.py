@@ -489,6 +489,7 @@ class Bucket:
                 f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
                 "as a shard, and is whole at this moment; take parameter.data anew."
             )
+        self.lockstep.before_write()
         self.wait_for_sent()
         self.shards.change(index, write)
 
@@ -520,6 +521,7 @@ class Bucket:
                 "needs the values that the forward has used. Set it before the forward, or after "
                 "the backward; where no backward follows, call the module under torch.no_grad()."
             )
+        self.lockstep.before_write()
         self.wait_for_sent()
         self._note_assigned(index, given)
         self._leave_part(index)

@@ -25,7 +25,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Moment, Schedule
 from lightning_zero.tensors.guarded import has_placement, placement_of
 
-__all__ = ["Lockstep", "lockstep", "uneven_calls"]
+__all__ = ["Lockstep", "before_collective", "lockstep", "uneven_calls"]
 
 
 @contextmanager
@@ -52,6 +52,27 @@ def uneven_calls(module: nn.Module) -> Iterator[None]:
         for one in found:
             stack.enter_context(one.together())
         yield
+
+
+def before_collective(module: nn.Module) -> None:
+    """Brings all ranks together before a collective of your own, in which all take part.
+
+    Where ranks use different parts of `module` before a collective in the same forward or backward,
+    as experts that depend on data, stage 3 must let them end what they gather first. In a forward,
+    collectives of `torch.distributed` on tensors over the default group are seen without this call,
+    unless parts of the module are compiled; a barrier, another group, or a collective in backward
+    needs it. Collective: every rank.
+
+    Args:
+        module: The trained module or a part of it. One that no engine holds needs nothing.
+
+    Raises:
+        RuntimeError: Another rank has come to something else.
+    """
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            bucket_of(placement_of(parameter)).lockstep.meet_for("before_collective()")
+            return
 
 
 def lockstep(module: nn.Module) -> AbstractContextManager[None]:
@@ -146,6 +167,14 @@ class Lockstep:
         """The loop is over, or has failed. Local."""
         self.is_in_loop = False
         self._loosen()
+
+    def before_write(self) -> None:
+        """Before a rank changes its elements of a parameter, which others may still gather.
+
+        Collective where a forward has ended on this rank and its pass has not; else local.
+        """
+        if not self._schedule.is_in_step:
+            self._order.leave("a write to parameter.data")
 
     def meet_in_loop(self, name: str) -> None:
         """As `meet_for`, but only inside a loop, where another rank may have left it."""

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.profiler import record_function
 
+from lightning_zero.comm.collectives import SeenCollectives
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.gathering import Call, Gathering, Unit
@@ -64,12 +65,17 @@ class Moment(Enum):
 class SharedBuffers:
     """Buffers such as BatchNorm's statistics, which all ranks have from rank 0.
 
+    They are copied when DDP copies them: before a forward that follows one which may have changed
+    them, also where a backward of that one is still to come.
+
     Attributes:
-        are_fresh: No forward has changed them since they were copied, or a backward needs them.
+        are_fresh: No forward with gradients, but of a micro-batch that ends no step, has come
+            since they were copied.
+        are_alike: They have been copied once.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
-        self.are_fresh = False
+        self.are_fresh = self.are_alike = False
         self._module = module
         self._comm = comm
         self._is_on = is_on and comm.size > 1  # else each rank keeps its own
@@ -87,7 +93,7 @@ class SharedBuffers:
         self._has_shared = not self.are_fresh
         if self._has_shared:
             self._share()
-        self.are_fresh = True
+        self.are_fresh = self.are_alike = True
 
     def share_again(self) -> None:
         """After each rank has written to those that `refresh` has copied, if any. Collective."""
@@ -109,7 +115,9 @@ class SharedBuffers:
             if self._comm.rank:
                 parts = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.detach().copy_(part.view_as(buffer))
+                    # A backward that has saved it goes on, as under DDP.
+                    with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
+                        buffer.detach().copy_(part.view_as(buffer))
 
 
 class Schedule:
@@ -129,7 +137,6 @@ class Schedule:
         comm: Communicator,
         config: ZeroConfig,
     ) -> None:
-        self.moment = Moment.IDLE
         self.units = list(units)
         self.order = Order(
             comm.control,
@@ -148,35 +155,67 @@ class Schedule:
         self._recorder = comm.recorder
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._awaits_backward = False  # a forward came after the last backward
         self._retains_graph = False  # the backward under way leaves its graph for another one
+        self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
+        self._is_in_backward = self._is_lost = False
+        self._collectives = SeenCollectives(self.order.meet_for_collective, comm.control.watchdog)
+        self._sees_collectives = False  # it is entered
+        # A graph of torch.compile would be made once more, without it.
+        can_see = comm.size > 1 and self.gathering.is_needed
+        self._can_see_collectives = can_see and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
         self._last_used = ""  # the unit whose forward or backward has begun last
         comm.control.watchdog.describe_by(self._describe)
 
+    @property
+    def moment(self) -> Moment:
+        """What the training loop is doing, as far as it follows from what all ranks do."""
+        if self._is_lost:
+            return Moment.LOST
+        if self._is_in_backward:
+            return Moment.BACKWARD
+        return Moment.FORWARD if self._depth or self._awaits_backward else Moment.IDLE
+
+    @property
+    def is_in_step(self) -> bool:
+        """Code of a step runs: what the module calls, or a backward."""
+        return self._depth > 0 or self._is_in_backward
+
+    @property
+    def _awaits_backward(self) -> bool:
+        """A forward with gradients has come, and no rank has ended the pass since."""
+        return self._has_computed and (self.order.is_training or not self.gathering.is_needed)
+
     # ---------------------------------------------------------------- forward
 
-    def open(self) -> None:
-        """Begins a step or a part of one: the root's parameters are whole, buffers are rank 0's."""
+    def open(self, *, is_step: bool = False) -> None:
+        """Begins a step or a part of one: the root's parameters are whole, buffers are rank 0's.
+
+        `is_step`: a step of the loop. Under a Trainer buffers are copied before these alone, as
+        DDP does, which calls of the module itself pass by.
+        """
         self._depth += 1
-        self._awaits_backward = True
-        if self._depth > 1 or self.moment is Moment.BACKWARD:
+        self._has_computed |= torch.is_grad_enabled()
+        if self._depth > 1 or self._is_in_backward:
             return
-        if self.moment is Moment.FORWARD and torch.is_grad_enabled():
-            self.shared.are_fresh = True  # a backward that follows has saved them
-        self.moment = Moment.FORWARD
         self._recorder.phase(Kind.FORWARD)
         self.compare_assigned()
+        copies = is_step or not self._comm.rallies or not self.shared.are_alike
+        if copies and self.shared.is_due and self.gathering.is_needed and self.order.is_training:
+            # In the middle of a pass; others might still ask this rank for a gather.
+            self.order.meet_for("the buffers of rank 0")
         self.begin_pass()
-        self.prepare()
-        # A forward in training may change them (BatchNorm), whether a backward follows or not.
-        self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
+        self.prepare(copies_buffers=copies)
+        if copies:
+            # A forward in training may change them (BatchNorm), whether a backward follows or not.
+            self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.gathering.unshard_held()
         for unit in self.units:
             if unit.is_held:
                 unit.is_saved |= torch.is_grad_enabled()
+        self._see_collectives()
 
     def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
@@ -196,9 +235,9 @@ class Schedule:
         for bucket in self._buckets:
             bucket.compare_assigned()
 
-    def prepare(self) -> None:
+    def prepare(self, *, copies_buffers: bool = True) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
-        if self.shared.is_due:
+        if copies_buffers and self.shared.is_due:
             self.order.confirm()  # else others might still ask this rank for a gather
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # their gathers have one order with what comes now
@@ -210,23 +249,36 @@ class Schedule:
                 bucket.finish_gather()  # See [Note: Graphs end at hooks]
             bucket.take_rewritten()
             bucket.free_zeroed()
-        self.shared.refresh()
+        if copies_buffers:
+            self.shared.refresh()
 
     def close(self) -> None:
         """Ends what `open` began. Without gradients nothing stays whole; else backward follows."""
         self._depth = max(self._depth - 1, 0)
-        if self._depth or self.moment is not Moment.FORWARD:
+        if self._depth or self._is_in_backward:
             return
+        self._see_no_collectives()
         self._recorder.phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.gathering.release_all()
-        if not self._awaits_backward:  # of this forward, or one before it
-            self.moment = Moment.IDLE
+
+    def _see_collectives(self) -> None:
+        """Until `close`. See [Note: Collectives of the user]."""
+        if not self._can_see_collectives or self._sees_collectives:
+            return
+        if self.order.expects_collectives:
+            self._collectives.__enter__()
+            self._sees_collectives = True
+
+    def _see_no_collectives(self) -> None:
+        if self._sees_collectives:
+            self._sees_collectives = False
+            self._collectives.__exit__(None, None, None)
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
         try:
-            self.open()
+            self.open(is_step=True)
             yield
         except BaseException:
             self.reset()
@@ -235,7 +287,7 @@ class Schedule:
 
     def after_root(self, *, has_failed: bool) -> None:
         """A call of the whole module has ended, perhaps by an exception; `open` began it."""
-        if has_failed and self._depth == 1 and self.moment is Moment.FORWARD:
+        if has_failed and self._depth == 1 and not self._is_in_backward:
             self.reset()
         else:
             self.close()
@@ -250,7 +302,7 @@ class Schedule:
         self.gathering.unshard(unit)
         unit.is_saved |= torch.is_grad_enabled()
         self._recorder.enter(Kind.FORWARD, unit.name)
-        self._awaits_backward = True
+        self._has_computed |= torch.is_grad_enabled()
 
     def after_forward(self, unit: Unit) -> None:
         self._recorder.leave(Kind.FORWARD, unit.name)
@@ -258,7 +310,7 @@ class Schedule:
             unit.release()
 
     def _stays_after_forward(self, unit: Unit) -> bool:
-        if unit.is_held or self.moment is Moment.BACKWARD:
+        if unit.is_held or self._is_in_backward:
             return True
         if not torch.is_grad_enabled():
             return False
@@ -287,18 +339,20 @@ class Schedule:
                 f"parameter {name} is lost: another rank failed and took its shard with it; load a "
                 "checkpoint into a new module."
             )
-        if self.moment is Moment.IDLE:
+        if self.moment is Moment.IDLE and not self.order.is_loose:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
-                "forward and backward. To compute with it, as a call of a part of the module does, "
-                "be in a call of the whole module, in Lightning in training_step or the like, or "
-                "in `with engine.forward_context():`, on every rank. To look at it, use "
-                "`with lightning_zero.gathered(...)` on every rank, with `writeback=True` to "
-                "change it; and trainer.save_checkpoint() or "
-                "strategy.lightning_module_state_dict() for state dicts."
+                "forward and backward. "
+                "To compute with it, as a call of a part of the module does, be in a call of the "
+                "whole module, in Lightning in training_step or the like, or in `with "
+                "engine.forward_context():`, on every rank; trainer.save_checkpoint() and "
+                "strategy.lightning_module_state_dict() give state dicts.\n"
+                "To look at it, on some ranks or all, enter `with lightning_zero.gathered(module):`"
+                " on every rank, with `writeback=True` to change it; to run forwards on some, "
+                "`with lightning_zero.uneven_calls(module):`."
             )
         unit = self._unit_of[bucket]
-        self._awaits_backward = True
+        self._has_computed |= torch.is_grad_enabled()
         self.hold(unit, f"parameter {name} is used outside its module's forward")
         self.gathering.unshard(unit)
         unit.is_saved |= torch.is_grad_enabled()
@@ -320,7 +374,7 @@ class Schedule:
     def _begin_backward(self, reduces: bool) -> None:
         if not self.reducing.is_mid_step:  # once for each step: it looks at every parameter
             _check_all_hooked(self._module)
-        self.moment = Moment.BACKWARD
+        self._is_in_backward = True
         self._recorder.phase(Kind.BACKWARD)
         self.reducing.ends_step = reduces
         trainable = self.reducing.trainable()
@@ -340,7 +394,7 @@ class Schedule:
             call.awaited = set(call.inputs)
             unit.num_awaited += 1
         unit.entered.add(call)
-        if self.moment is Moment.BACKWARD:
+        if self._is_in_backward:
             with record_function(f"zero::before_backward {unit.name}"):
                 self.gathering.unshard(unit)
                 self._recorder.enter(Kind.BACKWARD, unit.name)
@@ -355,7 +409,7 @@ class Schedule:
         unit.entered.discard(call)
         if unit.entered:
             return  # of an earlier call, which has made this one's input and tells nothing
-        if self.moment is Moment.BACKWARD and not unit.is_held and unit.num_awaited <= 0:
+        if self._is_in_backward and not unit.is_held and unit.num_awaited <= 0:
             self._recorder.leave(Kind.BACKWARD, unit.name)
             self._release_walked(unit)
             self.gathering.prefetch()
@@ -367,7 +421,7 @@ class Schedule:
 
     def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """`parameter`, slot `index` of `bucket`, has got a gradient."""
-        if self.moment is not Moment.BACKWARD:
+        if not self._is_in_backward:
             name = bucket.plan.layout.slots[index].name
             raise RuntimeError(
                 f"backward reached parameter {name} outside the engine; call "
@@ -389,8 +443,7 @@ class Schedule:
         for unit in self.units:
             unit.is_saved = self._retains_graph
         self.gathering.release_all()
-        self._awaits_backward = False
-        self.moment = Moment.FORWARD if self._depth else Moment.IDLE
+        self._has_computed = self._is_in_backward = False
         self._recorder.phase(Kind.FORWARD if self._depth else None)
 
     # ---------------------------------------------------------------- what the order decides
@@ -417,9 +470,9 @@ class Schedule:
 
         Returns the first failure, such as data of a wrong shape in the place of a parameter's.
         """
-        self._awaits_backward = False
+        self._has_computed = self._is_in_backward = False
         self._depth = 0
-        self.moment = Moment.IDLE
+        self._see_no_collectives()
         self._recorder.forget()
         errors: list[Exception] = []
         if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
@@ -453,7 +506,7 @@ class Schedule:
         for bucket in self._buckets:
             bucket.cancel_gather(is_lost=True)
             bucket.grads.drop()
-        self.moment = Moment.LOST
+        self._is_lost = True
 
 
 def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | None:

@@ -28,12 +28,17 @@ Why nobody waits in a circle:
    told before they enter the next.
 2. A rank waits for the data of events only that it has issued itself. So of all ranks that wait for
    data the one that has issued least waits for an event which all have issued: it completes.
+   A collective of the user's comes after a round in which all ranks have come to it, so that who
+   waits in it has issued as much as all others.
 3. A rank waits for a round only when it has issued all events up to that round. Whoever has not
    come to it computes, or waits for data, which comes by 2.
 4. Whether a pass has a plan follows from its key and from the results of rounds, which are the same
    on all ranks. A key that does not follow from the rounds before it (`Learned`) is compared in a
    round that is waited for before the first event; one that does, in a round that nobody waits for,
    so that ranks which come to different points find it out though some of them wait for data.
+
+What a rank changes that others may gather, it changes when their pass has ended too: an optimizer's
+step and a write to `parameter.data` close a pass that is open, by a round (`leave`).
 
 A boundary is a round in which nobody asks for a unit any more. Such rounds carry, besides, what any
 rank has touched, what a rank wishes (to stop, say) and marks of what is trained and of all that was
@@ -125,6 +130,7 @@ class Order:
         self._look(None)
         self._learned.forget()
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
+        self._has_collectives = False  # of the user's, inside of a pass
         self.is_mid_event = False
 
     def restart(self) -> None:
@@ -423,6 +429,22 @@ class Order:
             kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
             self._pass = kept
         self._heard_wish = heard.wish
+
+    @property
+    def expects_collectives(self) -> bool:
+        """Whether collectives of the user's are looked for in this pass: the same on every rank.
+
+        Where all ranks have been alike before, and no pass has had any, the plan is trusted.
+        """
+        one = self._pass
+        if one is None or not self._gathers:
+            return False
+        return self._has_collectives or not one.is_begun or one.plan is None
+
+    def meet_for_collective(self, name: str) -> None:
+        """`meet_for` a collective of the user's inside of a pass."""
+        self._has_collectives = True
+        self.meet(self.requests.together, name)
 
     def leave(self, name: str) -> None:
         """`meet` if a pass is open: before collectives that are no part of it. Collective."""

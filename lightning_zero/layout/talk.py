@@ -8,10 +8,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
-__all__ = ["Heard", "Judge", "Requests", "Round", "Said", "Talk", "Voice"]
+__all__ = ["CURE", "Heard", "Judge", "Requests", "Round", "Said", "Talk", "Voice"]
 
 _NOTHING = 2**62  # said by a rank that has nothing to compare
 _MOST_TEXT = 1024  # bytes, of a failure
+
+CURE = (  # the last line of errors of ranks that differ
+    "Enter `with lightning_zero.gathered(module):` on every rank to look at parameters on some, "
+    "and `with lightning_zero.uneven_calls(module):` to run forwards without gradients on some."
+)
 
 
 class Heard(NamedTuple):
@@ -239,10 +244,9 @@ class Voice:
 def _alone(name: str) -> str:
     return (
         f"this rank has come to {name}, and another rank to something else: it has fewer or more "
-        "batches, runs a forward or backward more, or makes other calls (trainer.log_dir, "
-        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients, "
-        "p.data = values). "
-        "Give all ranks equally many batches, as Lightning's own sampler does, and let all make "
-        "the same calls in the same order: not `if rank == 0`; or, for forwards without gradients, "
-        "enter `with lightning_zero.uneven_calls(module)` on every rank."
+        "batches, runs a forward or backward more, looks at parameters, or makes other calls "
+        "(trainer.log_dir, self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of "
+        "sharded gradients, p.data = values). Give all ranks equally many batches, as Lightning's "
+        "own sampler does, and let all make the same calls in the same order: not `if rank == 0`.\n"
+        f"{CURE}"
     )

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero import Engine, ZeroConfig, gathered, uneven_calls
+from lightning_zero import Engine, ZeroConfig, before_collective, gathered, uneven_calls
 from tests.cells import slow_but
 from tests.distributed.ranks import run_ranks
 
@@ -210,3 +211,215 @@ def _freeze_on_all(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_that_is_frozen_on_all_between_the_two_is_left_out(stage):
     assert max(run_ranks(2, _freeze_on_all, stage)) < 1e-6
+
+
+def _look_before_step(rank, world_size, mode, seed):
+    """Forwards without a backward, of other branches on each rank, right before what changes."""
+    torch.manual_seed(0)
+    net, alone = Net(), Net()
+    alone.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=3))
+    of_ranks = [random.Random(f"{seed} {r}") for r in range(world_size)]
+    worst = 0.0
+
+    def look(step, *, records=False):
+        nonlocal worst
+        order = _forwards(of_ranks[rank], "dropped", step)[0][0]
+        with torch.set_grad_enabled(records):
+            one, other = (m(torch.ones(1, WIDTH), order) for m in (net, alone))
+        worst = max(worst, (one - other).abs().max().item())
+
+    for step in range(STEPS):
+        ways = [_forwards(random.Random(f"{step} {r}"), mode, step) for r in range(world_size)]
+        engine.backward(_loss(net, rank, step, *ways[rank]))
+        look(step, records=step % 2 > 0)
+        if step % 3:
+            look(step)
+        engine.step()
+        engine.zero_grad()
+        sum(_loss(alone, r, step, *ways[r]) / world_size for r in range(world_size)).backward()
+        reference.step()
+        reference.zero_grad()
+        look(step)
+        for module in (net, alone):
+            for parameter in module.parameters():
+                if step % 2:
+                    parameter.data.mul_(0.9)
+                else:
+                    parameter.data = parameter.data * 0.9
+    return max(worst, _worst(engine, net, alone))
+
+
+CELLS = [(mode, size, seed) for mode in ("same", "dropped") for size in (2, 3) for seed in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "seed"), slow_but([("same", 2, 0), ("dropped", 3, 0)], CELLS)
+)
+def test_a_forward_right_before_a_step_or_a_write_sees_the_values_before_it(mode, size, seed):
+    assert max(run_ranks(size, _look_before_step, mode, seed)) < 1e-6
+
+
+class Normed(nn.Module):
+    """With statistics, before branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM))
+
+    def forward(self, x, order):
+        x = self.norm(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.last(x)
+
+
+def _call_between(rank, world_size, stage, between):
+    """Losses, what a call between forward and backward gives, and the statistics."""
+    torch.manual_seed(0)
+    net = module = Normed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = None
+    if stage is None:
+        module = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    else:
+        engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
+    rng, generator = random.Random(rank), torch.Generator().manual_seed(rank)
+    told = []
+
+    def call():
+        order = _forwards(rng, "dropped", 0)[0][0]
+        return module(torch.randn(6, WIDTH, generator=generator), order)
+
+    for step in range(4):
+        loss = call().square().mean()
+        net.train(between != "eval")
+        with torch.no_grad():
+            told += [float(call().square().mean()) for _ in range(1 + step % 2)]
+        net.train()
+        if engine is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+        told.append(float(loss.detach()))
+    return told, net.norm.running_mean.tolist()
+
+
+BETWEEN = ["train", "eval"]
+CELLS = [(size, stage, between) for size in (2, 3) for stage in (1, 2, 3) for between in BETWEEN]
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "between"), slow_but([(2, 1, "train"), (2, 3, "eval")], CELLS)
+)
+def test_a_call_between_forward_and_backward_copies_buffers_as_under_ddp(size, stage, between):
+    ours = run_ranks(size, _call_between, stage, between)
+    for (told, buffers), (expected, others) in zip(
+        ours, run_ranks(size, _call_between, None, between), strict=True
+    ):
+        assert told == pytest.approx(expected, rel=1e-5)
+        assert buffers == pytest.approx(others, rel=1e-5)
+
+
+class Counting(nn.Module):
+    """Experts that depend on data, and counts of their use over all ranks."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(NUM))
+        self.register_buffer("load", torch.zeros(NUM))
+        self.call = call
+
+    def forward(self, x, order):
+        load = torch.zeros(NUM)
+        for index in order:
+            x = self.experts[index](x)
+            load[index] += 1
+        self.call(self, x, load)
+        self.load += load
+        return x
+
+
+def _all_reduce(module, x, load):
+    dist.all_reduce(load)
+
+
+def _barrier(module, x, load):
+    before_collective(module)
+    dist.barrier()
+    dist.all_reduce(load)
+
+
+def _in_backward(module, x, load):
+    def count(gradient):
+        before_collective(module)
+        dist.all_reduce(load.clone())
+
+    x.register_hook(count)
+
+
+class Counted(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.layers = nn.ModuleList([Counting(call), Counting(call)])
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, orders):
+        for layer, order in zip(self.layers, orders, strict=True):
+            x = layer(x, order)
+        return self.last(x)
+
+
+def _train_counting(rank, world_size, stage, call, mode):
+    torch.manual_seed(0)
+    net = module = Counted(call)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    engine = None
+    if stage is None:
+        module = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    else:
+        engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
+    rng, losses = random.Random(rank), []
+    for step in range(10):
+        kind = "dropped" if mode == "dropped" or step > 5 else "same"
+        orders = [_forwards(rng, kind, step)[0][0] for _ in range(2)]
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = module(x, orders).square().mean()
+        losses.append(float(loss.detach()))
+        if engine is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+    return losses, net.layers[1].load.tolist()
+
+
+CELLS = [
+    (size, stage, call, mode)
+    for size in (2, 3)
+    for stage in (1, 2, 3)
+    for call in (_all_reduce, _barrier, _in_backward)
+    for mode in ("dropped", "late")
+]
+SHOWN = [(2, 3, _all_reduce, "late"), (2, 3, _in_backward, "dropped")]
+
+
+@pytest.mark.parametrize(("size", "stage", "call", "mode"), slow_but(SHOWN, CELLS))
+def test_a_collective_of_the_users_after_other_units_on_each_rank_is_as_under_ddp(
+    size, stage, call, mode
+):
+    ours = run_ranks(size, _train_counting, stage, call, mode)
+    expected = run_ranks(size, _train_counting, None, call, mode)
+    for (losses, load), (others, counts) in zip(ours, expected, strict=True):
+        assert losses == pytest.approx(others, rel=1e-5)
+        assert load == counts

@@ -8,7 +8,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_zero
@@ -326,6 +326,54 @@ def test_an_error_on_one_rank_ends_fit_on_all(factory):
 def _fit(rank, world_size, spec, factory):
     trainer = make_trainer(spec, use_distributed_sampler=False, limit_val_batches=1.0)
     trainer.fit(factory(ranks=world_size, num_batches=3))
+
+
+class Onlooker(Callback):
+    """Rank 0 alone looks at a parameter at the first call of one hook."""
+
+    def __init__(self, hook, look):
+        setattr(self, hook, self._look)
+        self.look = look
+
+    def _look(self, trainer, module, *args):
+        if trainer.is_global_zero:
+            self.look(module)
+
+
+def _histogram(module):
+    torch.histc(module.gpt.head.weight.detach())
+
+
+def _state(module):
+    module.state_dict()
+
+
+HOOKS = ["on_sanity_check_end", "on_train_batch_start", "on_train_epoch_end", "on_train_end"]
+LOOKS = [
+    ("on_validation_epoch_end", _histogram),
+    *(pytest.param(hook, _histogram, marks=pytest.mark.slow) for hook in HOOKS),
+    pytest.param("on_validation_end", _state, marks=pytest.mark.slow),
+    pytest.param("on_before_optimizer_step", _state, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("hook", "look"), LOOKS)
+def test_one_rank_that_looks_at_weights_gets_an_error_with_the_cure_and_the_others_end(hook, look):
+    first, second = run_ranks(2, _fit_beside, hook, look, has_group=False)
+    assert "lightning_zero.gathered(module)" in first[0].splitlines()[-1]
+    assert first[0].splitlines()[0] in second[0]
+    assert max(first[1], second[1]) < 10
+
+
+def _fit_beside(rank, world_size, hook, look):
+    callbacks = [Onlooker(hook, look)]
+    options = {"num_sanity_val_steps": 1, "limit_val_batches": 1.0, "callbacks": callbacks}
+    trainer = make_trainer(settings(3), use_distributed_sampler=False, **options)
+    module = RaggedModule(ranks=world_size, num_batches=3)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(module)
+    return str(raised.value), time.monotonic() - start
 
 
 def test_the_former_name_still_does_it_and_says_the_new_one():
