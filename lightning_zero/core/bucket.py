@@ -400,6 +400,7 @@ class Bucket:
                 "as a shard, and is whole at this moment; take parameter.data anew."
             )
         self.wait_for_sent()
+        self.lockstep.note_write(self.plan.layout.slots[index].name)
         self.shards.change(index, write)
 
     def put(self, index: int, values: Tensor) -> None:
@@ -512,6 +513,14 @@ class _RestingPart:
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         self.bucket.change_at_rest(self.index, write)
+
+    @property
+    def mark(self) -> int:
+        return self.bucket.shards.num_writes
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        if self.bucket.device.type == "cpu":
+            self.bucket.lockstep.check_room(call, num_bytes)
 
 
 class Masters:

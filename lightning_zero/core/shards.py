@@ -53,6 +53,7 @@ class Shards:
         reader: Reads a `param` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
         state_stores: Optimizer states in files, by key.
+        num_writes: Counts steps and other changes of the values; more often than once for one.
     """
 
     def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
@@ -76,6 +77,7 @@ class Shards:
         self.drop()
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
+        self.num_writes = 0
         self.state_stores: dict[str, ShardStore] = {}
         self._print: Fingerprint | None = None  # of the own part of whole parameters
 
@@ -156,6 +158,7 @@ class Shards:
         self._write(own.start, exact)
 
     def _write(self, start: int, values: Tensor) -> None:
+        self.num_writes += 1
         self.exact.write(start, values)
         if self.own_master is not None:
             self.follower.write(start, values)
@@ -167,6 +170,7 @@ class Shards:
 
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
+        self.num_writes += 1
         self.stop_reading()
         self.exact.write(0, values)
         self.cast_master()
@@ -224,6 +228,7 @@ class Shards:
         Elements that are the rounded master stay what the master is.
         """
         own = self.own_ranges[index]
+        self.num_writes += 1
         if not own:
             return
         self.stop_reading()
@@ -235,6 +240,7 @@ class Shards:
 
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
+        self.num_writes += 1
         store = self._master_beside_whole
         if store is not None and self.storage.is_elsewhere(store.tier):
             self._print = Fingerprint(self.own_whole)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.tensors.full import FullValues, is_writing
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
@@ -115,9 +116,14 @@ class GuardedParameter(nn.Parameter):
         elif func not in _UNTOUCHED:
             if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
                 return _beside_sharded(func, args, kwargs)
-            for parameter in _guarded_in((args, kwargs)):
-                if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
-                    _make_whole(placement_of(parameter))
+            try:
+                for parameter in _guarded_in((args, kwargs)):
+                    if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
+                        _make_whole(placement_of(parameter))
+            except BetweenStepsError:
+                if _wants_graph(func, args, kwargs):
+                    raise
+                return _beside_sharded(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -251,6 +257,25 @@ def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return placement.bucket.device, placement.dtype, *rest
 
 
+def _wants_graph(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether `func`, between steps, is to be trained through, and not a look at parameters.
+
+    What is made of parameters alone, a norm say, is a look: its backward is an error. A write in
+    autograd's sight is none in torch either.
+    """
+    if func in _DETACHING or not torch.is_grad_enabled():
+        return False
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(tensor.requires_grad for tensor in tensors):
+        return False
+    if is_writing(getattr(func, "__name__", "")) or func is Tensor.numpy:
+        return True
+    is_other = [not isinstance(t, (GuardedParameter, ShardedTensor, FullValues)) for t in tensors]
+    return any(is_one and tensor.dim() for is_one, tensor in zip(is_other, tensors, strict=True))
+
+
 def _beside_sharded(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -318,6 +343,7 @@ _METADATA: dict[Any, Callable[..., Any]] = {
 # `data` is what rests on this rank; where that is the whole, its gather must be over.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_DETACHING = {Tensor.detach}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
 # Answered by the object as it is; none of these reads the values.
