@@ -43,7 +43,17 @@ from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, widest
 from lightning_zero.tensors.cut import Cut
-from lightning_zero.tensors.guarded import Placement, guard, point, set_placement, unguard
+from lightning_zero.tensors.guarded import (
+    BetweenStepsError,
+    GuardedParameter,
+    Placement,
+    attributes_of,
+    guard,
+    placement_of,
+    point,
+    set_placement,
+    unguard,
+)
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
 from lightning_zero.tensors.sharded import ShardedTensor
@@ -421,6 +431,28 @@ class Bucket:
         own = own_elements(values, slot, self.owned(index))
         self.wait_for_sent()
         self.shards.take(index, own)
+
+    def copy_plain(self, index: int) -> nn.Parameter:
+        """As slot `index` would be without an engine: in its own class and dtype.
+
+        With values of its own, on the CPU where they are gathered: Collective where it rests as a
+        shard.
+        """
+        parameter, dtype = self.parameters[index], self.own_dtypes[index]
+        placement = placement_of(parameter)
+        try:
+            if isinstance(parameter, GuardedParameter):
+                self.use(placement.name)
+            values = parameter.detach().to(dtype, copy=True)
+        except BetweenStepsError:
+            data = self.look_at_rest(index)
+            assert isinstance(data, ShardedTensor)
+            values = data.full_values("copy", dtype).plain().cpu()
+        own_class = placement.own_class
+        plain = Tensor._make_subclass(own_class, values, parameter.requires_grad)
+        assert isinstance(plain, nn.Parameter)
+        plain.__dict__.update(attributes_of(parameter))
+        return plain
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""

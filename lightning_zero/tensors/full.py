@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,8 @@ class _Source:
     origin: Origin
     values: Tensor  # all of them, plain
     mark: int
+    # Makes a backward through what is computed an error; None: no gradient is wanted.
+    track: Callable[[Tensor], Tensor] | None = None
 
     def check(self) -> None:
         if self.origin.mark != self.mark:
@@ -53,6 +55,11 @@ class _Source:
             )
 
     def write_back(self) -> None:
+        if self.track is not None:
+            raise RuntimeError(
+                f"{self.origin.name} requires a gradient, and a view of it is changed in place: do "
+                "so under torch.no_grad()."
+            )
         self.origin.write_back(self.values)
         self.mark = self.origin.mark
 
@@ -89,29 +96,44 @@ class FullValues(Tensor):
         used = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, FullValues)}
         for one in used.values():
             one._source.check()
+        written = [used[id(leaf)] for leaf in _written(func, args, kwargs) if id(leaf) in used]
+        plain = {key: one._plain() for key, one in used.items()}
+        given = {id(one): used[key] for key, one in plain.items()}
+        memory = {_storage(one): used[key]._source for key, one in plain.items()}
+        result = func(*tree_map(lambda value: plain.get(id(value), value), args),
+                      **tree_map(lambda value: plain.get(id(value), value), dict(kwargs)))  # fmt: skip
+        for source in {id(one._source): one._source for one in written}.values():
+            source.write_back()
+        if func in _ARRAYS:
+            result.flags.writeable = False  # what is written to it would reach no shard
+            return result
+        tracks = [one.track for one in memory.values() if one.track is not None]
+        track = tracks[0] if tracks and torch.is_grad_enabled() and func not in _DETACHING else None
+
+        def as_given(value: Any) -> Any:
+            if type(value) is not Tensor:
+                return value
+            if id(value) in given:
+                return given[id(value)]
+            source = memory.get(_storage(value))
+            if source is not None:
+                return FullValues._view(value, source if track else replace(source, track=None))
+            return track(value) if track and value.is_floating_point() else value
+
+        return tree_map(as_given, result)
+
+    def tracked(self, track: Callable[[Tensor], Tensor]) -> FullValues:
+        """The same, of what requires a gradient; see `_Source`."""
+        return FullValues._view(self._plain(), replace(self._source, track=track))
+
+    def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            written = [used[id(leaf)] for leaf in _written(func, args, kwargs) if id(leaf) in used]
-            for source in {id(one._source): one._source for one in written}.values():
-                source.write_back()
-            if func in _ARRAYS:
-                result.flags.writeable = False  # what is written to it would reach no shard
-                return result
-            memory = {_storage(one): one._source for one in used.values()}
-
-            def as_view(value: Any) -> Any:
-                if not isinstance(value, Tensor) or id(value) in used:
-                    return value
-                source = memory.get(_storage(value)) if type(value) is Tensor else None
-                return value if source is None else FullValues._view(value, source)
-
-            return tree_map(as_view, result)
+            return self.as_subclass(Tensor)
 
     def plain(self) -> Tensor:
         """The values as a plain tensor; memory is shared."""
         self._source.check()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+        return self._plain()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         result = copy.deepcopy(self.plain())
@@ -149,6 +171,7 @@ def _written(
 
 _NO_OPERATORS = {"__init__", "__invert__", "__index__", "__int__"}
 _ARRAYS = {Tensor.numpy, Tensor.__array__}
+_DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 # Answered whatever has become of the values.
 _METADATA = {
     *(

@@ -7,11 +7,17 @@ values whole. While they are whole the class is plain `nn.Parameter`, so the mod
 speed and sees nothing of this. A parameter read outside its module's forward (`self.w @ x`, a
 penalty over `self.parameters()`) thus gives the right value and gradient, or an error that names
 it, never a part. Metadata (shape, dtype, numel) is answered for the whole parameter without
-touching it.
+touching it. Between steps, where a use makes nothing whole, it takes what its `.data` takes
+(sharded.py), unless it is to be trained through.
+
+[Note: Plain copies] `copy.deepcopy` and `pickle` ask an object for its methods, and those that a
+held parameter has itself hide those of its class: a copy is an ordinary parameter in its own dtype
+and class. What the engine hangs on modules is left out likewise (core/hooks.py).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +44,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_zero_placement"
+_OURS = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
 
 
 class BetweenStepsError(RuntimeError):
@@ -64,6 +71,9 @@ class Holder(Protocol):
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of slot `index`, at rest."""
 
+    def copy_plain(self, index: int) -> nn.Parameter:
+        """A parameter of its own like slot `index`, unguarded. Collective where it is at rest."""
+
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """`torch.equal` between steps, of which at least `one` is at rest. Collective."""
 
@@ -81,6 +91,16 @@ class Placement:
     make_whole: Callable[[str], None]  # called with the name before the values are used
     # Called with the slot and what is set as `.grad`; None: torch sets it.
     put_grad: Callable[[int, Tensor], None] | None = None
+
+    # As methods of the parameter itself; see [Note: Plain copies].
+
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
+        plain = self.bucket.copy_plain(self.index)
+        copied: nn.Parameter = copy.deepcopy(plain)
+        return copied
+
+    def reduce_ex(self, protocol: Any) -> Any:
+        return self.bucket.copy_plain(self.index).__reduce_ex__(protocol)
 
 
 class GuardedParameter(nn.Parameter):
@@ -127,11 +147,6 @@ class GuardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        _make_whole(placement_of(self))
-        copy: nn.Parameter = self.__deepcopy__(memo)  # the class is plain by now
-        return copy
-
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placement = placement_of(self)
@@ -145,7 +160,7 @@ def _make_whole(placement: Placement) -> None:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What a user has written on `parameter`, such as flags that an optimizer reads."""
-    return {key: value for key, value in parameter.__dict__.items() if key != _ATTRIBUTE}
+    return {key: value for key, value in parameter.__dict__.items() if key not in _OURS}
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -197,10 +212,12 @@ def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
-    if placement is None:
-        parameter.__dict__.pop(_ATTRIBUTE, None)
-    else:
+    for key in _OURS:
+        parameter.__dict__.pop(key, None)
+    if placement is not None:
         parameter.__dict__[_ATTRIBUTE] = placement
+        parameter.__dict__["__deepcopy__"] = placement.deepcopy
+        parameter.__dict__["__reduce_ex__"] = placement.reduce_ex
 
 
 def has_placement(parameter: Tensor) -> bool:

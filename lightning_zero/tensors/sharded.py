@@ -300,13 +300,17 @@ def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
     if isinstance(value, ShardedTensor):
         value.is_tracked = True
         return value
-    if isinstance(value, FullValues):
-        _first_of(given)._refuse(name, "no gradient flows through it", needs_full=False)
     is_new = isinstance(value, Tensor) and not any(value is tensor for tensor in given)
     if not is_new or not (value.is_floating_point() or value.is_complex()):
         return value
     sharded = next(tensor for tensor in given if isinstance(tensor, ShardedTensor))
-    return _NoGradient.apply(value, torch.zeros((), requires_grad=True), sharded, name)
+
+    def track(value: Tensor) -> Tensor:
+        anchor = torch.zeros((), requires_grad=True)
+        tracked: Tensor = _NoGradient.apply(value, anchor, sharded, name)
+        return tracked
+
+    return value.tracked(track) if isinstance(value, FullValues) else track(value)
 
 
 class _NoGradient(torch.autograd.Function):
