@@ -432,23 +432,28 @@ class Bucket:
         self.wait_for_sent()
         self.shards.take(index, own)
 
-    def copy_plain(self, index: int) -> nn.Parameter:
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """As slot `index` would be without an engine: in its own class and dtype.
 
-        With values of its own, on the CPU where they are gathered: Collective where it rests as a
-        shard.
+        With values of its own; gathered ones for a file are on the CPU. Collective where it rests
+        as a shard.
         """
         parameter, dtype = self.parameters[index], self.own_dtypes[index]
-        placement = placement_of(parameter)
         try:
             if isinstance(parameter, GuardedParameter):
-                self.use(placement.name)
+                self.use(self.plan.layout.slots[index].name)
             values = parameter.detach().to(dtype, copy=True)
         except BetweenStepsError:
             data = self.look_at_rest(index)
             assert isinstance(data, ShardedTensor)
-            values = data.full_values("copy", dtype).plain().cpu()
-        own_class = placement.own_class
+            device = torch.device("cpu") if is_for_file else self.device
+            values = data.full_values("copy", dtype).plain().to(device)
+        return self.make_plain(index, values)
+
+    def make_plain(self, index: int, values: Tensor) -> nn.Parameter:
+        """A parameter like slot `index` with these values, which no engine holds. Local."""
+        parameter = self.parameters[index]
+        own_class = placement_of(parameter).own_class
         plain = Tensor._make_subclass(own_class, values, parameter.requires_grad)
         assert isinstance(plain, nn.Parameter)
         plain.__dict__.update(attributes_of(parameter))
@@ -548,7 +553,8 @@ class _RestingPart:
 
     @property
     def mark(self) -> int:
-        return self.bucket.shards.num_writes
+        shards = self.bucket.shards
+        return shards.num_writes + shards.num_slot_writes[self.index]
 
     def check_room(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":

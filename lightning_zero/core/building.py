@@ -95,7 +95,7 @@ class PartialParameter:
         """`parameter.data = values`. Collective."""
         self.look_at_rest(index).copy_(values)
 
-    def copy_plain(self, index: int) -> nn.Parameter:
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """A copy of the parameter. Collective."""
         values = self.look_at_rest(index)
         parameter = self.parameter

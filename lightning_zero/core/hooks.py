@@ -30,6 +30,7 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.gathering import Call, Unit
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.schedule import Schedule, is_compiled
+from lightning_zero.layout.recompute import drop_checkpointing
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 
@@ -97,6 +98,7 @@ class Hooks:
         if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
             return reduced
         state = {key: value for key, value in reduced[2].items() if key != "__reduce_ex__"}
+        drop_checkpointing(state)
         ours = {handle.id for handle in self._handles}
         for key in _HOOKS:
             if not ours.isdisjoint(state.get(key) or ()):

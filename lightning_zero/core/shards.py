@@ -53,7 +53,8 @@ class Shards:
         reader: Reads a `param` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
         state_stores: Optimizer states in files, by key.
-        num_writes: Counts steps and other changes of the values; more often than once for one.
+        num_writes: Counts steps and other changes of all values, some more than once.
+        num_slot_writes: Counts changes of one slot alone, by slot.
     """
 
     def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
@@ -78,6 +79,7 @@ class Shards:
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.num_writes = 0
+        self.num_slot_writes = [0] * len(slots)
         self.state_stores: dict[str, ShardStore] = {}
         self._print: Fingerprint | None = None  # of the own part of whole parameters
 
@@ -155,10 +157,10 @@ class Shards:
         self.stop_reading()
         exact = self.exact.fetch(own.start, own.stop)
         write(exact)
+        self.num_slot_writes[index] += 1
         self._write(own.start, exact)
 
     def _write(self, start: int, values: Tensor) -> None:
-        self.num_writes += 1
         self.exact.write(start, values)
         if self.own_master is not None:
             self.follower.write(start, values)
@@ -228,7 +230,7 @@ class Shards:
         Elements that are the rounded master stay what the master is.
         """
         own = self.own_ranges[index]
-        self.num_writes += 1
+        self.num_slot_writes[index] += 1
         if not own:
             return
         self.stop_reading()

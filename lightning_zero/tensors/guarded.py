@@ -71,7 +71,7 @@ class Holder(Protocol):
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of slot `index`, at rest."""
 
-    def copy_plain(self, index: int) -> nn.Parameter:
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """A parameter of its own like slot `index`, unguarded. Collective where it is at rest."""
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
@@ -95,12 +95,13 @@ class Placement:
     # As methods of the parameter itself; see [Note: Plain copies].
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
-        plain = self.bucket.copy_plain(self.index)
-        copied: nn.Parameter = copy.deepcopy(plain)
+        plain = self.bucket.copy_plain(self.index, is_for_file=False)
+        copied: nn.Parameter = copy.deepcopy(plain)  # of its class, which may have its own way
         return copied
 
     def reduce_ex(self, protocol: Any) -> Any:
-        return self.bucket.copy_plain(self.index).__reduce_ex__(protocol)
+        plain = self.bucket.copy_plain(self.index, is_for_file=True)
+        return plain.__reduce_ex__(protocol)
 
 
 class GuardedParameter(nn.Parameter):
