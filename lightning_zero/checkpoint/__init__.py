@@ -6,6 +6,7 @@ Imports the engine and all below it.
     shard_tensor  the hooks by which DCP saves and loads flat shards of n-D tensors
     dcp_writer    files of that format, written all or nothing
     dcp_reader    opens directories of that format, whole or in part
+    modules       modules among the hyperparameters of a checkpoint
     torch_file    one file of `torch.save`, tensor after tensor
     load          into modules, masters and optimizer states, whatever wrote them
     source        opens any form, finds what is damaged, and says what is there

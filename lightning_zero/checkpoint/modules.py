@@ -98,14 +98,16 @@ def _gather(
         for index in [index for other, index in wanted if other == number]:
             dtype, parameter = bucket.own_dtypes[index], bucket.parameters[index]
             saved = state_dict.get(bucket.plan.layout.slots[index].name)
-            if number >= len(engine.buckets) or not _is_as(saved, parameter, bucket, index):
+            if number >= len(engine.buckets) or not _has_values(saved, bucket, index):
                 saved = views[index].to("cpu", dtype, copy=True)
+            assert isinstance(saved, Tensor)
             plain[id(parameter)] = bucket.make_plain(index, saved)
     return plain
 
 
-def _is_as(saved: Any, parameter: nn.Parameter, bucket: Bucket, index: int) -> bool:
-    """Whether a state dict has the values of this parameter already."""
+def _has_values(saved: Any, bucket: Bucket, index: int) -> bool:
+    """Whether an entry of a state dict, under the name of slot `index`, has its values."""
     if type(saved) is not Tensor or saved.device.type != "cpu":
         return False
-    return saved.shape == parameter.shape and saved.dtype is bucket.own_dtypes[index]
+    shape, dtype = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
+    return tuple(saved.shape) == shape and saved.dtype is dtype

@@ -281,10 +281,10 @@ class Schedule:
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward. To compute with it, as a call of a part of the module does, "
                 "be in a call of the whole module, in Lightning in training_step or the like, or "
-                "in `with engine.forward_context():`, on every rank. To look at it, use "
+                "in `with engine.forward_context():`, on every rank. To look at it, or to change "
+                "it, do so under torch.no_grad() on every rank, or use "
                 "`with lightning_zero.gathered(...)` on every rank, with `writeback=True` to "
-                "change it; and trainer.save_checkpoint() or "
-                "strategy.lightning_module_state_dict() for state dicts."
+                "change it."
             )
         unit = self._unit_of[bucket]
         self._awaits_backward = True

@@ -207,9 +207,7 @@ class Voice:
 
     # ---------------------------------------------------------------- what is wrong
 
-    def _judge(
-        self, name: str, deeds: _Deeds, alarms: bool, heard: Heard
-    ) -> Exception | None:
+    def _judge(self, name: str, deeds: _Deeds, alarms: bool, heard: Heard) -> Exception | None:
         """From any thread. `alarms`: nobody may hear it, so what is wrong ends all waits."""
         told = Round.of(heard.numbers)
         error: Exception | None = None
@@ -289,8 +287,9 @@ def _alone(name: str) -> str:
     )
 
 
-_PASSED = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "copy", "contextlib")
-_PASSED += (__name__.partition(".")[0],)
+# Packages whose lines are not a user's.
+_PASSED = {"torch", "lightning", "pytorch_lightning", "copy", "contextlib"}
+_PASSED |= {__name__.partition(".")[0]}
 
 
 def called_from() -> str:

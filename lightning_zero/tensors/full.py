@@ -25,7 +25,9 @@ __all__ = ["FullValues", "Origin", "is_writing"]
 class Origin(Protocol):
     """Whose values are shown: a tensor that rests as a shard."""
 
-    name: str  # such as "p.data of parameter head.weight"
+    @property
+    def name(self) -> str:
+        """Such as "p.data of parameter head.weight"."""
 
     @property
     def mark(self) -> int:
@@ -100,8 +102,10 @@ class FullValues(Tensor):
         plain = {key: one._plain() for key, one in used.items()}
         given = {id(one): used[key] for key, one in plain.items()}
         memory = {_storage(one): used[key]._source for key, one in plain.items()}
-        result = func(*tree_map(lambda value: plain.get(id(value), value), args),
-                      **tree_map(lambda value: plain.get(id(value), value), dict(kwargs)))  # fmt: skip
+        args, kwargs = tree_map(
+            lambda value: plain.get(id(value), value), (tuple(args), dict(kwargs))
+        )
+        result = func(*args, **kwargs)
         for source in {id(one._source): one._source for one in written}.values():
             source.write_back()
         if func in _ARRAYS:
@@ -170,7 +174,7 @@ def _written(
 
 
 _NO_OPERATORS = {"__init__", "__invert__", "__index__", "__int__"}
-_ARRAYS = {Tensor.numpy, Tensor.__array__}
+_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 _DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 # Answered whatever has become of the values.
 _METADATA = {

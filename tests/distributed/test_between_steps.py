@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad, gathered
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
 from tests.distributed.ranks import run_ranks
+from tests.fitting import make_trainer
 
 
 class Net(nn.Module):
@@ -20,7 +24,9 @@ class Net(nn.Module):
 
     def __init__(self, *, is_frozen=True):
         super().__init__()
-        self.online = nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(7), nn.Linear(7, 5))
+        self.online = nn.Sequential(
+            nn.Linear(9, 7), nn.BatchNorm1d(7, affine=False), nn.Linear(7, 5, bias=False)
+        )
         self.target = copy.deepcopy(self.online)
         self.scale = nn.Parameter(torch.tensor(1.5))
         for p in self.target.parameters():
@@ -394,3 +400,230 @@ def _write(rank, world_size, options):
 @pytest.mark.parametrize(("world_size", "options"), CELLS)
 def test_what_all_ranks_write_between_steps_is_what_one_process_writes(world_size, options):
     assert run_ranks(world_size, _write, options) == [{}] * world_size
+
+
+# ---------------------------------------------------------------- 16-bit parameters
+
+
+def _mixed(rank, world_size):
+    """Of a float32 module that computes in 16 bits the values are those of the main parameters."""
+    net, reference, theirs, engine = build(ZeroConfig(stage=3, param_dtype=torch.bfloat16))
+    for write in (lerp, momentum, foreach, by_state_dicts, rows_written, merged):
+        write(net, {})
+        write(reference, {})
+    for title in ("norms", "state dict", "module, copied", "parameters, saved", "arrays"):
+        assert difference(LOOKS[title](net), LOOKS[title](reference)) is None, title
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(torch.ones(4, 9))
+    engine.backward(loss)
+    engine.step()
+    engine.close()
+
+
+def _narrow(rank, world_size):
+    """A 16-bit module is copied as one, and its main parameters keep what they had beyond that."""
+    torch.manual_seed(0)
+    net = Net().bfloat16()
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], ZeroConfig(stage=3))
+    before = [p.data.clone() for p in net.parameters()]
+    state = net.state_dict()
+    assert {value.dtype for value in state.values() if value.is_floating_point()} == {
+        torch.bfloat16
+    }
+    assert copy.deepcopy(net.online)[0].weight.dtype is torch.bfloat16
+    state["online.0.weight"][0] = 2.0
+    assert net.online[0].weight.data[0].eq(2.0).all()
+    for p, old in zip(net.parameters(), before, strict=True):
+        if p is not net.online[0].weight:
+            assert torch.equal(p.data, old)
+    engine.close()
+
+
+@pytest.mark.parametrize("program", [_mixed, pytest.param(_narrow, marks=pytest.mark.slow)])
+def test_looks_and_writes_between_steps_have_the_dtype_of_the_module(program):
+    run_ranks(2, program)
+
+
+# ---------------------------------------------------------------- what ranks do not do alike
+
+ALONE = {
+    "norm": lambda n: n.online[0].weight.norm(),
+    "histogram": lambda n: torch.histc(n.online[0].weight.detach()),
+    "array": lambda n: n.online[0].weight.detach().cpu().numpy(),
+    "state dict": lambda n: n.online[0].state_dict(),
+    "copy": lambda n: copy.deepcopy(n.online[0]),
+    "pickle": lambda n: pickle.dumps(n.online[0]),
+    "write": lambda n: n.online[0].weight.data.mul_(2),
+    "write of a row": lambda n: torch.no_grad()(lambda: n.online[0].weight[0].zero_())(),
+}
+
+
+def _alone(rank, world_size, title):
+    net, _, _, engine = build(ZeroConfig(stage=3))
+    engine.backward(net(torch.ones(4, 9)))
+    if rank == 0:
+        start = time.monotonic()
+    text = ""
+    try:
+        if rank == 0:
+            ALONE[title](net)
+        engine.step()
+        for _ in range(2):
+            engine.zero_grad()
+            engine.backward(net(torch.ones(4, 9)))
+            engine.step()
+    except RuntimeError as error:
+        text = str(error)
+    assert rank or time.monotonic() - start < 10
+    return text
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(title, marks=() if title in ("state dict", "write") else pytest.mark.slow)
+        for title in ALONE
+    ],
+)
+def test_what_one_rank_does_alone_is_an_error_that_names_parameter_line_and_remedy(title):
+    for text in run_ranks(2, _alone, title):
+        assert "online.0" in text, text
+        assert "test_between_steps.py:" in text, text
+        assert "rank 0 has" in text, text
+        assert "lightning_zero.gathered(" in text, text
+
+
+def _stale(rank, world_size):
+    net, reference, theirs, engine = build(ZeroConfig(stage=3))
+    state, row = net.state_dict(), net.online[0].weight.detach()[0]
+    kept = copy.deepcopy(state)
+    step(net, reference, theirs, engine, 0)
+    for use in (
+        lambda: row + 1,
+        lambda: state["online.0.weight"].clone(),
+        lambda: pickle.dumps(row),
+    ):
+        with pytest.raises(RuntimeError, match=r"online\.0\.weight were gathered before it was ch"):
+            use()
+    assert state["online.0.weight"].shape == (7, 9)
+    net.load_state_dict(kept)
+    with pytest.raises(ValueError, match="read-only"):
+        net.online[0].weight.detach().numpy()[0] = 1.0
+    weight = net.online[0].weight
+    with pytest.raises(RuntimeError, match=r"online\.0\.weight requires a gradient.*no_grad"):
+        weight[0].zero_()
+    with pytest.raises(RuntimeError, match=r"online\.0\.weight.*rests as a shard"):
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"no gradient flows through it.*forward_context"):
+        weight[0].sum().backward()
+    step(net, reference, theirs, engine, 1)
+    engine.close()
+
+
+def test_values_gathered_before_a_step_are_not_taken_for_those_after_it():
+    run_ranks(2, _stale)
+
+
+def _too_large(rank, world_size):
+    from lightning_zero.core import lockstep
+
+    lockstep.available_memory_bytes = lambda: 300
+    lockstep._MUCH_BYTES = 100
+    net, _, _, engine = build(ZeroConfig(stage=3))
+    for look in (lambda: net.state_dict(), lambda: copy.deepcopy(net), lambda: pickle.dumps(net)):
+        with pytest.raises(RuntimeError, match=r"needs \d+ bytes of CPU memory on every rank, and"):
+            look()
+    engine.backward(net(torch.ones(4, 9)))
+    engine.close()
+
+
+def test_full_values_that_do_not_fit_into_memory_are_refused_with_the_numbers():
+    run_ranks(2, _too_large)
+
+
+# ---------------------------------------------------------------- in the hooks of a Trainer
+
+
+class Hooked(LightningModule):
+    """Looks at itself and averages itself wherever Lightning calls it between steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.losses, self.seen = [], []
+
+    def step(self, batch, index):
+        return self.net(batch[0])
+
+    def training_step(self, batch, index):
+        loss = self.step(batch, index)
+        self.losses.append(float(loss))
+        return loss
+
+    validation_step = step
+
+    def data(self):
+        return DataLoader(TensorDataset(torch.linspace(-1, 1, 144).view(16, 9)), batch_size=4)
+
+    train_dataloader = val_dataloader = data
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def on_train_batch_end(self, *args):
+        lerp(self.net, None)
+        self.seen.append([float(p.norm()) for p in self.net.parameters()])
+        self.log("norm", self.net.scale.norm())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append([p.detach().std().item() for p in self.net.online.parameters()])
+
+    def on_validation_start(self):
+        self.kept = copy.deepcopy(self.net.online.state_dict())
+
+    def on_validation_batch_end(self, *args):
+        self.seen.append(torch.histc(self.net.online[0].weight.detach()).tolist())
+
+    def on_validation_epoch_end(self):
+        by_state_dicts(self.net, None)
+        self.seen.append(self.net.online[0].weight.detach().norm(dim=1).tolist())
+
+    def on_train_epoch_end(self):
+        self.net.online.load_state_dict(self.kept)
+        plain = copy.deepcopy(self.net).eval()
+        self.seen.append(plain(torch.ones(2, 9)).item())
+
+
+def _fit(rank, world_size, strategy):
+    seed_everything(1, verbose=False)
+    module = Hooked()
+    options = {"limit_val_batches": 1.0, "max_epochs": 2, "num_sanity_val_steps": 1}
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(module)
+    state = {name: value.tolist() for name, value in module.state_dict().items()}
+    return module.losses, module.seen, state
+
+
+def test_what_hooks_of_a_module_do_between_steps_is_what_they_do_under_ddp():
+    ours = run_ranks(2, _fit, {"stage": 3}, has_group=False)
+    theirs = run_ranks(2, _fit, "ddp", has_group=False)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _states(rank, world_size):
+    seed_everything(1, verbose=False)
+    module = Hooked()
+    found = {}
+
+    class Look(Callback):
+        def on_train_end(self, trainer, pl_module):
+            found.update(trainer.strategy.lightning_module_state_dict())
+
+    make_trainer({"stage": 3}, callbacks=[Look()], max_steps=2).fit(module)
+    assert difference(found, module.state_dict()) is None
+
+
+@pytest.mark.slow
+def test_the_state_dict_of_the_strategy_is_full_on_every_rank():
+    run_ranks(2, _states, has_group=False)
