@@ -421,6 +421,12 @@ class Bucket:
         """
         self.release()  # what was gathered before its use is gathered again
         slot, cut = self.plan.layout.slots[index], self.cuts[index]
+        if values.dtype not in (self.plan.dtype, self.plan.master_dtype, self.own_dtypes[index]):
+            raise ValueError(
+                f"the data set on parameter {slot.name} are {values.dtype}; expected "
+                f"{self.own_dtypes[index]}: a parameter that an engine holds keeps its dtype, as in "
+                "module.half() it would not. Convert a copy: copy.deepcopy(module)."
+            )
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
             is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
             values = values.local if is_own else values.full_tensor()
@@ -442,6 +448,8 @@ class Bucket:
         try:
             if isinstance(parameter, GuardedParameter):
                 self.use(self.plan.layout.slots[index].name)
+            if tuple(parameter.shape) != self.plan.layout.slots[index].shape:
+                dtype = parameter.dtype  # while it is stepped
             values = parameter.detach().to(dtype, copy=True)
         except BetweenStepsError:
             data = self.look_at_rest(index)

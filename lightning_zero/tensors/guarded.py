@@ -122,6 +122,8 @@ class GuardedParameter(nn.Parameter):
             placement = placement_of(args[0])
             return placement.bucket.look_at_rest(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
+            if args[1] is args[0]:
+                return None  # `module.to(...)` where nothing changes
             placement = placement_of(args[0])
             placement.bucket.settle()
             if isinstance(args[0], GuardedParameter):  # it rests as a shard
@@ -132,6 +134,8 @@ class GuardedParameter(nn.Parameter):
                 return placement.put_grad(placement.index, args[1])
         elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
             return args[0].to(*_kind_of(args[1:]), **kwargs)
+        elif func in _SHAPED_AS and not isinstance(args[0], GuardedParameter):
+            return _SHAPED_AS[func](args[0], args[1].shape)
         elif func in (torch.equal, Tensor.equal):
             return _equal(*args, **kwargs)
         elif func not in _UNTOUCHED:
@@ -356,6 +360,13 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.is_cpu.__get__: lambda placement: placement.bucket.device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: lambda placement: placement.bucket.device.type == "cuda",  # type: ignore[attr-defined]
     Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
+}
+
+# Of these the second only lends its shape.
+_SHAPED_AS: dict[Any, Callable[..., Any]] = {
+    Tensor.view_as: Tensor.view,
+    Tensor.reshape_as: Tensor.reshape,
+    Tensor.expand_as: Tensor.expand,
 }
 
 # `data` is what rests on this rank; where that is the whole, its gather must be over.

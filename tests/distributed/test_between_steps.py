@@ -200,6 +200,16 @@ def clipped(net, saved):
         nn.init.constant_(net.scale, 2.0)
 
 
+def by_vectors(net, saved):
+    """torch's own way of an average, say, over all parameters as one vector."""
+    vector = nn.utils.parameters_to_vector(net.online.parameters())
+    nn.utils.vector_to_parameters(0.5 * vector.detach(), net.target.parameters())
+
+
+def moved(net, saved):
+    net.to("cpu").float().cpu().requires_grad_(True).target.requires_grad_(False)
+
+
 @torch.no_grad()
 def orthogonal(net, saved):
     u, _, v = torch.linalg.svd(net.online[0].weight, full_matrices=False)
@@ -209,7 +219,7 @@ def orthogonal(net, saved):
 WRITES = [
     lerp, momentum, detached, data, foreach, foreach_lerp, copied, copied_data, operators, with_out,
     from_full, to_full, swapped, by_state_dicts, by_load_state_dict, loaded_from_before,
-    averaged_model, rows_written, constrained, renormed, merged, clipped, orthogonal,
+    averaged_model, rows_written, constrained, renormed, merged, clipped, orthogonal, by_vectors, moved,
 ]  # fmt: skip
 
 
@@ -514,6 +524,9 @@ def _stale(rank, world_size):
         weight[0].zero_()
     with pytest.raises(RuntimeError, match=r"online\.0\.weight.*rests as a shard"):
         weight.mul_(2)
+    for convert in (net.half, net.double):
+        with pytest.raises(ValueError, match=r"data set on parameter .* keeps its dtype"):
+            convert()
     with pytest.raises(RuntimeError, match=r"no gradient flows through it.*forward_context"):
         weight[0].sum().backward()
     step(net, reference, theirs, engine, 1)
@@ -620,7 +633,7 @@ def _states(rank, world_size):
         def on_train_end(self, trainer, pl_module):
             found.update(trainer.strategy.lightning_module_state_dict())
 
-    make_trainer({"stage": 3}, callbacks=[Look()], max_steps=2).fit(module)
+    make_trainer({"stage": 3}, callbacks=[Look()], limit_val_batches=1.0).fit(module)
     assert difference(found, module.state_dict()) is None
 
 
