@@ -424,8 +424,8 @@ class Bucket:
         if values.dtype not in (self.plan.dtype, self.plan.master_dtype, self.own_dtypes[index]):
             raise ValueError(
                 f"the data set on parameter {slot.name} are {values.dtype}; expected "
-                f"{self.own_dtypes[index]}: a parameter that an engine holds keeps its dtype, as in "
-                "module.half() it would not. Convert a copy: copy.deepcopy(module)."
+                f"{self.own_dtypes[index]}: a parameter that an engine holds keeps its dtype, so "
+                "that module.half() and the like are for a copy: copy.deepcopy(module).half()."
             )
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
             is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)

@@ -219,7 +219,8 @@ def orthogonal(net, saved):
 WRITES = [
     lerp, momentum, detached, data, foreach, foreach_lerp, copied, copied_data, operators, with_out,
     from_full, to_full, swapped, by_state_dicts, by_load_state_dict, loaded_from_before,
-    averaged_model, rows_written, constrained, renormed, merged, clipped, orthogonal, by_vectors, moved,
+    averaged_model, rows_written, constrained, renormed, merged, clipped, orthogonal, by_vectors,
+    moved,
 ]  # fmt: skip
 
 
