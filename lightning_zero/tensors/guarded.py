@@ -289,6 +289,8 @@ def _wants_graph(
     """
     if func in _DETACHING or not torch.is_grad_enabled():
         return False
+    if getattr(func, "__module__", "") == nn.init.__name__:
+        return False  # it writes under no_grad
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in tensors):
         return False

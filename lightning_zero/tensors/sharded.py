@@ -150,7 +150,8 @@ class ShardedTensor(Tensor):
             name = _name_of(func)
             if name in _ON_MEMORY:
                 _first_of(args, kwargs)._refuse(name, needs_full=False)
-            if is_tracked and is_writing(name) and not isinstance(args[0], ShardedTensor):
+            written = args[0] if args else None
+            if is_tracked and is_writing(name) and not isinstance(written, ShardedTensor | None):
                 sharded = next(t for t in tensors if isinstance(t, ShardedTensor))
                 why = "no gradient flows through it: do so under torch.no_grad()"
                 sharded._refuse(name, why, needs_full=False)
