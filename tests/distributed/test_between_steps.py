@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -623,21 +623,3 @@ def test_what_hooks_of_a_module_do_between_steps_is_what_they_do_under_ddp():
     theirs = run_ranks(2, _fit, "ddp", has_group=False)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def _states(rank, world_size):
-    seed_everything(1, verbose=False)
-    module = Hooked()
-    found = {}
-
-    class Look(Callback):
-        def on_train_end(self, trainer, pl_module):
-            found.update(trainer.strategy.lightning_module_state_dict())
-
-    make_trainer({"stage": 3}, callbacks=[Look()], limit_val_batches=1.0).fit(module)
-    assert difference(found, module.state_dict()) is None
-
-
-@pytest.mark.slow
-def test_the_state_dict_of_the_strategy_is_full_on_every_rank():
-    run_ranks(2, _states, has_group=False)
