@@ -9,6 +9,7 @@ Imports the engine and all below it.
     dcp_metadata  their file `.metadata`, of which nothing is run
     dcp_chunks    whether every element is stored, and stored once
     save_record   which save each of their files belongs to
+    modules       modules among the hyperparameters of a checkpoint
     torch_file    one file of `torch.save`, tensor after tensor
     load          into modules, masters and optimizer states, whatever wrote them
     source        opens any form, finds what is damaged, and says what is there

@@ -49,17 +49,23 @@ __all__ = [
 # ------------------------------------------------------------------------------------------- whole
 
 
-def full_state_dict(engine: Engine, module: nn.Module | None = None) -> dict[str, Any]:
+def full_state_dict(
+    engine: Engine, module: nn.Module | None = None, *, is_everywhere: bool = False
+) -> dict[str, Any]:
     """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
 
-    Parameters that share memory (tied weights) share it in the result. `module` is a shadow of the
-    engine's; None: that itself.
+    Parameters that share memory (tied weights) share it in the result.
+
+    Args:
+        engine: Holds the parameters.
+        module: A shadow of the engine's; None: that itself.
+        is_everywhere: Every rank gets the values.
 
     Returns:
-        The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device: hooks
-        that rename or delete entries work on every rank.
+        The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device unless
+        `is_everywhere`: hooks that rename or delete entries work on every rank.
     """
-    target = "cpu" if engine.comm.rank == 0 else "meta"
+    target = "cpu" if is_everywhere or engine.comm.rank == 0 else "meta"
     state = _live_state(engine.module if module is None else module)
     wanted = [v for v in state.values() if isinstance(v, nn.Parameter) and has_placement(v)]
     whole = dict.fromkeys(wanted, torch.empty(0))

@@ -51,10 +51,13 @@ from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, views_of, widest
 from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.guarded import (
+    BetweenStepsError,
     GuardedParameter,
     Placement,
+    attributes_of,
     data_of,
     guard,
+    placement_of,
     plain_class_of,
     point,
     set_placement,
@@ -491,6 +494,7 @@ class Bucket:
             )
         self.lockstep.before_write()
         self.wait_for_sent()
+        self.lockstep.note_write(self.plan.layout.slots[index].name)
         self.shards.change(index, write)
 
     def put(self, index: int, values: Tensor) -> None:
@@ -505,6 +509,12 @@ class Bucket:
         if isinstance(values, GuardedParameter):
             values = values.data
         given = values
+        if values.dtype not in (self.plan.dtype, self.plan.master_dtype, self.own_dtypes[index]):
+            raise ValueError(
+                f"the data set on parameter {slot.name} are {values.dtype}; expected "
+                f"{self.own_dtypes[index]}: a parameter that an engine holds keeps its dtype, so "
+                "that module.half() and the like are for a copy: copy.deepcopy(module).half()."
+            )
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
             if values.is_of(self._parts.get(index)):
                 return  # its own
@@ -554,6 +564,35 @@ class Bucket:
         """Somebody asks for the `.data` of slot `index`, which is plain."""
         if self.phase is Phase.WHOLE and not self.masters.is_shown:
             self._rewritten.hand_out(index)
+
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
+        """As slot `index` would be without an engine: in its own class and dtype.
+
+        With values of its own; gathered ones for a file are on the CPU. Collective where it rests
+        as a shard.
+        """
+        parameter, dtype = self.parameters[index], self.own_dtypes[index]
+        try:
+            if isinstance(parameter, GuardedParameter):
+                self.use(self.plan.layout.slots[index].name)
+            if tuple(parameter.shape) != self.plan.layout.slots[index].shape:
+                dtype = parameter.dtype  # while it is stepped
+            values = parameter.detach().to(dtype, copy=True)
+        except BetweenStepsError:
+            data = self.look_at_rest(index)
+            assert isinstance(data, ShardedTensor)
+            device = torch.device("cpu") if is_for_file else self.device
+            values = data.full_values("copy", dtype).plain().to(device)
+        return self.make_plain(index, values)
+
+    def make_plain(self, index: int, values: Tensor) -> nn.Parameter:
+        """A parameter like slot `index` with these values, which no engine holds. Local."""
+        parameter = self.parameters[index]
+        own_class = placement_of(parameter).own_class
+        plain = Tensor._make_subclass(own_class, values, parameter.requires_grad)
+        assert isinstance(plain, nn.Parameter)
+        plain.__dict__.update(attributes_of(parameter))
+        return plain
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
@@ -687,6 +726,17 @@ class _RestingPart:
     def leave(self) -> None:
         """Keeps a copy of what it shows."""
         self._kept = self.read().clone()
+
+    @property
+    def mark(self) -> int:
+        if self._kept is not None:
+            return self._kept._version
+        shards = self._bucket.shards
+        return shards.num_writes + shards.num_slot_writes[self._index]
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        if self._bucket.device.type == "cpu":
+            self._bucket.lockstep.check_room(call, num_bytes)
 
 
 class Masters:

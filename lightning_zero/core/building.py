@@ -95,6 +95,13 @@ class PartialParameter:
         """`parameter.data = values`. Collective."""
         self.look_at_rest(index).copy_(values)
 
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
+        """A copy of the parameter. Collective."""
+        values = self.look_at_rest(index)
+        parameter = self.parameter
+        assert parameter is not None
+        return nn.Parameter(values.detach().clone(), parameter.requires_grad)
+
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Not reached: who compares values uses them first, and they are whole then."""
         raise AssertionError(self.name)

@@ -625,6 +625,10 @@ class _MeanPart:
     grads: Gradients
     index: int
     values: Tensor
+    mark: int = 0  # nothing that is gathered of it is kept
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        """Nothing: see `full_grad`."""
 
     def read(self) -> Tensor:
         return self.values.read() if isinstance(self.values, LazyTensor) else self.values

@@ -22,6 +22,7 @@ before the call leads to nothing of the unit.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -30,13 +31,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.gathering import Call, Unit
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.schedule import Schedule, is_compiled
+from lightning_zero.layout.recompute import drop_checkpointing
+from lightning_zero.tensors.guarded import placement_of
+from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = ["Hooks"]
 
+# Of a module, by the number of a hook.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_hooks",
+)
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -63,6 +76,11 @@ class Hooks:
         for compiled in filter(is_compiled, module.modules()):
             before = eager(_before_compiled(compiled, buckets))
             add(compiled.register_forward_pre_hook(before, prepend=True))
+        held = {parameter for bucket in buckets for parameter in bucket.parameters}
+        for part in module.modules():
+            if not held.isdisjoint(part._parameters.values()):
+                add(part.register_state_dict_post_hook(_fill_state_dict))
+            vars(part)["__reduce_ex__"] = partial(self._reduce, part)
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
@@ -76,6 +94,22 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for part in self._module.modules():
+            vars(part).pop("__reduce_ex__", None)
+
+    def _reduce(self, module: nn.Module, protocol: Any) -> Any:
+        """What copies and pickles of `module` are made of: no hooks of ours are in it."""
+        reduced = type(module).__reduce_ex__(module, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        state = {key: value for key, value in reduced[2].items() if key != "__reduce_ex__"}
+        drop_checkpointing(state)
+        ours = {handle.id for handle in self._handles}
+        for key in _HOOKS:
+            if not ours.isdisjoint(state.get(key) or ()):
+                users = {number: hook for number, hook in state[key].items() if number not in ours}
+                state[key] = OrderedDict(users)
+        return *reduced[:2], state, *reduced[3:]
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if module is self._module:
@@ -187,6 +221,16 @@ def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable
                 bucket.finish_gather()
 
     return hook
+
+
+def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
+    """Gathers what rests as shards: a state dict is a plain one. Collective between steps."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, ShardedTensor) and parameter is not None:
+            placement = placement_of(parameter)
+            dtype = bucket_of(placement).own_dtypes[placement.index]
+            state_dict[prefix + name] = value.full_values("state_dict", dtype)
 
 
 def _wants_grad(value: Any) -> bool:

@@ -24,8 +24,11 @@ from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Moment, Schedule
 from lightning_zero.tensors.guarded import has_placement, placement_of
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["Lockstep", "before_collective", "lockstep", "uneven_calls"]
+
+_MUCH_BYTES = 1 << 24
 
 
 @contextmanager
@@ -95,6 +98,7 @@ class Lockstep:
         self._comm = comm
         self.meet_for, self.pass_boundary = order.meet_for, order.pass_boundary  # see `Order`
         self.note = order.note
+        self.note_write = order.note_write
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
@@ -127,6 +131,24 @@ class Lockstep:
             self._loosen()
         self._told = None
         schedule.close()
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        """Raises, alike on every rank, where some cannot hold so much more. Collective.
+
+        Args:
+            call: What needs it, the same on every rank.
+            num_bytes: CPU memory that each rank will hold. The little needs no asking.
+        """
+        if num_bytes < _MUCH_BYTES:
+            return
+        self.meet_for(call)
+        room = self._comm.control.min_ints([available_memory_bytes() // local_world_size()])[0]
+        if num_bytes > room:
+            raise RuntimeError(
+                f"{call} needs {num_bytes} bytes of CPU memory on every rank, and {room} are free "
+                f"for each of {local_world_size()} rank(s) of a node; take less at a time, or use "
+                "trainer.save_checkpoint()."
+            )
 
     def _loosen(self) -> None:
         """Ranks may leave one after the other."""

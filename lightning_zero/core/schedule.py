@@ -342,14 +342,13 @@ class Schedule:
         if self.moment is Moment.IDLE and not self.order.is_loose:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
-                "forward and backward. "
-                "To compute with it, as a call of a part of the module does, be in a call of the "
-                "whole module, in Lightning in training_step or the like, or in `with "
-                "engine.forward_context():`, on every rank; trainer.save_checkpoint() and "
-                "strategy.lightning_module_state_dict() give state dicts.\n"
-                "To look at it, on some ranks or all, enter `with lightning_zero.gathered(module):`"
-                " on every rank, with `writeback=True` to change it; to run forwards on some, "
-                "`with lightning_zero.uneven_calls(module):`."
+                "forward and backward. To compute with it, as a call of a part of the module does, "
+                "be in a call of the whole module, in Lightning in training_step or the like, or "
+                "in `with engine.forward_context():`, on every rank.\n"
+                "To look at it, or to change it, do so under torch.no_grad() on every rank; or, on "
+                "some ranks, inside `with lightning_zero.gathered(module):` on every rank, with "
+                "`writeback=True` to change it; to run forwards on some, inside `with "
+                "lightning_zero.uneven_calls(module):` on every rank."
             )
         unit = self._unit_of[bucket]
         self._has_computed |= torch.is_grad_enabled()

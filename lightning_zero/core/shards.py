@@ -53,6 +53,8 @@ class Shards:
         reader: Reads a `param` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
         state_stores: Optimizer states in files, by key.
+        num_writes: Counts steps and other changes of all values, some more than once.
+        num_slot_writes: Counts changes of one slot alone, by slot.
     """
 
     def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
@@ -76,6 +78,8 @@ class Shards:
         self.drop()
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
+        self.num_writes = 0
+        self.num_slot_writes = [0] * len(slots)
         self.state_stores: dict[str, ShardStore] = {}
         # The master as it was when others were left the memory that follows from it.
         self._former: tuple[StorageWeakRef, Tensor] | None = None
@@ -182,6 +186,7 @@ class Shards:
         self.stop_reading()
         exact = self.exact.fetch(own.start, own.stop)
         write(exact)
+        self.num_slot_writes[index] += 1
         self._write(own.start, exact)
 
     def _write(self, start: int, values: Tensor) -> None:
@@ -196,6 +201,7 @@ class Shards:
 
     def store_exact(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
+        self.num_writes += 1
         self.stop_reading()
         self.exact.write(0, values)
         self.cast_master()
@@ -258,6 +264,7 @@ class Shards:
         Elements that are the rounded master stay what the master is.
         """
         own = self.own_ranges[index]
+        self.num_slot_writes[index] += 1
         if not own:
             return
         self.stop_reading()
@@ -269,6 +276,7 @@ class Shards:
 
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
+        self.num_writes += 1
         store = self._master_beside_whole
         if store is not None and self.storage.is_elsewhere(store.tier):
             self._print = Fingerprint(self.own_whole)

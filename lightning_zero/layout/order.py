@@ -55,7 +55,7 @@ from typing import Protocol
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.passes import Learned, Pass, hash_of
-from lightning_zero.layout.talk import Requests, Round, Said, Talk, Voice
+from lightning_zero.layout.talk import Requests, Round, Said, Talk, Voice, called_from
 
 __all__ = ["Issuer", "Order", "Gathered", "gather_ahead"]
 
@@ -137,6 +137,7 @@ class Order:
         """As `forget`, on all ranks, which have come together anew. Local."""
         self.forget()
         self._past = 0  # a hash of what was done together
+        self._voice.num_writes = 0
         self._heard_wish: int | None = None
 
     def give_up_pass(self) -> None:
@@ -405,6 +406,7 @@ class Order:
     def meet(self, request: int, name: str) -> None:
         """Takes part in what other ranks still ask for, until none is behind `request`."""
         topic = hash_of(name) if request == self.requests.together else None
+        self._voice.doing = "" if topic is None else f"called {name}, {called_from()}"
         one, kept = self._pass, None
         if one is not None and one.is_training and topic is not None:
             kept = Pass(hash_of(one.key or 0, topic), is_training=True)  # goes on behind it
@@ -422,6 +424,7 @@ class Order:
                 key = heard.lowest.key if heard.is_same("key") else None
                 self._pass = Pass(key, plan=self._learned.plan_of(key))
                 self._leave()
+        self._voice.doing = ""
         if topic is not None:
             self._past = hash_of(self._past, topic)
         if kept is not None and one is not None:
@@ -458,8 +461,16 @@ class Order:
             self.meet(self.requests.together, name)
             return
         topic = hash_of(name)
+        self._voice.doing = f"called {name}, {called_from()}"
         self._voice.begin(self._said(self.requests.together, topic), is_heard=False)
+        self._voice.doing = ""
         self._past = hash_of(self._past, topic)
+
+    def note_write(self, name: str) -> None:
+        """All ranks write to their parts of parameter `name` here; see `note`. Local."""
+        self.note(f"write to {name}")
+        self._voice.num_writes += 1
+        self._voice.written = f"written to parameter {name}, {called_from()}"
 
     def note(self, name: str) -> None:
         """All ranks come to `name` here; found out at the next round if not. Local."""

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.layout.units import LISTS, find_blocks
 
-__all__ = ["checkpointed", "find_checkpointed", "outermost"]
+__all__ = ["checkpointed", "drop_checkpointing", "find_checkpointed", "outermost"]
 
 _OPTION = "activation_checkpointing"
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase
@@ -102,6 +102,15 @@ def checkpointed(
                     child.__dict__["forward"] = ours.forward
 
     return end
+
+
+def drop_checkpointing(state: dict[str, Any]) -> None:
+    """Takes out of a copy of a module's `__dict__` what `checkpointed` has put there."""
+    forward = state.get("forward")
+    if isinstance(forward, _Checkpointed):
+        del state["forward"]
+        if forward.is_users:
+            state["forward"] = forward.forward
 
 
 class _Checkpointed:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
-__all__ = ["CURE", "Heard", "Judge", "Requests", "Round", "Said", "Talk", "Voice"]
+__all__ = ["CURE", "Heard", "Judge", "Requests", "Round", "Said", "Talk", "Voice", "called_from"]
 
 _NOTHING = 2**62  # said by a rank that has nothing to compare
 _MOST_TEXT = 1024  # bytes, of a failure
@@ -114,6 +115,14 @@ class Round(NamedTuple):
         return lowest in (_NOTHING, getattr(self.highest, field))
 
 
+class _Deeds(NamedTuple):
+    """What a rank has done of its own account when it enters a round; see `Voice`."""
+
+    doing: str
+    num_writes: int
+    written: str
+
+
 class Voice:
     """How one rank talks, and finds what is wrong with a round: the same on every rank.
 
@@ -125,6 +134,9 @@ class Voice:
 
     Attributes:
         flags: Of this rank; empty: it compares none.
+        doing: The call that this rank makes together with all, and where; empty: none.
+        num_writes: Of this rank to its parts of parameters.
+        written: The last one, and where.
     """
 
     def __init__(
@@ -134,6 +146,9 @@ class Voice:
         self._requests = requests
         self._names = list(names)
         self.flags = b""
+        self.doing = ""
+        self.num_writes = 0
+        self.written = ""
         self._failure = ""  # while it tells of it
         self._unheard: list[Future[Heard]] = []  # sayings that nobody waits for
         talk.widen(max(num_bytes, talk.size, _MOST_TEXT))
@@ -143,7 +158,8 @@ class Voice:
 
     def begin(self, said: Said, mask: bytes = b"", *, is_heard: bool) -> Future[Heard]:
         """Begins a round; if nobody will hear it before an event, what is wrong ends all waits."""
-        judge = partial(self._judge, "the next forward or backward", not is_heard)
+        name = "the next forward or backward"
+        judge = partial(self._judge, name, self._deeds(), not is_heard)
         saying = self._talk.begin_saying(said.numbers(), mask, judge)
         if not is_heard:
             self._unheard.append(saying)
@@ -158,8 +174,12 @@ class Voice:
     def say(self, said: Said, name: str, mask: bytes = b"") -> tuple[Round, bytes]:
         """`begin` and `hear`."""
         with self._talk.waiting(name):
-            heard = self._talk.say(said.numbers(), mask, partial(self._judge, name, False))
+            judge = partial(self._judge, name, self._deeds(), False)
+            heard = self._talk.say(said.numbers(), mask, judge)
         return self._take(heard)
+
+    def _deeds(self) -> _Deeds:
+        return _Deeds(self.doing, self.num_writes, self.written)
 
     def _take(self, heard: Heard) -> tuple[Round, bytes]:
         unheard, self._unheard = self._unheard, []
@@ -182,7 +202,7 @@ class Voice:
         """
         self._failure = f"{type(error).__name__}: {error}"
         try:
-            judge = partial(self._judge, "", False)
+            judge = partial(self._judge, "", self._deeds(), False)
             with self._talk.waiting("the failure of this rank"):
                 heard = self._talk.say(said.numbers(), b"", judge)
         finally:
@@ -192,7 +212,7 @@ class Voice:
 
     # ---------------------------------------------------------------- what is wrong
 
-    def _judge(self, name: str, alarms: bool, heard: Heard) -> Exception | None:
+    def _judge(self, name: str, deeds: _Deeds, alarms: bool, heard: Heard) -> Exception | None:
         """From any thread. `alarms`: nobody may hear it, so what is wrong ends all waits."""
         told = Round.of(heard.numbers)
         error: Exception | None = None
@@ -203,7 +223,8 @@ class Voice:
         elif not told.highest.is_loose and not told.is_same("flags"):
             error = self._told_flags()
         elif self._are_apart(told):
-            error, alarms = self._talk.apart(_alone(name)), True
+            text = self._told_deeds(deeds) + _alone(name)
+            error, alarms = self._talk.apart(text), True
         if error is not None and alarms:
             self._talk.give_up(error)
         return error
@@ -224,6 +245,25 @@ class Voice:
             return None  # it raises its own
         told = heard.mask.rstrip(b"\0").decode(errors="replace")
         return self._talk.failed(f"rank {rank} failed, and all ranks with it: {told}")
+
+    def _told_deeds(self, deeds: _Deeds) -> str:
+        """What one rank has done alone, where that is known: the same text on every rank."""
+        rank, size = self._talk.rank, self._talk.size
+        own = [deeds.num_writes, rank - size * deeds.num_writes, rank if deeds.doing else size]
+        fewest, most, caller = self._talk.say(own, b"").numbers
+        writes_differ = -(most // size) != fewest
+        speaker = most % size if writes_differ else caller
+        text = deeds.written if writes_differ else deeds.doing
+        heard = self._talk.say([], text.encode()[:_MOST_TEXT] if rank == speaker else b"")
+        told = heard.mask.rstrip(b"\0").decode(errors="replace")
+        if not told:
+            return ""
+        return (
+            f"rank {speaker} has {told}, and not every rank has done so. Parameters rest as "
+            "shards, so let all ranks do it; what one rank does alone it does with values that "
+            "all have gathered: `with lightning_zero.gathered(...)` on every rank, with "
+            "writeback=True to change them. "
+        )
 
     def _told_flags(self) -> Exception:
         """Names the first parameter of which ranks differ."""
@@ -250,3 +290,18 @@ def _alone(name: str) -> str:
         "own sampler does, and let all make the same calls in the same order: not `if rank == 0`.\n"
         f"{CURE}"
     )
+
+
+# Packages whose lines are not a user's.
+_PASSED = {"torch", "lightning", "pytorch_lightning", "copy", "contextlib"}
+_PASSED |= {__name__.partition(".")[0]}
+
+
+def called_from() -> str:
+    """The line outside of torch, Lightning and this package that has led here, as file:line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _PASSED:
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -256,6 +256,11 @@ class _StatePart:
     index: int
     key: str
     value: Tensor  # in memory, or what reads a file
+    mark: int = 0  # nothing that is gathered of it is kept
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        if self.bucket.device.type == "cpu":
+            self.bucket.lockstep.check_room(call, num_bytes)
 
     def read(self) -> Tensor:
         self.bucket.wait_for_all_steps()

@@ -141,6 +141,7 @@ def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tenso
     has_states = _needs_states(optimizer, device)
     undivided = Division(has_states=has_states)
     start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
+    needs_closure: TypeError | None = None
     for num_steps in _NUM_STEPS:
         undivided = replace(undivided, num_steps=num_steps)
         flow = Flow()
@@ -152,9 +153,12 @@ def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tenso
                 followed = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
             except Exception:
                 raise error from None
+            needs_closure = error
         is_moved = not torch.equal(start, followed.values())
         if is_moved or any(flow.is_written(tensor) for tensor in followed.tensors.values()):
             return undivided, start, flow, followed
+    if needs_closure is not None:
+        raise needs_closure
     raise _refusal(
         type(optimizer).__name__,
         f"a copy of it does not move the parameters in its groups in {num_steps} steps",

@@ -48,6 +48,7 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.atomic import locate, recover
+from lightning_zero.checkpoint.modules import replace_held
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_of_any
 from lightning_zero.comm.alike import check_alike
@@ -58,6 +59,7 @@ from lightning_zero.comm.world import (
     gather_objects,
 )
 from lightning_zero.deepspeed import Translation, translate
+from lightning_zero.engine.counting import whole_bytes
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
@@ -363,7 +365,11 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0, whatever the form; on the meta device elsewhere. Collective."""
+        """Whole tensors in CPU memory on every rank, whatever the form. Collective.
+
+        Raises:
+            RuntimeError: They do not fit into the memory of some node.
+        """
         return self._module_state(is_for_file=False)
 
     def _module_state(self, *, is_for_file: bool = True) -> dict[str, Any]:
@@ -379,8 +385,19 @@ class ZeroStrategy(EngineStrategy):
             is_closed = self._engine is None
             state = self._saving.state_dict(self._owner, module, is_closed=is_closed)
         else:
-            state = full_state_dict(self._engine) if self._engine else module.state_dict()
+            state = self._full_state(is_for_file)
         return with_saved_names(state)
+
+    def _full_state(self, is_for_file: bool) -> dict[str, Any]:
+        """Whole tensors, for a file on rank 0 only. Collective."""
+        engine, module = self._engine, self.lightning_module
+        assert module is not None
+        if engine is None:
+            return module.state_dict()
+        if not is_for_file:
+            num_bytes = sum(whole_bytes(bucket) for bucket in engine.buckets)
+            engine.lockstep.check_room("lightning_module_state_dict()", num_bytes)
+        return full_state_dict(engine, is_everywhere=not is_for_file)
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
         """As `_module_state`, of a callback's averaged module. Collective."""
@@ -430,7 +447,10 @@ class ZeroStrategy(EngineStrategy):
                 f"{filepath} was not saved: other ranks did not come together within "
                 f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
             )
-        elif self._owner is not None and self._saves_shards:
+            return
+        if self._engine is not None:
+            replace_held(checkpoint, self._engine)
+        if self._owner is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
                     "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "

@@ -6,6 +6,7 @@
     lazy        `LazyTensor`: values that are read from a file when they are used
     cut         which elements of a parameter each rank has
     sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
+    full        gathered values of such a one, to be looked at and written to
     composite   tensors made of tensors, such as quantised states
     ties        parameters that show the same memory, which become one
     meta        parameters without memory: given some, awaited, or dropped

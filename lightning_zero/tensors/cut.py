@@ -67,15 +67,26 @@ class Part(Protocol):
     def change(self, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change them in place: 1-D and plain."""
 
+    @property
+    def mark(self) -> int:
+        """Counts their changes, the same on every rank."""
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        """Raises where full values do not fit into memory. Collective: `call` is what asks."""
+
 
 @dataclass(frozen=True)
 class OwnPart:
     """A part in memory: of a result, say."""
 
     values: Tensor
+    mark: int = 0
 
     def read(self) -> Tensor:
         return self.values
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         write(self.values)
+
+    def check_room(self, call: str, num_bytes: int) -> None:
+        """Nothing: what it was computed from has been asked."""

@@ -8,27 +8,34 @@ treats as plain (`plain_class_of`), so the module computes at full speed and see
 graph of torch.compile is not cut. A parameter read outside its module's forward (`self.w @ x`, a
 penalty over `self.parameters()`) thus gives the right value and gradient, or an error that names
 it, never a part. Metadata (shape, dtype, numel) is answered for the whole parameter without
-touching it.
+touching it. Between steps, where a use makes nothing whole, it takes what its `.data` takes
+(sharded.py), unless it is to be trained through.
 
 [Note: `.data` has no version] Writes to `parameter` or `parameter.detach()` count up a version;
 `parameter.data` begins a count of its own, and what is assigned to it may be a part of a tensor. So
 the plain class has a `data` of its own, which tells the holder first.
+
+[Note: Plain copies] `copy.deepcopy` and `pickle` ask an object for its methods, and those that a
+held parameter has itself hide those of its class: a copy is an ordinary parameter in its own dtype
+and class. What the engine hangs on modules is left out likewise (core/hooks.py).
 """
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.tensors.full import FullValues, is_writing
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
@@ -47,6 +54,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_zero_placement"
+_OURS = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
 
 
 class BetweenStepsError(RuntimeError):
@@ -73,6 +81,9 @@ class Holder(Protocol):
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of slot `index`, at rest."""
 
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
+        """A parameter of its own like slot `index`, unguarded. Collective where it is at rest."""
+
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """`torch.equal` between steps, of which at least `one` is at rest. Collective."""
 
@@ -93,6 +104,17 @@ class Placement:
     # Called with the slot before the `.data` of a plain parameter is handed out.
     hand_out: Callable[[int], None] | None = None
 
+    # As methods of the parameter itself; see [Note: Plain copies].
+
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
+        plain = self.bucket.copy_plain(self.index, is_for_file=False)
+        copied: nn.Parameter = copy.deepcopy(plain)  # of its class, which may have its own way
+        return copied
+
+    def reduce_ex(self, protocol: Any) -> Any:
+        plain = self.bucket.copy_plain(self.index, is_for_file=True)
+        return plain.__reduce_ex__(protocol)
+
 
 class GuardedParameter(nn.Parameter):
     """The class of a parameter whose values are not at hand. See [Note: Guarded parameters]."""
@@ -112,6 +134,8 @@ class GuardedParameter(nn.Parameter):
             placement = placement_of(args[0])
             return placement.bucket.look_at_rest(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
+            if args[1] is args[0]:
+                return None  # `module.to(...)` where nothing changes
             placement = placement_of(args[0])
             placement.bucket.settle()
             target: Any = args[0]
@@ -125,6 +149,8 @@ class GuardedParameter(nn.Parameter):
                 return placement.put_grad(placement.index, args[1])
         elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
             return args[0].to(*_kind_of(args[1:]), **kwargs)
+        elif func in _SHAPED_AS and not isinstance(args[0], GuardedParameter):
+            return _SHAPED_AS[func](args[0], args[1].shape)
         elif func in (torch.equal, Tensor.equal):
             return _equal(*args, **kwargs)
         elif func is torch.autograd.backward:
@@ -132,16 +158,16 @@ class GuardedParameter(nn.Parameter):
         elif func not in _UNTOUCHED:
             if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
                 return _beside_sharded(func, args, kwargs)
-            for parameter in _guarded_in((args, kwargs)):
-                if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
-                    _make_whole(placement_of(parameter))
+            try:
+                for parameter in _guarded_in((args, kwargs)):
+                    if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
+                        _make_whole(placement_of(parameter))
+            except BetweenStepsError:
+                if _wants_graph(func, args, kwargs):
+                    raise
+                return _beside_sharded(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        _make_whole(placement_of(self))
-        copy: nn.Parameter = self.__deepcopy__(memo)  # the class is plain by now
-        return copy
 
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -156,7 +182,7 @@ def _make_whole(placement: Placement) -> None:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What a user has written on `parameter`, such as flags that an optimizer reads."""
-    return {key: value for key, value in parameter.__dict__.items() if key != _ATTRIBUTE}
+    return {key: value for key, value in parameter.__dict__.items() if key not in _OURS}
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -211,13 +237,8 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
             values = values.full_tensor()  # collective, as every use of one is
         _SET_DATA(self, values)
 
-    def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        copy = cast("nn.Parameter", own_class.__deepcopy__(self, memo))
-        copy.__class__ = own_class
-        return copy
-
     names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
-    own = {"data": property(get, put), "__deepcopy__": deepcopy, "__doc__": own_class.__doc__}
+    own = {"data": property(get, put), "__doc__": own_class.__doc__}
     return type(own_class.__name__, (own_class,), {**names, **own})
 
 
@@ -256,10 +277,12 @@ def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
-    if placement is None:
-        parameter.__dict__.pop(_ATTRIBUTE, None)
-    else:
+    for key in _OURS:
+        parameter.__dict__.pop(key, None)
+    if placement is not None:
         parameter.__dict__[_ATTRIBUTE] = placement
+        parameter.__dict__["__deepcopy__"] = placement.deepcopy
+        parameter.__dict__["__reduce_ex__"] = placement.reduce_ex
 
 
 def has_placement(parameter: Tensor) -> bool:
@@ -326,6 +349,27 @@ def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return placement.bucket.device, placement.dtype, *rest
 
 
+def _wants_graph(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether `func`, between steps, is to be trained through, and not a look at parameters.
+
+    What is made of parameters alone, a norm say, is a look: its backward is an error. A write in
+    autograd's sight is none in torch either.
+    """
+    if func in _DETACHING or not torch.is_grad_enabled():
+        return False
+    if getattr(func, "__module__", "") == nn.init.__name__:
+        return False  # it writes under no_grad
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(tensor.requires_grad for tensor in tensors):
+        return False
+    if is_writing(getattr(func, "__name__", "")) or func is Tensor.numpy:
+        return True
+    is_other = [not isinstance(t, (GuardedParameter, ShardedTensor, FullValues)) for t in tensors]
+    return any(is_one and tensor.dim() for is_one, tensor in zip(is_other, tensors, strict=True))
+
+
 def _beside_sharded(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -390,9 +434,17 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
 }
 
+# Of these the second only lends its shape.
+_SHAPED_AS: dict[Any, Callable[..., Any]] = {
+    Tensor.view_as: Tensor.view,
+    Tensor.reshape_as: Tensor.reshape,
+    Tensor.expand_as: Tensor.expand,
+}
+
 # `data` is what rests on this rank; where that is the whole, its gather must be over.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_DETACHING = {Tensor.detach}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
 # Answered by the object as it is; none of these reads the values.

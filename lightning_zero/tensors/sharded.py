@@ -4,11 +4,11 @@
 tensor; the values here are a range of its row-major elements, possibly empty. What torch itself
 calls pointwise (a tag of its operators) runs on that range, together with whole tensors, of which
 the same range is taken after broadcasting, and with tensors that are sharded alike. Reductions over
-all elements are added up over ranks. Whatever else a rank would see a part only, so it is an error
-with the way to the whole tensor.
+all elements are added up over ranks. Whatever else needs more than a part: of `p.data`, the values
+are gathered for it (tensors/full.py); of `p.grad` it is an error with the way to the whole tensor.
 
-Collective, every rank calls them: reductions; `full_tensor`; and where one that is cut at other
-places, or a plain tensor that is written to, has to be given whole values first.
+Collective, every rank calls them: reductions; `full_tensor`; what gathers; and where one that is
+cut at other places, or a plain tensor that is written to, has to be given whole values first.
 
 [Note: No gradient] A part has no place in an autograd graph: every rank would differentiate its own
 elements only. So results carry none, and a number reduced from what would have required one is an
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_zero.tensors.cut import Cut, OwnPart, Part
+from lightning_zero.tensors.full import FullValues, is_writing
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 
 __all__ = ["ShardedTensor", "ShardedTensorError", "is_elementwise_operator"]
@@ -39,6 +41,7 @@ class ShardedTensorError(RuntimeError):
 
     sharded: ShardedTensor | None = None
     why: str = ""
+    needs_full: bool = False  # with full values it could be answered
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -88,6 +91,21 @@ class ShardedTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """All elements, a new plain tensor. Collective: every rank."""
+        return self._gather("full_tensor")
+
+    def full_values(self, name: str, dtype: torch.dtype | None = None) -> FullValues:
+        """All elements, to be looked at or written to. Collective: every rank.
+
+        Args:
+            name: What asks for them.
+            dtype: None: this one's.
+        """
+        num_bytes = self.numel() * (dtype or self.dtype).itemsize
+        self._part.check_room(self._call_of(name), num_bytes)
+        values = self._gather(name)
+        return FullValues.of(values if dtype is None else values.to(dtype), _Origin(self))
+
+    def _gather(self, name: str) -> Tensor:
         local = self.local
         # Summed as integers, of which all ranks but one have zeros, every bit stays what it is.
         words = 2 * -(-self.numel() * local.element_size() // 16)
@@ -95,7 +113,7 @@ class ShardedTensor(Tensor):
         flat = memory.view(local.dtype)[: self.numel()]
         owned = self.cut.owned
         flat[owned.start : owned.stop] = local
-        self._add_up(memory, "full_tensor")
+        self._add_up(memory, name)
         return flat.view(self.shape)
 
     def _add_up(self, values: Tensor, name: str) -> Tensor:
@@ -109,8 +127,8 @@ class ShardedTensor(Tensor):
     def _call_of(self, name: str) -> str:
         return f"{self.noun}.{name}() of {self.cut.slot.name}"
 
-    def _refuse(self, name: str, why: str = "") -> NoReturn:
-        raise _error(self, name, why)
+    def _refuse(self, name: str, why: str = "", *, needs_full: bool = True) -> NoReturn:
+        raise _error(self, name, why, needs_full=needs_full and self.noun == _DATA)
 
     # ---------------------------------------------------------------- torch's two doors
 
@@ -124,25 +142,37 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Autograd's side of it; what torch makes of `func` arrives in `__torch_dispatch__`."""
         kwargs = kwargs or {}
-        if any(issubclass(other, nn.Parameter) for other in types):
-            return NotImplemented  # guarded: it brings its own part, and calls again
+        if any(issubclass(other, (nn.Parameter, FullValues)) for other in types):
+            return NotImplemented  # they bring their own part, or values, and call again
         if func == _SET_DATA:
             return args[0].copy_(args[1])
+        if func in _FROM_MEMORY:
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             is_tracked = torch.is_grad_enabled() and any(map(_needs_grad, tensors))
             name = _name_of(func)
             if name in _ON_MEMORY:
-                _first_of(args, kwargs)._refuse(name)
-            if is_tracked and _is_writing(name) and not isinstance(args[0], ShardedTensor):
+                _first_of(args, kwargs)._refuse(name, needs_full=False)
+            written = args[0] if args else None
+            if is_tracked and is_writing(name) and not isinstance(written, ShardedTensor | None):
                 sharded = next(t for t in tensors if isinstance(t, ShardedTensor))
-                sharded._refuse(name, "no gradient flows through it: do so under torch.no_grad()")
+                why = "no gradient flows through it: do so under torch.no_grad()"
+                sharded._refuse(name, why, needs_full=False)
             try:
                 with torch.no_grad():
                     result = func(*args, **kwargs)
             except ShardedTensorError as error:
-                raise _renamed(error, name) from None
-            if is_tracked and func not in _UNTRACKED:
+                if not error.needs_full:
+                    raise _renamed(error, name) from None
+                result = None
+                is_answered = False
+            else:
+                is_answered = True
+        if not is_answered:
+            result = _with_full_values(func, name, args, kwargs)
+        if is_tracked and func not in _UNTRACKED:
+            with torch._C.DisableTorchFunctionSubclass():
                 result = tree_map(lambda value: _track(value, tensors, name), result)
         return result
 
@@ -169,15 +199,34 @@ class ShardedTensor(Tensor):
             return _foreach(func, name, args, kwargs)
         if _is_pointwise(func, name):
             return _elementwise(func, name, args, kwargs)
-        _first_of(args, kwargs)._refuse(name)
+        first = _first_of(args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            first._refuse(name, "every rank would draw numbers of its own", needs_full=False)
+        first._refuse(name)
 
     # ---------------------------------------------------------------- what torch does without them
 
-    tolist = _refused("tolist")
-    numpy = __array__ = _refused("numpy")
     data_ptr = _refused("data_ptr")
     untyped_storage = _refused("untyped_storage")
-    __reduce_ex__ = _refused("pickle")
+
+    def tolist(self) -> Any:
+        """As torch's. Collective: every rank."""
+        return self._values_for("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As torch's, but read-only. Collective: every rank."""
+        return self._values_for("numpy").numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._values_for("numpy").__array__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._values_for("pickle").__reduce_ex__(protocol)
+
+    def _values_for(self, name: str) -> FullValues:
+        if self.noun != _DATA:
+            self._refuse(name)
+        return self.full_values(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copy = self.detach().clone()
@@ -201,25 +250,29 @@ class ShardedTensor(Tensor):
 
 # ---------------------------------------------------------------- errors
 
+_DATA = "p.data"
 _WAYS = {
     "p.grad": "use lightning_zero.full_grad(parameter) for the whole gradient; what is computed "
     "from it, of the parameter's shape, may be assigned to parameter.grad",
-    "p.data": "use `with lightning_zero.gathered(parameter):` for the whole values, with "
-    "writeback=True to keep changes",
+    _DATA: "use `with lightning_zero.gathered(parameter):` for the whole values, with "
+    "writeback=True to keep changes; to train through it, be in a call of the whole module, in "
+    "Lightning in training_step, or in `with engine.forward_context():`",
     "optimizer.state": "use .full_tensor() on every rank for the whole state; to save it, "
     "trainer.save_checkpoint(path), or strategy.optimizer_state(optimizer) or "
     "engine.optimizer_state(optimizer) on every rank",
 }
 
 
-def _error(sharded: ShardedTensor, name: str, why: str = "") -> ShardedTensorError:
+def _error(
+    sharded: ShardedTensor, name: str, why: str = "", *, needs_full: bool = False
+) -> ShardedTensorError:
     why = why or "it would see only this rank's elements"
     error = ShardedTensorError(
         f"{name!r} on {sharded.noun} of parameter {sharded.cut.slot.name}, which rests as a shard: "
         f"{why}; {_WAYS[sharded.noun]}. Elementwise operations, and reductions over all elements "
         "on every rank, are answered as for the whole."
     )
-    error.sharded, error.why = sharded, why
+    error.sharded, error.why, error.needs_full = sharded, why, needs_full
     return error
 
 
@@ -250,12 +303,6 @@ def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad or (isinstance(tensor, ShardedTensor) and tensor.is_tracked)
 
 
-def _is_writing(name: str) -> bool:
-    """By torch's convention a trailing underscore, or an in-place operator, means writing."""
-    is_operator = name.startswith("__i") and name.endswith("__") and name != "__init__"
-    return is_operator or (name.endswith("_") and not name.endswith("__"))
-
-
 def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
     """Marks what was computed from something that requires a gradient."""
     if isinstance(value, ShardedTensor):
@@ -265,7 +312,13 @@ def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
     if not is_new or not (value.is_floating_point() or value.is_complex()):
         return value
     sharded = next(tensor for tensor in given if isinstance(tensor, ShardedTensor))
-    return _NoGradient.apply(value, torch.zeros((), requires_grad=True), sharded, name)
+
+    def track(value: Tensor) -> Tensor:
+        anchor = torch.zeros((), requires_grad=True)
+        tracked: Tensor = _NoGradient.apply(value, anchor, sharded, name)
+        return tracked
+
+    return value.tracked(track) if isinstance(value, FullValues) else track(value)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -278,7 +331,63 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.sharded._refuse(ctx.name, "no gradient flows through it")
+        ctx.sharded._refuse(ctx.name, "no gradient flows through it", needs_full=False)
+
+
+# ---------------------------------------------------------------- full values
+
+# torch reads the memory, of which a part has none.
+_FROM_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr}
+_FROM_MEMORY |= {Tensor.untyped_storage}
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """See `Origin`."""
+
+    sharded: ShardedTensor
+
+    @property
+    def name(self) -> str:
+        return f"{self.sharded.noun} of parameter {self.sharded.cut.slot.name}"
+
+    @property
+    def mark(self) -> int:
+        return self.sharded._part.mark
+
+    def write_back(self, values: Tensor) -> None:
+        owned = self.sharded.cut.owned
+        new = read_flat(values, owned.start, owned.stop)
+
+        def write(own: Tensor) -> None:
+            here = new.to(own.device)
+            is_changed = here != own.to(here.dtype)  # else it stays what a wider master is
+            own.copy_(torch.where(is_changed, here.to(own.dtype), own))
+
+        with torch.no_grad():
+            self.sharded.change(write)
+
+
+def _with_full_values(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs `func`, which parts cannot answer, with full values for them. Collective."""
+    full: dict[int, Tensor] = {}
+    sharded: dict[int, ShardedTensor] = {}
+
+    def give(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        if id(value) not in full:
+            is_data = value.noun == _DATA
+            full[id(value)] = value.full_values(name) if is_data else value._gather(name)
+            sharded[id(full[id(value)])] = value
+        return full[id(value)]
+
+    args, kwargs = tree_map(give, (args, dict(kwargs)))
+    with torch.no_grad():
+        result = func(*args, **kwargs)
+    return tree_map(lambda value: sharded.get(id(value), value), result)
 
 
 # ---------------------------------------------------------------- elementwise
@@ -307,7 +416,7 @@ def _is_pointwise(func: Any, name: str) -> bool:
     if torch.Tag.data_dependent_output in func.tags:
         return False
     is_tagged = torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
-    return is_tagged or (_is_writing(name) and _is_pointwise_name(name))
+    return is_tagged or (is_writing(name) and _is_pointwise_name(name))
 
 
 def is_elementwise_operator(func: Any) -> bool:
@@ -348,7 +457,8 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     home = next((t for t in candidates if t.numel() == shape.numel()), None)
     if home is None or (written and home.shape != shape):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        first._refuse(name, f"shapes {shapes} would make a tensor of another size")
+        why = f"shapes {shapes} would make a tensor of another size"
+        first._refuse(name, why, needs_full=not written)
     assert isinstance(home, ShardedTensor)
 
     def is_number(leaf: Any) -> bool:

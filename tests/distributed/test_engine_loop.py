@@ -495,7 +495,9 @@ def _use_parts(rank, world_size, stage):
         with pytest.raises(BetweenStepsError, match=r"To compute with it.*part of the module"):
             parts["in"](torch.ones(1, 4))
         with pytest.raises(BetweenStepsError, match=r"To look at it.*lightning_zero\.gathered"):
-            parts["in"].weight.norm()
+            parts["in"].weight * torch.ones(4)
+        with pytest.raises(RuntimeError, match=r"'norm'.*in\.weight.*engine\.forward_context\(\)"):
+            parts["in"].weight.norm().backward()
     for _ in range(2):
         with engine.forward_context():
             hidden = parts["act"](parts["in"](torch.ones(1, 4)))

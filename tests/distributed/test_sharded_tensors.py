@@ -222,13 +222,17 @@ REFUSED = {
 }
 
 
+REFUSED_OF_DATA = ("too small", "normal", "apply", "map")  # for the others it is gathered
+
+
 def _refuse(rank, world_size, stage):
     net, reference, _, engine = build(stage)
     backward(net, reference, engine, rank, world_size)
     weight = net.layers[0].weight
     texts = {}
     for title, use in REFUSED.items():
-        tensors = [weight.grad, weight.data] if stage == 3 else [weight.grad]
+        has_both = stage == 3 and title in REFUSED_OF_DATA
+        tensors = [weight.grad, weight.data] if has_both else [weight.grad]
         for tensor, way in zip(tensors, ("full_grad", "gathered"), strict=False):
             try:
                 use(tensor)

@@ -1,0 +1,195 @@
+"""All elements of a tensor that rests as a shard, gathered, to be looked at or written to.
+
+[Note: Full values] `p[0]`, `p.t()` and the entries of `state_dict()` are views of a parameter's
+memory in torch, and users write through them: an average of weights is kept in this way. Between
+steps there is no such memory; a view is one of gathered values, a `FullValues`. What is written to
+it in place is written to the shard as well: Collective, every rank must write the same. What is
+computed from it is a plain tensor. Once the parameter has changed otherwise, by a step say, the
+values are of the past: to use them then is an error, where torch would show the new ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["FullValues", "Origin", "is_writing"]
+
+
+class Origin(Protocol):
+    """Whose values are shown: a tensor that rests as a shard."""
+
+    @property
+    def name(self) -> str:
+        """Such as "p.data of parameter head.weight"."""
+
+    @property
+    def mark(self) -> int:
+        """Counts the changes of the values."""
+
+    def write_back(self, values: Tensor) -> None:
+        """Takes this rank's elements of `values`, n-D and plain."""
+
+
+@dataclass
+class _Source:
+    """What all views of one gathered tensor share."""
+
+    origin: Origin
+    values: Tensor  # all of them, plain
+    mark: int
+    # Makes a backward through what is computed an error; None: no gradient is wanted.
+    track: Callable[[Tensor], Tensor] | None = None
+
+    def check(self) -> None:
+        if self.origin.mark != self.mark:
+            raise RuntimeError(
+                f"these values of {self.origin.name} were gathered before it was changed, by an "
+                "optimizer step or a write: a copy between steps does not follow it. Take them "
+                "anew, or keep what you want to keep at once: values.clone(), or "
+                "copy.deepcopy(module.state_dict())."
+            )
+
+    def write_back(self) -> None:
+        if self.track is not None:
+            raise RuntimeError(
+                f"{self.origin.name} requires a gradient, and a view of it is changed in place: do "
+                "so under torch.no_grad()."
+            )
+        self.origin.write_back(self.values)
+        self.mark = self.origin.mark
+
+
+class FullValues(Tensor):
+    """See [Note: Full values]."""
+
+    _source: _Source
+
+    @staticmethod
+    def of(values: Tensor, origin: Origin) -> FullValues:
+        """`values`, plain and new, as the full values of `origin`; memory is shared."""
+        return FullValues._view(values, _Source(origin, values, origin.mark))
+
+    @staticmethod
+    def _view(values: Tensor, source: _Source) -> FullValues:
+        with torch._C.DisableTorchFunctionSubclass():
+            view = values.as_subclass(FullValues)
+        view._source = source
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        used = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, FullValues)}
+        for one in used.values():
+            one._source.check()
+        written = [used[id(leaf)] for leaf in _written(func, args, kwargs) if id(leaf) in used]
+        plain = {key: one._plain() for key, one in used.items()}
+        given = {id(one): used[key] for key, one in plain.items()}
+        memory = {_storage(one): used[key]._source for key, one in plain.items()}
+        args, kwargs = tree_map(
+            lambda value: plain.get(id(value), value), (tuple(args), dict(kwargs))
+        )
+        result = func(*args, **kwargs)
+        for source in {id(one._source): one._source for one in written}.values():
+            source.write_back()
+        if func in _ARRAYS:
+            result.flags.writeable = False  # what is written to it would reach no shard
+            return result
+        tracks = [one.track for one in memory.values() if one.track is not None]
+        track = tracks[0] if tracks and torch.is_grad_enabled() and func not in _DETACHING else None
+
+        def as_given(value: Any) -> Any:
+            if type(value) is not Tensor:
+                return value
+            if id(value) in given:
+                return given[id(value)]
+            source = memory.get(_storage(value))
+            if source is not None:
+                return FullValues._view(value, source if track else replace(source, track=None))
+            return track(value) if track and value.is_floating_point() else value
+
+        return tree_map(as_given, result)
+
+    def tracked(self, track: Callable[[Tensor], Tensor]) -> FullValues:
+        """The same, of what requires a gradient; see `_Source`."""
+        return FullValues._view(self._plain(), replace(self._source, track=track))
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def plain(self) -> Tensor:
+        """The values as a plain tensor; memory is shared."""
+        self._source.check()
+        return self._plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        result = copy.deepcopy(self.plain())
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain())
+
+
+def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return -id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_writing(name: str) -> bool:
+    """By torch's convention a trailing underscore, or an in-place operator, means writing."""
+    if name == "__setitem__":
+        return True
+    is_operator = name.startswith("__i") and name.endswith("__") and name not in _NO_OPERATORS
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
+
+
+def _written(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterable[Any]:
+    is_in_place = is_writing(getattr(func, "__name__", "")) and bool(args)
+    return tree_leaves((args[0] if is_in_place else (), kwargs.get("out")))
+
+
+_NO_OPERATORS = {"__init__", "__invert__", "__index__", "__int__"}
+_ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
+_DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+# Answered whatever has become of the values.
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "is_cpu", "is_cuda", "is_meta")),
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.dim,
+    Tensor.__len__,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.__hash__,
+}
