@@ -113,8 +113,8 @@ class Shards:
 
     @property
     def num_views(self) -> int:
-        """How many views of the whole buffer are kept here."""
-        return int(self.param is None)
+        """How many views of the whole buffer are kept here, besides the buffer's own tensor."""
+        return int(self.param is None and not self.steps_whole)
 
     def follow_whole(self, old: Tensor) -> None:
         """The whole buffer has new memory; `old` is that of before, which others hold.

@@ -406,7 +406,7 @@ class Order:
     def meet(self, request: int, name: str) -> None:
         """Takes part in what other ranks still ask for, until none is behind `request`."""
         topic = hash_of(name) if request == self.requests.together else None
-        self._voice.doing = "" if topic is None else f"called {name}, {called_from()}"
+        self._voice.doing = "" if topic is None else f"come to {name}, {called_from()}"
         one, kept = self._pass, None
         if one is not None and one.is_training and topic is not None:
             kept = Pass(hash_of(one.key or 0, topic), is_training=True)  # goes on behind it
@@ -461,7 +461,7 @@ class Order:
             self.meet(self.requests.together, name)
             return
         topic = hash_of(name)
-        self._voice.doing = f"called {name}, {called_from()}"
+        self._voice.doing = f"come to {name}, {called_from()}"
         self._voice.begin(self._said(self.requests.together, topic), is_heard=False)
         self._voice.doing = ""
         self._past = hash_of(self._past, topic)

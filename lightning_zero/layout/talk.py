@@ -223,8 +223,7 @@ class Voice:
         elif not told.highest.is_loose and not told.is_same("flags"):
             error = self._told_flags()
         elif self._are_apart(told):
-            text = self._told_deeds(deeds) + _alone(name)
-            error, alarms = self._talk.apart(text), True
+            error, alarms = self._talk.apart(_alone(name, self._told_deeds(deeds))), True
         if error is not None and alarms:
             self._talk.give_up(error)
         return error
@@ -256,14 +255,7 @@ class Voice:
         text = deeds.written if writes_differ else deeds.doing
         heard = self._talk.say([], text.encode()[:_MOST_TEXT] if rank == speaker else b"")
         told = heard.mask.rstrip(b"\0").decode(errors="replace")
-        if not told:
-            return ""
-        return (
-            f"rank {speaker} has {told}, and not every rank has done so. Parameters rest as "
-            "shards, so let all ranks do it; what one rank does alone it does with values that "
-            "all have gathered: `with lightning_zero.gathered(...)` on every rank, with "
-            "writeback=True to change them. "
-        )
+        return f"rank {speaker} has {told}, and not every rank has. " if told else ""
 
     def _told_flags(self) -> Exception:
         """Names the first parameter of which ranks differ."""
@@ -281,10 +273,10 @@ class Voice:
         )
 
 
-def _alone(name: str) -> str:
+def _alone(name: str, deed: str = "") -> str:
     return (
-        f"this rank has come to {name}, and another rank to something else: it has fewer or more "
-        "batches, runs a forward or backward more, looks at parameters, or makes other calls "
+        f"this rank has come to {name}, and another rank to something else: {deed}One has fewer or "
+        "more batches, runs a forward or backward more, looks at parameters, or makes other calls "
         "(trainer.log_dir, self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of "
         "sharded gradients, p.data = values). Give all ranks equally many batches, as Lightning's "
         "own sampler does, and let all make the same calls in the same order: not `if rank == 0`.\n"

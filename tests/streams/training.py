@@ -159,7 +159,7 @@ class _Training:
         if "looks" not in self._options:
             return
         for optimizer in self._optimizers:
-            for state in optimizer.state_dict()["state"].values():
+            for state in optimizer.state.values():
                 for value in state.values():
                     value.cpu()
         with lightning_zero.gathered(self._module, writeback=True), torch.no_grad():
