@@ -55,6 +55,11 @@ REGISTERED = {
 GPT = partial(GPTModule, ranks=2)
 
 
+def full(stage):
+    """Settings with which checkpoints are files that `torch.load` reads."""
+    return settings(stage, checkpoint="full", **BUCKETS)
+
+
 def part_memories():
     """From now on the CPU tier is other memory than the device's, as it is on CUDA."""
     make_storage = Storage.__init__
@@ -105,7 +110,7 @@ def fit_with(rank, world_size, spec, factory, options=None, **rest):
 def compare(rank, world_size, factory, options=None, stages=(1, 2, 3), same=SAME):
     part_memories()
     for stage in stages:
-        base = settings(stage, checkpoint="full", **BUCKETS)
+        base = full(stage)
         expected = fit_with(rank, world_size, base, factory, options, is_saving=True)
         assert len(set(expected.losses)) > 1
         for offload in same[stage]:
@@ -386,7 +391,7 @@ def _compare_files(rank, world_size):
     for stage, offloads in SAME.items():
         contents = []
         for offload in ({}, *offloads):
-            spec = {**settings(stage, **BUCKETS), **offload, "overlap_step": True}
+            spec = {**full(stage), **offload, "overlap_step": True}
             fit_with(rank, world_size, spec, GPT, _mid_epoch)
             files = sorted(Path("mid").glob("*.ckpt"))
             contents.append([torch.load(path, weights_only=True) for path in files])
@@ -427,8 +432,8 @@ def _resume(rank, world_size, specs, factory):
 
 
 def _compare_resumed(rank, world_size, tiers):
-    whole = _uninterrupted(rank, world_size, settings(3, **BUCKETS), GPT, len(tiers))
-    specs = [settings(3, **BUCKETS, **tier) for tier in tiers]
+    whole = _uninterrupted(rank, world_size, full(3), GPT, len(tiers))
+    specs = [full(3) | tier for tier in tiers]
     found = _resume(rank, world_size, specs, GPT)
     assert_equal_trees(found["state_dict"], whole["state_dict"])
     assert_equal_trees(found["optimizer_states"], whole["optimizer_states"])
