@@ -92,3 +92,43 @@ def test_secrets_are_masked_in_what_loggers_are_given(monkeypatch):
         "password": None,
         "secret": {"name": "***", "retries": 3},
     }
+
+
+def test_secrets_are_masked_behind_references_and_as_numbers(monkeypatch):
+    monkeypatch.setenv("DATABASE", "db://me:pw@host")
+    monkeypatch.setenv("NUMBER", "7")
+    config = OmegaConf.create(
+        {
+            "url": "${oc.env:DATABASE}",
+            "spaced": "${ oc.env : DATABASE}",
+            "by_name": "${url}",
+            "inside": "${url}/table",
+            "block": {"urls": ["${url}", "literal"]},
+            "again": "${block}",
+            "decoded": "${oc.decode:${oc.env:NUMBER}}",
+            "password": 12345,
+            "apiKey": "abcdefgh",
+            "text": "see abcdefgh",
+            "sort_key": "loss",
+            "monitor": "loss",
+            "pad_token": 0,
+            "is_secret": True,
+        }
+    )
+    shown = masked(config)
+    assert shown == {
+        "url": "***",
+        "spaced": "***",
+        "by_name": "***",
+        "inside": "***/table",
+        "block": {"urls": ["***", "literal"]},
+        "again": {"urls": ["***", "literal"]},
+        "decoded": "***",
+        "password": "***",
+        "apiKey": "***",
+        "text": "see ***",
+        "sort_key": "***",
+        "monitor": "loss",
+        "pad_token": 0,
+        "is_secret": True,
+    }

@@ -63,7 +63,7 @@ class _Items:
         self._folder = folder
         # A remote one keeps blocks that it read.
         self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
-        self._maps: dict[str, mmap.mmap] = {}  # by file
+        self._maps: dict[Path, mmap.mmap] = {}
         self._identity = identity(folder) if isinstance(folder, Path) else None
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
@@ -207,7 +207,7 @@ class _Items:
 
     def _map(self, file: Path) -> mmap.mmap:
         """The file in memory: private, so that a write to a tensor does not write to the file."""
-        if file.name not in self._maps:
+        if file not in self._maps:
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             with open(file, "rb") as stream:
                 mapped = mmap.mmap(
@@ -216,8 +216,8 @@ class _Items:
             if isinstance(self._folder, Path) and identity(self._folder) != self._identity:
                 raise replaced_meanwhile(self._folder)
             mapped.madvise(mmap.MADV_SEQUENTIAL)
-            self._maps[file.name] = mapped
-        return self._maps[file.name]
+            self._maps[file] = mapped
+        return self._maps[file]
 
 
 def _is_plain(tensor: Tensor) -> bool:

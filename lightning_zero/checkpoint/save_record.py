@@ -6,7 +6,7 @@ of a rank, after all items, where other readers do not look; and in `save.json` 
 digest of each file of rank 0 and of the end of every item, which holds the checksums of its
 elements. Opening a checkpoint reads the ends of files; comparing it with its checksums reads the
 ends of items, too. Files that were written without an identifier belong to no save, and to each
-other.
+other; those with one are not complete without the record.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def _strangers_in(folder: Place, names: Sequence[str]) -> list[str]:
         for name, save in zip(names, saves, strict=True)
         if save != expected
     ]
+    if noted is None and expected and not problems:
+        problems.append(f"{RECORD} of {shown} is missing: the copy is not complete")
     for name, digest in (noted["sha256"] if noted else {}).items():
         path = folder / name
         if not path.is_file():

@@ -38,6 +38,7 @@ __all__ = [
 _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
 _MEET_S = 3.0  # for rank 0, which begins about now
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
+_MAX_PIDS = 2**31
 _LATE_S = 0.05  # of an answer of the store
 _MAX_BEAT_S = 5.0  # between two heartbeats
 _BEATS = 4  # in the time after which a silent rank is lost
@@ -104,6 +105,8 @@ class Peers:
         for line in lines:
             try:
                 rank, pid = map(int, line.split())
+                if not 0 < pid < _MAX_PIDS:
+                    raise ValueError
             except ValueError:
                 log_unreadable(line)
                 continue

@@ -150,7 +150,9 @@ def open_store(rank: int, size: int, timeout: timedelta) -> Any:
     if opened:
         return dist.distributed_c10d.PrefixStore("default_pg", opened[0])
     cause = failures[0] if failures else None
-    found = str(cause).splitlines()[0] if cause else f"no answer in {timeout.total_seconds():g} s"
+    found = f"no answer in {timeout.total_seconds():g} s."
+    if cause is not None:
+        found = next(iter(str(cause).splitlines()), type(cause).__name__)
     raise RuntimeError(
         f"rank {rank} of {size} could not meet the other ranks at "
         f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR and "

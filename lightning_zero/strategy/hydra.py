@@ -27,7 +27,11 @@ __all__ = [
 ]
 
 MASK = "***"
-_SECRET = {"apikey", "credential", "credentials", "key", "passwd", "password", "secret", "token"}
+_NUMERIC = {"apikey", "passphrase", "passwd", "password", "passwords", "secret", "secrets"}
+_SECRET = {*_NUMERIC, "credential", "credentials", "key", "keys", "token"}
+# Of a value that is looked for in other strings: with a reference in them, and without one.
+_MIN_LETTERS = 4
+_MIN_LETTERS_OF_TEXT = 8  # "key: loss" is no reason to mask every loss
 
 _UNSAID = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}  # in the name of a run
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -59,57 +63,91 @@ def run_name() -> str | None:
 
 def is_secret(key: str) -> bool:
     """Whether a setting of this name, such as `logger.wandb.api_key`, is for no log to show."""
-    last = key.rpartition(".")[2].lower()
-    return not _SECRET.isdisjoint(re.split(r"[^a-z0-9]+", last))
+    return not _SECRET.isdisjoint(_words(key))
+
+
+def _words(key: str) -> list[str]:
+    """The words of the last part of a key: of "wandb.apiKey" and "API_KEY" api and key."""
+    last = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", key.rpartition(".")[2])
+    return re.split(r"[^a-z0-9]+", last.lower())
 
 
 def masked(config: Any) -> Any:
     """The values of a `DictConfig`, resolved, without its secrets.
 
-    Secret are strings under a key that `is_secret`, what is read from the environment (`oc.env`),
-    and strings anywhere else that have such a value in them. Shorter ones than four letters are
-    not looked for elsewhere.
+    Secret are strings under a key that `is_secret`, numbers under one that speaks of a password or
+    a secret, what is read from the environment (`oc.env`), also by references to it, and strings
+    anywhere else that have the value of a key or of a variable with such a name in them. Elsewhere
+    short values are looked for by reference only: those of a few letters are common words.
     """
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(config, resolve=True)
-    secrets: set[str] = set()
-    shown = _mask(values, OmegaConf.to_container(config, resolve=False), False, secrets)
-    long = sorted((secret for secret in secrets if len(secret) >= 4), key=len, reverse=True)
-    return _replace(shown, long)
+    found = _Secrets()
+    shown = found.mask(values, OmegaConf.to_container(config, resolve=False))
+    return found.replace(shown, OmegaConf.to_container(config, resolve=False))
 
 
-def _mask(value: Any, source: Any, is_hidden: bool, secrets: set[str]) -> Any:
-    """`value` with secrets masked; `source` is the same before interpolation.
+class _Secrets:
+    """Masks the secrets of one configuration.
 
-    Values of variables whose name is a secret's, and of keys, are added to `secrets`.
+    A `source` is a value before interpolation; None where a reference has brought the value.
     """
-    if isinstance(value, dict):
-        sources = source if isinstance(source, dict) else {}
-        return {
-            key: _mask(part, sources.get(key), is_hidden or is_secret(str(key)), secrets)
-            for key, part in value.items()
-        }
-    if isinstance(value, list):
-        each = source if isinstance(source, list) else [None] * len(value)
-        return [_mask(p, s, is_hidden, secrets) for p, s in zip(value, each, strict=True)]
-    if not isinstance(value, str) or not value:
+
+    def __init__(self) -> None:
+        self._anywhere: set[str] = set()  # values that are masked wherever they stand
+        self._by_reference: set[str] = set()  # values that are masked where a reference brings them
+
+    def mask(self, value: Any, source: Any, *, is_hidden: bool = False) -> Any:
+        """`value` with a mask for each secret at its own place."""
+        if isinstance(value, dict):
+            parts = {}
+            for key, part in value.items():
+                is_hidden_too = is_hidden or is_secret(str(key))
+                parts[key] = self.mask(part, _part(source, key), is_hidden=is_hidden_too)
+                if _is_number(part) and not _NUMERIC.isdisjoint(_words(str(key))):
+                    parts[key] = MASK
+            return parts
+        if isinstance(value, list):
+            return [
+                self.mask(part, _part(source, index), is_hidden=is_hidden)
+                for index, part in enumerate(value)
+            ]
+        variables = re.findall(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)", str(source))
+        if not isinstance(value, str) or not value:
+            return MASK if variables and _is_number(value) else value
+        if is_hidden or any(map(is_secret, variables)):
+            self._anywhere.add(value)
+        elif variables:
+            self._by_reference.add(value)
+        return MASK if is_hidden or variables else value
+
+    def replace(self, value: Any, source: Any) -> Any:
+        """What `mask` has returned, with a mask for the same values in other strings."""
+        if isinstance(value, dict):
+            return {key: self.replace(part, _part(source, key)) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.replace(part, _part(source, index)) for index, part in enumerate(value)]
+        if isinstance(value, str):
+            is_brought = source is None or "${" in str(source)
+            secrets = self._anywhere | self._by_reference if is_brought else self._anywhere
+            if is_brought and value in secrets:
+                return MASK
+            min_letters = _MIN_LETTERS if is_brought else _MIN_LETTERS_OF_TEXT
+            for secret in sorted(secrets, key=len, reverse=True):
+                if len(secret) >= min_letters:
+                    value = value.replace(secret, MASK)
         return value
-    variables = re.findall(r"\$\{oc\.env:([^,}]+)", source) if isinstance(source, str) else []
-    if is_hidden or any(map(is_secret, variables)):
-        secrets.add(value)
-    return MASK if is_hidden or variables else value
 
 
-def _replace(value: Any, secrets: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace(part, secrets) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_replace(part, secrets) for part in value]
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, MASK)
-    return value
+def _part(source: Any, key: Any) -> Any:
+    if isinstance(source, dict):
+        return source.get(key)
+    return source[key] if isinstance(source, list) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def sweep_name() -> str | None:

@@ -44,7 +44,7 @@ from lightning_zero.checkpoint import atomic, open_checkpoint
 from lightning_zero.checkpoint.atomic import Place, local_path, locate
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
-from lightning_zero.checkpoint.remote import RemotePath, check_shared
+from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
 from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
@@ -149,22 +149,31 @@ class Saving:
             return self._is_sharded
         return sum(p.numel() for p in module.parameters()) >= _SHARDED_NUMEL
 
-    def decide(self, engine: Engine) -> None:
+    def decide(self, engine: Engine, resumed: _PATH | None = None) -> None:
         """Decides what "auto" means for the run that begins. Collective: every rank.
 
         The sharded form, where the full one would not be at home in the CPU memory of rank 0:
         where parameters or optimizer states are offloaded, and where a full checkpoint takes more
         than half of the free memory. And from 2^31 elements on, since one rank writes the full one.
+        At a remote address neither form replaces the other, so there a run keeps that of `resumed`,
+        the checkpoint that it goes on from: it may write to that name again.
         """
         if self._form != "auto":
             return
+        if resumed is not None and is_remote(resumed) and not is_download(resumed):
+            is_full = not is_sharded(locate(resumed))
+        else:
+            is_full = self._is_full_at_home(engine)
+        self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
+
+    def _is_full_at_home(self, engine: Engine) -> bool:
+        """Whether this rank has nothing against the full form. Local."""
         plans = [bucket.plan for bucket in engine.buckets]
         is_small = sum(plan.layout.numel for plan in plans) < _SHARDED_NUMEL
         tiers = {tier for plan in plans for tier in (plan.tiers.param, plan.tiers.optim)}
         writes = engine.comm.rank == 0
         fits = not writes or full_checkpoint_bytes(engine.buckets) <= available_memory_bytes() // 2
-        is_full = is_small and tiers == {Tier.DEVICE} and fits
-        self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
+        return is_small and tiers == {Tier.DEVICE} and fits
 
     # ---------------------------------------------------------------- what is saved
 

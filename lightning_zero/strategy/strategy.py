@@ -312,7 +312,7 @@ class ZeroStrategy(EngineStrategy):
         connector, state = trainer._checkpoint_connector, self._module_state
         Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
         super().setup(trainer)
-        self._saving.decide(self.engine)
+        self._saving.decide(self.engine, trainer.ckpt_path)
         if trainer.state.fn == TrainerFn.FITTING:
             self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
         self._has_lost_states = False

@@ -7,6 +7,7 @@ import re
 import struct
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,21 @@ def test_damaged_bytes_are_named_when_they_are_read(tmp_path):
     stored = open_sharded(tmp_path)["state_dict"]["x"]
     with pytest.raises(ValueError, match=r"x cannot be read from .*__0_0\.distcp"):
         stored.read()
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path):
+    reader = dcp.FileSystemReader
+    metadata = []
+    for name, sign in (("x", 1), ("y", -1)):
+        save({name: sign * values((4, 6))}, tmp_path / name)
+        metadata.append(reader(tmp_path / name).read_metadata())
+        for index, place in metadata[-1].storage_data.items():
+            path = f"{name}/{place.relative_path}"
+            metadata[-1].storage_data[index] = replace(place, relative_path=path)
+    metadata[0].state_dict_metadata |= metadata[1].state_dict_metadata
+    metadata[0].storage_data |= metadata[1].storage_data
+    metadata[0].planner_data |= metadata[1].planner_data
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata[0]))
+    state_dict = open_sharded(tmp_path)["state_dict"]
+    assert torch.equal(state_dict["x"].read(), values((4, 6)))
+    assert torch.equal(state_dict["y"].read(), -values((4, 6)))

@@ -704,6 +704,13 @@ def test_files_of_two_saves_in_one_directory_are_refused(two_saves, tmp_path, co
         open_checkpoint(mixed)
 
 
+def test_a_copy_that_ends_before_the_record_is_refused(two_saves, tmp_path):
+    shutil.copytree(two_saves / "first", tmp_path / "copy")
+    (tmp_path / "copy" / "save.json").unlink()
+    with pytest.raises(ValueError, match=r"save\.json of save \w+ is missing"):
+        open_checkpoint(tmp_path / "copy")
+
+
 class Asks(Callback):
     """Asks the strategy for the weights, as a user does, beside a checkpoint."""
 

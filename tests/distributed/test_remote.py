@@ -75,6 +75,22 @@ def _train_at_an_address(rank, world_size, form):
     _assert_alike(again.state_dict(), module.state_dict())
 
 
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_keeps_the_form_of_the_checkpoint_at_an_address_that_it_goes_on_from(form):
+    run_ranks(1, _go_on_in_the_form, form, has_group=False)
+
+
+def _go_on_in_the_form(rank, world_size, form):
+    factory, path = partial(MLPModule, ranks=1), "memory://run/last.ckpt"
+    first, _ = _fit(factory, settings(2, checkpoint=form), limit_train_batches=1)
+    first.save_checkpoint(path)
+    other = {"offload_optimizer": "cpu"} if form == "full" else {}
+    spec = settings(2, checkpoint="auto", **other)
+    trainer, _ = _fit(factory, spec, path, max_epochs=2, limit_train_batches=1)
+    trainer.save_checkpoint(path)
+    assert open_checkpoint(path)["global_step"] == 2
+
+
 # --------------------------------------------------------------------------- several ranks
 
 

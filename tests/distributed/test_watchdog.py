@@ -523,6 +523,7 @@ def _write_nonsense(rank, world_size):
         for key in ("nonsense/news/0", "nonsense/news/1", "ends/0"):
             store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
         store.set("lightning_zero/nonsense/news/2", '{"kind": "dead"}')
+        store.set(f"{Peers()._roll._key}/0", f"7 {2**70}")
     dist.barrier()
     watchdog = Watchdog("nonsense", rank=rank, size=world_size)
     if rank == 1:
