@@ -113,8 +113,8 @@ class Shards:
 
     @property
     def num_views(self) -> int:
-        """How many views of the whole buffer are kept here."""
-        return int(self.param is None)
+        """How many views of the whole buffer are kept here; `own_part` may be the buffer itself."""
+        return int(self.param is None and not self.steps_whole)
 
     def follow_whole(self, old: Tensor) -> None:
         """The whole buffer has new memory; `old` is that of before, which others hold.
