@@ -140,7 +140,8 @@ class Block(nn.Module):
     def __init__(self, kind: str, *, is_sharded: bool) -> None:
         super().__init__()
         self.kind = kind
-        self.first = nn.Linear(WIDTH, WIDTH)
+        # A bias before a batch norm has no gradient but rounding, which Adafactor amplifies.
+        self.first = nn.Linear(WIDTH, WIDTH, bias=kind != "batch norm")
         if kind in ("tied", "tied by storage", "branch", "unused"):
             self.second = nn.Linear(WIDTH, WIDTH)
         # An engine makes one parameter of two that share their storage.
