@@ -146,7 +146,7 @@ class ShownStates(MutableMapping[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, like the following: makes no state where there is none."""
-        return self[key] if key in self else default
+        return default if key not in self.own else self[key]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
