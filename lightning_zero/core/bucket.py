@@ -509,12 +509,7 @@ class Bucket:
         if isinstance(values, GuardedParameter):
             values = values.data
         given = values
-        if values.dtype not in (self.plan.dtype, self.plan.master_dtype, self.own_dtypes[index]):
-            raise ValueError(
-                f"the data set on parameter {slot.name} are {values.dtype}; expected "
-                f"{self.own_dtypes[index]}: a parameter that an engine holds keeps its dtype, so "
-                "that module.half() and the like are for a copy: copy.deepcopy(module).half()."
-            )
+        self._check_dtype(index, values)
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
             if values.is_of(self._parts.get(index)):
                 return  # its own
@@ -537,6 +532,16 @@ class Bucket:
         self._leave_part(index)
         self.shards.take(index, own)
 
+    def _check_dtype(self, index: int, values: Tensor) -> None:
+        expected = self.own_dtypes[index]
+        if values.dtype not in (self.plan.dtype, self.plan.master_dtype, expected):
+            name = self.plan.layout.slots[index].name
+            raise ValueError(
+                f"the data set on parameter {name} are {values.dtype}; expected {expected}: a "
+                "parameter that an engine holds keeps its dtype, so that module.half() and the "
+                "like are for a copy: copy.deepcopy(module).half()."
+            )
+
     def _note_assigned(self, index: int, values: Tensor) -> None:
         """Until the next pass; what is put back is none, as far as every rank can see alike."""
         if index not in self._assigned:
@@ -546,7 +551,7 @@ class Bucket:
 
     def compare_assigned(self) -> None:
         """As `Schedule.compare_assigned`."""
-        for index in self._assigned:
+        for index in sorted(self._assigned):  # ranks may have done it in different orders
             self.lockstep.note(f"parameter.data of {self.plan.layout.slots[index].name}")
         self._assigned.clear()
 
@@ -602,7 +607,7 @@ class Bucket:
     def absorb_changes(self) -> None:
         """Takes what somebody has written to whole parameters, or put in their place, into masters.
 
-        Data of another shape is a ValueError; the parameter then shows its own again.
+        Data of another shape or dtype is a ValueError; the parameter then shows its own again.
         """
         self.take_rewritten()
         self.shards.absorb_changes()
@@ -629,7 +634,7 @@ class Bucket:
         """Copies what was assigned to `parameter.data` into the whole buffer; which slots.
 
         Whoever holds a view of the old values keeps them. The parameters show the buffer then, also
-        those whose new data is of another shape, which is an error.
+        those whose new data is of another shape or dtype, which is an error.
         """
         replaced = self._rewritten.replaced(self.whole.views)
         if not replaced:
@@ -644,6 +649,7 @@ class Bucket:
         for index, one in values.items():
             try:
                 whole = whole_values(one, self.plan.layout.slots[index])
+                self._check_dtype(index, whole)
             except ValueError as refused:
                 error = error or refused
                 continue
@@ -731,6 +737,7 @@ class _RestingPart:
     def mark(self) -> int:
         if self._kept is not None:
             return self._kept._version
+        self._bucket.wait_for_step()  # it counts in a worker
         shards = self._bucket.shards
         return shards.num_writes + shards.num_slot_writes[self._index]
 

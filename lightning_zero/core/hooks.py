@@ -24,8 +24,9 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_state_dict_hooks",
 )
+_METHODS = ("__reduce_ex__", "__deepcopy__")  # of a module itself, in the place of its class's
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -81,6 +83,8 @@ class Hooks:
             if not held.isdisjoint(part._parameters.values()):
                 add(part.register_state_dict_post_hook(_fill_state_dict))
             vars(part)["__reduce_ex__"] = partial(self._reduce, part)
+            if hasattr(type(part), "__deepcopy__"):
+                vars(part)["__deepcopy__"] = partial(self._deepcopy, part)
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
@@ -95,21 +99,42 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         for part in self._module.modules():
-            vars(part).pop("__reduce_ex__", None)
+            for name in _METHODS:
+                vars(part).pop(name, None)
 
     def _reduce(self, module: nn.Module, protocol: Any) -> Any:
-        """What copies and pickles of `module` are made of: no hooks of ours are in it."""
-        reduced = type(module).__reduce_ex__(module, protocol)
-        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-            return reduced
-        state = {key: value for key, value in reduced[2].items() if key != "__reduce_ex__"}
-        drop_checkpointing(state)
+        """What copies and pickles of `module` are made of: nothing of ours is in it."""
+        with self._without_ours(module):
+            reduced = type(module).__reduce_ex__(module, protocol)
+            if not isinstance(reduced, tuple):
+                return reduced
+            # A class may give its `__dict__` as the state or as an argument.
+            own = vars(module)
+            return tuple(dict(part) if part is own else part for part in reduced)
+
+    def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> Any:
+        """The deep copy that the class of `module` makes by itself."""
+        with self._without_ours(module):
+            return cast("Any", type(module)).__deepcopy__(module, memo)
+
+    @contextmanager
+    def _without_ours(self, module: nn.Module) -> Iterator[None]:
+        """Inside, `module` has the attributes that it has without an engine."""
+        attributes = vars(module)
+        held = dict(attributes)
+        for name in _METHODS:
+            attributes.pop(name, None)
+        drop_checkpointing(attributes)
         ours = {handle.id for handle in self._handles}
         for key in _HOOKS:
-            if not ours.isdisjoint(state.get(key) or ()):
-                users = {number: hook for number, hook in state[key].items() if number not in ours}
-                state[key] = OrderedDict(users)
-        return *reduced[:2], state, *reduced[3:]
+            if not ours.isdisjoint(attributes.get(key) or ()):
+                users = {number: hook for number, hook in held[key].items() if number not in ours}
+                attributes[key] = OrderedDict(users)
+        taken = {key: held[key] for key in held if attributes.get(key) is not held[key]}
+        try:
+            yield
+        finally:
+            attributes.update(taken)
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if module is self._module:

@@ -146,7 +146,8 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def take(self, optimizer: Optimizer, found: Findings) -> None:
         """Makes `optimizer`, of which `found` is known, step this rank's slices from now on."""
         kind = found.kind
-        if kind is StepKind.AT_ONCE and self._worker is not None and self._comm.rank == 0:
+        is_overlapped = kind is StepKind.BY_BUCKET or self._worker is None
+        if not is_overlapped and self._comm.rank == 0:
             warnings.warn(
                 f"overlap_step has no effect on {type(optimizer).__name__}: it can only step all "
                 "parameters in one call.",

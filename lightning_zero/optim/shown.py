@@ -144,6 +144,22 @@ class ShownStates(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self.own)
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict, like the following: makes no state where there is none."""
+        return default if key not in self.own else self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return self.own.pop(key, *default)
+        state = self[key]
+        del self[key]
+        return state
+
     def copy(self) -> dict[Any, Any]:
         """As of a dict: another one with the same states."""
         return dict(self.items())

@@ -279,8 +279,8 @@ class OptimizerStep:
             args = (optimizer, evaluated, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
         self._reducing.before_step()
+        members = self._members()  # an error leaves the states shown
         self._take_states()
-        members = self._members()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
                 bucket

@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+import torch.fx
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -25,10 +26,29 @@ class Scaled(nn.Parameter):
     """A class of parameters of a user's own."""
 
 
+class CopiedByItself(nn.Module):
+    """Copies its attributes one by one, as many modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        for key, value in vars(self).items():
+            copied.__dict__[key] = copy.deepcopy(value, memo)
+        return copied
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.BatchNorm1d(6))
+        self.traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
+        self.copied = CopiedByItself()
         self.head = nn.Linear(6, 6, bias=False)
         self.tied = nn.Linear(6, 6, bias=False)
         self.tied.weight = self.head.weight
@@ -37,7 +57,7 @@ class Net(nn.Module):
         self.body.register_forward_hook(doubled)
 
     def forward(self, x):
-        return self.tied(self.head(self.body(x)) * self.scale)
+        return self.tied(self.head(self.copied(self.traced(self.body(x)))) * self.scale)
 
 
 def doubled(module, args, output):

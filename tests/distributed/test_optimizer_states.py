@@ -141,6 +141,9 @@ def test_what_is_done_to_states_between_steps_is_done_to_whole_states(stage, opt
 
 def _look(rank, world_size, stage):
     alone, loop = Loop(adam), Loop(adam, ZeroConfig(stage=stage), rank)
+    states, weight = loop.optimizer.state, loop.net.first.weight
+    assert states.get(weight, 1) == states.pop(weight, 1) == 1
+    assert not states
     for one in (alone, loop):
         one.train()
     expected, shown = alone.optimizer.state_dict(), loop.optimizer.state_dict()
