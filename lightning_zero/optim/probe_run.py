@@ -170,7 +170,7 @@ class ProbeRun:
         if any(value.dim() and value.shape not in shapes for value in tensors.values()):
             return
         for key, value in state.items():
-            if key not in tensors or not value.dim():
+            if not _is_shaped(optimizer, key, kind.like):
                 self.clone.state[tensor][key] = copy.deepcopy(value)
                 continue
             is_wide = value.dtype == kind.like.dtype
@@ -321,6 +321,16 @@ def _fresh_leaf(value: Any) -> Any:
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= 1:
         return value.clone()
     return copy.copy(value) if isinstance(value, set) else value
+
+
+def _is_shaped(optimizer: Optimizer, key: str, parameter: nn.Parameter) -> bool:
+    """Whether state `key` of a parameter has its shape; of a 0-dim one, as that of others has."""
+    known: Any = optimizer.state
+    states = [known[parameter]]
+    if not parameter.dim():
+        states = [known[p] for p in known if isinstance(p, Tensor) and p.dim()]
+    values = [state.get(key) for state in states]
+    return any(isinstance(value, Tensor) and value.dim() > 0 for value in values)
 
 
 def _numel_of(tensors: Mapping[str, Tensor]) -> int:

@@ -34,7 +34,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.core import saving as lightnings
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -59,6 +59,7 @@ from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.sizes import in_words
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
@@ -163,17 +164,14 @@ class Saving:
         if resumed is not None and is_remote(resumed) and not is_download(resumed):
             is_full = not is_sharded(locate(resumed))
         else:
-            is_full = self._is_full_at_home(engine)
+            reason = _why_sharded(engine)
+            is_full = reason is None
+            if reason is not None:
+                rank_zero_info(
+                    f'checkpoint="auto": checkpoints are sharded directories, since {reason}; '
+                    'checkpoint="full" writes one file.'
+                )
         self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
-
-    def _is_full_at_home(self, engine: Engine) -> bool:
-        """Whether this rank has nothing against the full form. Local."""
-        plans = [bucket.plan for bucket in engine.buckets]
-        is_small = sum(plan.layout.numel for plan in plans) < _SHARDED_NUMEL
-        tiers = {tier for plan in plans for tier in (plan.tiers.param, plan.tiers.optim)}
-        writes = engine.comm.rank == 0
-        fits = not writes or full_checkpoint_bytes(engine.buckets) <= available_memory_bytes() // 2
-        return is_small and tiers == {Tier.DEVICE} and fits
 
     # ---------------------------------------------------------------- what is saved
 
@@ -332,6 +330,19 @@ class Saving:
         self._planned.clear()
         self._memory.clear()
         self._shards.clear()
+
+
+def _why_sharded(engine: Engine) -> str | None:
+    """Why a full checkpoint does not suit this rank, as a clause; None: it does. Local."""
+    plans = [bucket.plan for bucket in engine.buckets]
+    if sum(plan.layout.numel for plan in plans) >= _SHARDED_NUMEL:
+        return f"the module has {_SHARDED_NUMEL} parameters or more"
+    if any(tier is not Tier.DEVICE for p in plans for tier in (p.tiers.param, p.tiers.optim)):
+        return "parameters or optimizer states are offloaded"
+    needed, free = full_checkpoint_bytes(engine.buckets), available_memory_bytes()
+    if engine.comm.rank == 0 and needed > free // 2:
+        return f"a full one takes {in_words(needed)} of {in_words(free)} of free CPU memory"
+    return None
 
 
 def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:

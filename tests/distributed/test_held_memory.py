@@ -287,3 +287,38 @@ def _swap_and_look(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_that_are_swapped_out_and_back_keep_their_masters_to_the_last_bit(stage):
     assert run_ranks(2, _swap_and_look, stage) == [True, True]
+
+
+def _count_holders(rank, world_size, settings, dtype):
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    engine = Engine(net, [torch.optim.AdamW(net.parameters())], ZeroConfig(**settings))
+    counts = []
+    for _ in range(2):
+        with gathered(net):  # unsharded, shown by their parameters
+            counts += [b.num_holders(num_shown=len(b.parameters)) for b in engine.buckets]
+        engine.backward(net(X.to(dtype)))
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    return counts
+
+
+NVME = {"device": "nvme", "nvme_path": "."}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"stage": stage} for stage in range(4)),
+        {"stage": 1, "offload_optimizer": "cpu"},
+        {"stage": 2, "offload_optimizer": NVME},
+        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME},
+        {"stage": 3, "sharding_group_size": 1},
+    ],
+)
+def test_nothing_but_what_is_known_holds_the_unsharded_buffers(settings, dtype):
+    for counts in run_ranks(2, _count_holders, settings, dtype):
+        assert set(counts) == {0}, counts
