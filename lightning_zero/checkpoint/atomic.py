@@ -234,7 +234,7 @@ def _is_of_this_machine(match: re.Match[str]) -> bool:
 
 
 def _sees_all_locks(folder: Path) -> bool:
-    """Whether a lock of any machine is seen from here, as far as the mount tells."""
+    """Whether a lock of any machine is seen from here, according to the options of the mount."""
     kind, options = mount_of(folder)
     if kind == "lustre":
         return "flock" in options

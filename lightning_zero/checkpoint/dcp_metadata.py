@@ -11,7 +11,7 @@ names share is checked once.
 
 Alternatives considered: `pickle.Unpickler` with a `find_class` that allows some classes. Its BUILD
 opcode sets attributes of whatever is on its stack, also of those classes; an index of its memo
-reserves memory; and a key of nested tuples is hashed for ever.
+reserves memory; and hashing a key of nested tuples never ends.
 """
 
 from __future__ import annotations

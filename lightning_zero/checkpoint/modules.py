@@ -69,7 +69,7 @@ def _find(value: Any) -> _Held:
     held = _Held()
     try:
         held.dump(value)
-    except Exception:  # whoever writes the checkpoint raises it
+    except Exception:  # writing the checkpoint raises it
         return held
     return held
 

@@ -50,9 +50,9 @@ _COLLECTIVES = frozenset(getattr(dist, name) for name in _NAMES if hasattr(dist,
 
 
 class SeenCollectives(TorchFunctionMode):
-    """While it is entered, `meet` is called with the name of a collective before it is issued.
+    """While it is entered, `meet` is called with a user's collective before that is issued.
 
-    Of those over all ranks that no code of the package waits for.
+    Collectives over all ranks count, but for those that code of the package waits for.
     """
 
     def __init__(self, meet: Callable[[str], None], watchdog: Watchdog) -> None:
@@ -73,5 +73,5 @@ class SeenCollectives(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_users(self, group: Any) -> bool:
-        """Of all ranks, and none for which this thread has come together with the others."""
+        """Whether all ranks take part, and no code of the package waits for it."""
         return is_world(group) and not self._watchdog.is_waiting
