@@ -43,8 +43,8 @@ from torch.profiler import record_function
 from lightning_zero.comm.collectives import SeenCollectives
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.gathering import Call, Gathering, Unit
-from lightning_zero.core.reducing import Reducing
+from lightning_zero.core.reducer import Reducer
+from lightning_zero.core.unit import Call, Unit, Unsharder
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.order import Order
 from lightning_zero.record.spans import Kind
@@ -146,8 +146,8 @@ class Schedule:
             names=[slot.name for bucket in buckets for slot in bucket.plan.layout.slots],
             ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
-        self.gathering = Gathering(units, self.order, comm.recorder, config)
-        self.reducing = Reducing(buckets, self.order, comm, config)
+        self.unsharder = Unsharder(units, self.order, comm.recorder, config)
+        self.reducer = Reducer(buckets, self.order, comm, config)
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
@@ -162,7 +162,7 @@ class Schedule:
         self._collectives = SeenCollectives(self.order.meet_for_collective, comm.control.watchdog)
         self._sees_collectives = False  # it is entered
         # A graph of torch.compile would be made once more, without it.
-        can_see = comm.size > 1 and self.gathering.is_needed
+        can_see = comm.size > 1 and self.unsharder.is_needed
         self._can_see_collectives = can_see and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
@@ -186,7 +186,7 @@ class Schedule:
     @property
     def _awaits_backward(self) -> bool:
         """A forward with gradients has come, and no rank has ended the pass since."""
-        return self._has_computed and (self.order.is_training or not self.gathering.is_needed)
+        return self._has_computed and (self.order.is_training or not self.unsharder.is_needed)
 
     # ---------------------------------------------------------------- forward
 
@@ -203,7 +203,7 @@ class Schedule:
         self._recorder.phase(Kind.FORWARD)
         self.compare_assigned()
         copies = is_step or not self._comm.rallies or not self.shared.are_alike
-        if copies and self.shared.is_due and self.gathering.is_needed and self.order.is_training:
+        if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
             # In the middle of a pass; others might still ask this rank for a gather.
             self.order.meet_for("the buffers of rank 0")
         self.begin_pass()
@@ -211,7 +211,7 @@ class Schedule:
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
             self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
-        self.gathering.unshard_held()
+        self.unsharder.unshard_held()
         for unit in self.units:
             if unit.is_held:
                 unit.is_saved |= torch.is_grad_enabled()
@@ -219,16 +219,16 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
-        ends_step = self.reducing.ends_step = not self.is_accumulating
+        ends_step = self.reducer.ends_step = not self.is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
-            if self.gathering.is_needed:
+            if self.unsharder.is_needed:
                 self.order.begin("a forward")
-        elif self.gathering.is_needed or self.reducing.has_stepped:
+        elif self.unsharder.is_needed or self.reducer.has_stepped:
             # Where nothing is gathered before use, a forward after a step waits for its gathers.
             kind = f"a forward and its backward{'' if ends_step else ', of several'}"
-            self.order.begin(kind, self.reducing.trainable())
+            self.order.begin(kind, self.reducer.trainable())
 
     def compare_assigned(self) -> None:
         """Before a pass: ranks that have assigned other `parameter.data` find it out. Local."""
@@ -242,7 +242,7 @@ class Schedule:
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # their gathers have one order with what comes now
         for bucket in self._buckets:
-            if self.gathering.is_needed and bucket.plan.stage.gathers_after_step:
+            if self.unsharder.is_needed and bucket.plan.stage.gathers_after_step:
                 # A worker must not gather while units are gathered: the order would differ by rank.
                 bucket.wait_for_step()
             if self._is_compiled and not bucket.is_gathered_before_use:
@@ -260,7 +260,7 @@ class Schedule:
         self._see_no_collectives()
         self._recorder.phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
-            self.gathering.release_all()
+            self.unsharder.release_all()
 
     def _see_collectives(self) -> None:
         """Until `close`. See [Note: Collectives of the user]."""
@@ -299,7 +299,7 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         self._last_used = unit.name
-        self.gathering.unshard(unit)
+        self.unsharder.unshard(unit)
         unit.is_saved |= torch.is_grad_enabled()
         self._recorder.enter(Kind.FORWARD, unit.name)
         self._has_computed |= torch.is_grad_enabled()
@@ -353,7 +353,7 @@ class Schedule:
         unit = self._unit_of[bucket]
         self._has_computed |= torch.is_grad_enabled()
         self.hold(unit, f"parameter {name} is used outside its module's forward")
-        self.gathering.unshard(unit)
+        self.unsharder.unshard(unit)
         unit.is_saved |= torch.is_grad_enabled()
 
     # ---------------------------------------------------------------- backward
@@ -371,17 +371,17 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
-        if not self.reducing.is_mid_step:  # once for each step: it looks at every parameter
+        if not self.reducer.is_mid_step:  # once for each step: it looks at every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True
         self._recorder.phase(Kind.BACKWARD)
-        self.reducing.ends_step = reduces
-        trainable = self.reducing.trainable()
-        if self.reducing.reduces:
-            self.order.turn(trainable, "a backward", self.reducing.eager(trainable))
-        self.reducing.begin(trainable)
-        self.gathering.begin_backward()
-        self.gathering.unshard_held()
+        self.reducer.ends_step = reduces
+        trainable = self.reducer.trainable()
+        if self.reducer.reduces:
+            self.order.turn(trainable, "a backward", self.reducer.eager(trainable))
+        self.reducer.begin(trainable)
+        self.unsharder.begin_backward()
+        self.unsharder.unshard_held()
 
     def before_backward_of(self, unit: Unit, call: Call) -> None:
         """Backward has come to an output of `call`, one of `unit`."""
@@ -395,12 +395,12 @@ class Schedule:
         unit.entered.add(call)
         if self._is_in_backward:
             with record_function(f"zero::before_backward {unit.name}"):
-                self.gathering.unshard(unit)
+                self.unsharder.unshard(unit)
                 self._recorder.enter(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be walked again.
             unit.is_held = True
-            self.gathering.unshard(unit)
+            self.unsharder.unshard(unit)
 
     def after_backward_of(self, unit: Unit, call: Call) -> None:
         unit.num_awaited -= 1
@@ -411,7 +411,7 @@ class Schedule:
         if self._is_in_backward and not unit.is_held and unit.num_awaited <= 0:
             self._recorder.leave(Kind.BACKWARD, unit.name)
             self._release_walked(unit)
-            self.gathering.prefetch()
+            self.unsharder.prefetch()
 
     def _release_walked(self, unit: Unit) -> None:
         """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
@@ -427,31 +427,31 @@ class Schedule:
                 "engine.backward(loss), in Lightning self.manual_backward(loss), instead of "
                 "loss.backward()."
             )
-        if self.reducing.under_way is bucket:
-            self.reducing.finish()  # a second gradient, after the first was sent off
+        if self.reducer.under_way is bucket:
+            self.reducer.finish()  # a second gradient, after the first was sent off
         if bucket.grads.receive(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.has_done_backward:
                 self._recorder.leave(Kind.BACKWARD, unit.name)
                 self._release_walked(unit)
-            self.reducing.complete(bucket)
+            self.reducer.complete(bucket)
 
     def _end_backward(self) -> None:
-        self.reducing.end()
-        self.gathering.forget()
+        self.reducer.end()
+        self.unsharder.forget()
         for unit in self.units:
             unit.is_saved = self._retains_graph
-        self.gathering.release_all()
+        self.unsharder.release_all()
         self._has_computed = self._is_in_backward = False
         self._recorder.phase(Kind.FORWARD if self._depth else None)
 
     # ---------------------------------------------------------------- what the order decides
 
     def issue_gather(self, unit: int, *, is_kept: bool) -> None:
-        self.gathering.issue(self.units[unit], is_kept=is_kept)
+        self.unsharder.issue(self.units[unit], is_kept=is_kept)
 
     def issue_reduction(self, bucket: int) -> None:
-        self.reducing.reduce(self._buckets[bucket])
+        self.reducer.reduce(self._buckets[bucket])
 
     # ---------------------------------------------------------------- failures
 
@@ -477,11 +477,11 @@ class Schedule:
         if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
             _attempt(self.order.give_up_pass, errors)  # others may follow the same plan
         self.order.forget()
-        self.gathering.forget()
+        self.unsharder.forget()
         for bucket in self._buckets:
             for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):
                 _attempt(act, errors)
-        self.reducing.reset()
+        self.reducer.reset()
         for bucket in self._buckets:
             for _ in range(len(bucket.parameters) + 1):  # data that it refuses is gone next time
                 if not isinstance(_attempt(bucket.release, errors), ValueError):
@@ -493,7 +493,7 @@ class Schedule:
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""
         self.order.restart()
-        self.reducing.recover()
+        self.reducer.recover()
         for bucket in self._buckets:
             bucket.cancel_gather(is_lost=False)
         self.reset()

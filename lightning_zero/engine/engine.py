@@ -28,7 +28,6 @@ from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import WaitLimits, as_timeout, failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
-from lightning_zero.core.gathering import Unit
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.materialize import check_can_materialize, materialize
@@ -36,6 +35,7 @@ from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
+from lightning_zero.core.unit import Unit
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.facts import (
     config_facts,
@@ -157,7 +157,7 @@ class Engine:
             self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
-                self.schedule.reducing,
+                self.schedule.reducer,
                 self.storage,
                 comm,
                 worker=self.worker if config.overlap_step else None,
@@ -255,7 +255,7 @@ class Engine:
 
     def finish_reductions(self) -> None:
         """Reduces what micro-batches under `no_sync` left local, or in the group. Collective."""
-        self.schedule.reducing.reduce_local()
+        self.schedule.reducer.reduce_local()
 
     def step(self) -> None:
         """Steps every attached optimizer. Collective."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.alike import Facts, compare
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.reducing import Reducing
+from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.counting import held_bytes, whole_bytes
 from lightning_zero.engine.facts import optimizer_facts
@@ -88,7 +88,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     Args:
         buckets: Of the engine, in layout order.
-        reducing: Knows what a step must wait for, and what is needed first after it.
+        reducer: Knows what a step must wait for, and what is needed first after it.
         storage: Of the engine, as is the following.
         comm: Compares optimizers between ranks.
         worker: Steps beside the next forward; None: nothing does.
@@ -98,7 +98,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        reducing: Reducing,
+        reducer: Reducer,
         storage: Storage,
         comm: Communicator,
         *,
@@ -106,7 +106,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         examine: Callable[[Optimizer], Findings],
     ) -> None:
         self._buckets = buckets
-        self._reducing = reducing
+        self._reducer = reducer
         self._storage = storage
         self._comm = comm
         self._worker = worker
@@ -163,7 +163,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 optimizer,
                 found,
                 examine=self._examine,
-                reducing=self._reducing,
+                reducer=self._reducer,
                 storage=self._storage,
                 worker=self._worker,
             )

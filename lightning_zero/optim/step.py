@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.reducing import Reducing
+from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_together
@@ -78,7 +78,7 @@ class OptimizerStep:
         found: Findings,
         *,
         examine: Callable[[Optimizer], Findings],
-        reducing: Reducing,
+        reducer: Reducer,
         storage: Storage,
         worker: StepWorker | None,
     ) -> None:
@@ -89,7 +89,7 @@ class OptimizerStep:
         self._examine = examine
         self._known_settings = [_settings_of(optimizer)]  # with which it has been looked at
         self._known_members: set[nn.Parameter] = set()  # that have been looked at
-        self._reducing = reducing
+        self._reducer = reducer
         self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
@@ -161,7 +161,7 @@ class OptimizerStep:
 
     def _own_buckets(self) -> list[Bucket]:
         members = set(parameters_of(self.optimizer))
-        order = self._reducing.step_order()
+        order = self._reducer.step_order()
         return [bucket for bucket in order if not members.isdisjoint(bucket.parameters)]
 
     # ---------------------------------------------------------------- other methods
@@ -238,14 +238,14 @@ class OptimizerStep:
                 "scaler (16-mixed) calls step() without one."
             )
         self._members()
-        self._reducing.before_step()
+        self._reducer.before_step()
         self._enter_all(has_grads=False)
 
         def run_closure() -> Any:
             self._leave()
             with torch.enable_grad():
                 loss = closure()
-            self._reducing.before_step()
+            self._reducer.before_step()
             self._enter_all(has_grads=True)
             return loss
 
@@ -278,13 +278,13 @@ class OptimizerStep:
             evaluated = _Evaluated(loss, type(optimizer).__name__)
             args = (optimizer, evaluated, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
-        self._reducing.before_step()
+        self._reducer.before_step()
         members = self._members()  # an error leaves the states shown
         self._take_states()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
                 bucket
-                for bucket in self._reducing.step_order()
+                for bucket in self._reducer.step_order()
                 if any(p.grad is not None and p in members for p in bucket.parameters)
             ]
         self._is_inside = True
@@ -403,7 +403,7 @@ class OptimizerStep:
 
     def read_ahead(self) -> None:
         """Begins to read what the next step will need, as far as there are buffers for it."""
-        buckets = self._reducing.step_order() if self._kind is StepKind.BY_BUCKET else []
+        buckets = self._reducer.step_order() if self._kind is StepKind.BY_BUCKET else []
         # Gradients in files are written before the step.
         has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
         if has_grads or not any(bucket.shards.state_stores for bucket in buckets):

@@ -502,7 +502,7 @@ def _put_parameter(rank, world_size, stage):
     for _ in range(2):
         with engine.no_sync():
             engine.backward(module(x, "a"))
-    assert engine.schedule.reducing.is_mid_step
+    assert engine.schedule.reducer.is_mid_step
     engine.step()
     module.c = nn.Linear(4, 3)
     with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was put into the module"):

@@ -17,7 +17,7 @@ from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Call", "Gathering", "Unit"]
+__all__ = ["Call", "Unsharder", "Unit"]
 
 
 class Call:
@@ -114,7 +114,7 @@ class Unit:
             bucket.release()
 
 
-class Gathering:
+class Unsharder:
     """The units of one engine, the root first; the recorder hears of prefetches that come late."""
 
     def __init__(

@@ -15,13 +15,13 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.order import Order
 
-__all__ = ["Reducing"]
+__all__ = ["Reducer"]
 
 _MOST_KNOWN = 1000  # ways in which parameters take turns at training
 Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout order
 
 
-class Reducing:
+class Reducer:
     """The gradients of one engine, from the first of a backward to the mean."""
 
     def __init__(
