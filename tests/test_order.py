@@ -160,7 +160,7 @@ class Rank:
 
     # what an order asks for
 
-    def issue_gather(self, unit, *, is_kept):
+    def issue_unshard(self, unit, *, is_kept):
         self._issue(("gather", unit, self.num_steps))
         if is_kept:
             self.whole.add(unit)

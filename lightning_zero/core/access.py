@@ -109,8 +109,8 @@ def _readable(bucket: Bucket) -> Iterator[None]:
     bucket.wait_for_all_steps()
     was_whole = bucket.is_whole
     if bucket.is_gathered_before_use:
-        bucket.gather()
-    bucket.finish_gather()
+        bucket.unshard()
+    bucket.wait_for_unshard()
     num_before = bucket.num_holders(num_shown=len(bucket.parameters))
     bucket.pins += 1
     is_first = bucket.prints is None
@@ -126,9 +126,9 @@ def _readable(bucket: Bucket) -> Iterator[None]:
         bucket.prints = None if is_first else bucket.prints
         bucket.pins -= 1
         if not is_kept:
-            bucket.drop_whole()
+            bucket.discard_unsharded()
         elif not was_whole:
-            bucket.release(num_before=num_before)
+            bucket.reshard(num_before=num_before)
 
 
 def _check_unchanged(bucket: Bucket) -> None:

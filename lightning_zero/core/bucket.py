@@ -118,7 +118,7 @@ class Bucket:
         worker: StepWorker,
         *,
         grad_dtype: torch.dtype,
-        make_whole: Callable[[Bucket, str], None],
+        unshard_out_of_order: Callable[[Bucket, str], None],
         filled: FlatBuffer | None = None,
     ) -> None:
         """Takes `parameters` over; `filled`: some lie in it already. Collective."""
@@ -150,7 +150,7 @@ class Bucket:
         self._is_watched = False  # others hold views of the whole buffer, which is stepped
         self._names_told: set[str] = set()  # of parameters whose memory users hold
         self._num_scans = 0  # for them
-        self._make_whole = make_whole
+        self._unshard_out_of_order = unshard_out_of_order
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self.whole = filled
         else:
@@ -181,7 +181,7 @@ class Bucket:
                 own_class=type(parameter),
                 bucket=self,
                 index=index,
-                make_whole=self.use,
+                make_whole=self.unshard_on_use,
                 put_grad=self.grads.put,
                 hand_out=self._hand_out,
             )
@@ -190,7 +190,7 @@ class Bucket:
             parameter.__class__ = plain_class_of(placement.own_class)
             if plan.dtype.is_floating_point:
                 parameter.grad_dtype = None  # gradients may be wider than the parameter
-        self.release()
+        self.reshard()
         shards.mark_written()
 
     def give_back(self, device: torch.device | None) -> None:
@@ -198,7 +198,7 @@ class Bucket:
 
         On `device`; None: without values, see tensors/meta.py.
         """
-        self.finish_gather()
+        self.wait_for_unshard()
         self.grads.drop()
         views = self.masters.exact_views() if device is not None else []
         for index, parameter in enumerate(self.parameters):
@@ -239,7 +239,7 @@ class Bucket:
             self.watcher(is_whole)
         self.is_whole = is_whole
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Issues the gather of whole parameters. Collective: also where they are whole already.
 
         A rank that has them sends its shard again to those that have not, and receives what it has.
@@ -247,13 +247,13 @@ class Bucket:
         to memory: also the parameters given to it would be slices.
         """
         if self.is_whole:
-            self.finish_gather()
-            self.gather_in_place(self.whole.tensor).wait()
+            self.wait_for_unshard()
+            self.all_gather_into(self.whole.tensor).wait()
             return
         self.wait_for_step()
         self.check_outside_transform()
         self.whole.allocate()
-        self._pending = self.send_shard()
+        self._pending = self.all_gather_params()
         self.mark_in_flight()
 
     def check_outside_transform(self) -> None:
@@ -265,16 +265,16 @@ class Bucket:
                 "make the transform inside `with lightning_zero.gathered(module):`."
             )
 
-    def send_shard(self) -> Pending:
+    def all_gather_params(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        return self.gather_in_place(self.whole.tensor, self.shards.sent_params())
+        return self.all_gather_into(self.whole.tensor, self.shards.all_gather_source())
 
-    def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
+    def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
         """Issues a gather into `whole`, laid out as the bucket, of `source` or its own part."""
         cuts = self.plan.layout.cuts
         return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
 
-    def finish_gather(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Waits for a gather under way; the parameters are whole and plain."""
         if self._stepping is not None:
             self.wait_for_step()
@@ -288,7 +288,7 @@ class Bucket:
         if self.is_gathered_before_use:
             self._rewritten.watch()
 
-    def release(self, *, num_before: int | None = None) -> None:
+    def reshard(self, *, num_before: int | None = None) -> None:
         """Frees whole parameters where they rest as shards.
 
         `num_before`: of `num_holders` when the user was shown them, who may keep what was taken
@@ -299,7 +299,7 @@ class Bucket:
             return
         if _transforms_under_way() is not None:
             return
-        self.finish_gather()
+        self.wait_for_unshard()
         self.absorb_changes()
         self.point_at_rest(num_before=num_before)
 
@@ -307,7 +307,7 @@ class Bucket:
         """Waits for a step and the gather after it, so that what is read is at rest. Local."""
         self.wait_for_step()
         if not self.is_gathered_before_use:
-            self.finish_gather()
+            self.wait_for_unshard()
 
     def read_ahead(self) -> bool:
         """Begins to read a shard that rests in a file; whether there was a buffer for it."""
@@ -343,9 +343,9 @@ class Bucket:
         self.point_back()
         if self.is_gathered_before_use and self.whole.is_allocated:
             # A forward after the backward may have left it whole.
-            self._free_whole(num_before)
+            self._free_unsharded(num_before)
 
-    def _free_whole(self, num_before: int | None) -> None:
+    def _free_unsharded(self, num_before: int | None) -> None:
         """Frees the whole buffer, which no parameter shows. See [Note: Memory that others hold]."""
         num_graphs = (num_before or 0) if self.is_saved else 0  # at most, and then at least one
         num_holders = self.num_holders(num_shown=0)
@@ -410,7 +410,7 @@ class Bucket:
         `stepping` waits until a worker has ended the step, see `StepLoop.add`; None: the caller
         ends it.
         """
-        self.finish_gather()
+        self.wait_for_unshard()
         self.absorb_changes()
         self._note_holders()
         self.prints = None
@@ -426,7 +426,7 @@ class Bucket:
         """The new values are there; issues their gather where parameters rest whole. Collective."""
         self.shards.mark_written()
         if self.plan.stage.gathers_after_step:
-            self._pending = self.gather_in_place(self.whole.tensor)
+            self._pending = self.all_gather_into(self.whole.tensor)
 
     def _note_holders(self) -> None:
         """Before a step: whether others look at what it changes, and its gather completes."""
@@ -437,7 +437,7 @@ class Bucket:
         """After a step: what others hold of whole parameters shows the new values, all of them."""
         if self._is_watched:
             self._is_watched = False
-            self.finish_gather()
+            self.wait_for_unshard()
 
     def wait_for_step(self) -> None:
         """Waits until a worker has stepped this bucket; raises if that step failed."""
@@ -460,12 +460,12 @@ class Bucket:
 
     # ---------------------------------------------------------------- what others do to parameters
 
-    def use(self, name: str) -> None:
+    def unshard_on_use(self, name: str) -> None:
         """The guard's call: somebody applies a torch function to parameter `name`."""
         if self.is_gathered_before_use:
-            self._make_whole(self, name)
+            self._unshard_out_of_order(self, name)
         else:
-            self.finish_gather()
+            self.wait_for_unshard()
 
     def look_at_rest(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
@@ -474,7 +474,7 @@ class Bucket:
         is in the next one; on gloo that waits for its data. The look itself keeps nothing whole.
         """
         self.settle()
-        self.release()
+        self.reshard()
         if self.phase is Phase.SHARD:
             exact = self.shards.look(index)
             part = self._parts.get(index)
@@ -486,7 +486,7 @@ class Bucket:
     def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change what `look_at_rest` shows of this rank's elements."""
         self.settle()
-        self.release()
+        self.reshard()
         if self.phase is not Phase.SHARD:
             raise RuntimeError(
                 f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
@@ -504,7 +504,7 @@ class Bucket:
         places), or are this rank's elements, 1-D. Any other shape is a ValueError. Tensors that
         were `parameter.data` until now keep their values.
         """
-        self.release()  # what was gathered before its use is gathered again
+        self.reshard()  # what was gathered before its use is gathered again
         slot, cut = self.plan.layout.slots[index], self.cuts[index]
         if isinstance(values, GuardedParameter):
             values = values.data
@@ -516,7 +516,7 @@ class Bucket:
             is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
             values = values.local if is_own else values.full_tensor()
         if self.phase is Phase.GATHERING:
-            self.finish_gather()
+            self.wait_for_unshard()
             self.parameters[index].data = values  # taken when it is released
             return
         own = own_elements(values, slot, self.owned(index))
@@ -579,7 +579,7 @@ class Bucket:
         parameter, dtype = self.parameters[index], self.own_dtypes[index]
         try:
             if isinstance(parameter, GuardedParameter):
-                self.use(self.plan.layout.slots[index].name)
+                self.unshard_on_use(self.plan.layout.slots[index].name)
             if tuple(parameter.shape) != self.plan.layout.slots[index].shape:
                 dtype = parameter.dtype  # while it is stepped
             values = parameter.detach().to(dtype, copy=True)
@@ -659,10 +659,10 @@ class Bucket:
 
     # ---------------------------------------------------------------- failures
 
-    def drop_whole(self) -> None:
-        """As `release`, without taking what was written to the whole."""
+    def discard_unsharded(self) -> None:
+        """As `reshard`, without taking what was written to the whole."""
         if self.is_gathered_before_use and self.is_whole and not self.pins:
-            self.finish_gather()
+            self.wait_for_unshard()
             self.point_at_rest()
 
     def undo_step(self) -> None:
@@ -676,11 +676,11 @@ class Bucket:
         elif self.phase is Phase.GATHERING and self._pending is None:
             self.end_step()
 
-    def cancel_gather(self, *, is_lost: bool) -> None:
+    def cancel_unshard(self, *, is_lost: bool) -> None:
         """Forgets a gather whose group is gone.
 
         `is_lost`: no gather can complete the parameters any more, which stay guarded. Else
-        `gather_again` follows: one gather on every rank, whatever each was waiting for.
+        `unshard_again` follows: one gather on every rank, whatever each was waiting for.
         """
         if self.phase is not Phase.GATHERING:
             return
@@ -691,10 +691,10 @@ class Bucket:
         elif not is_lost:
             self._enter(Phase.WHOLE)
 
-    def gather_again(self) -> None:
-        """Gathers stepped parameters anew after `cancel_gather`. Collective."""
+    def unshard_again(self) -> None:
+        """Gathers stepped parameters anew after `cancel_unshard`. Collective."""
         if self.plan.stage.gathers_after_step:
-            self.finish_gather()  # one that `undo_step` has issued
+            self.wait_for_unshard()  # one that `undo_step` has issued
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
@@ -777,7 +777,7 @@ class Masters:
 
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
-        self._bucket.finish_gather()
+        self._bucket.wait_for_unshard()
         self._bucket.absorb_changes()
         return self._shards.exact
 
@@ -802,16 +802,16 @@ class Masters:
         bucket.prints = None
         with torch.no_grad():
             self._shards.store_exact(exact)
-            bucket.release()  # ranks may differ in what a forward has left whole
+            bucket.reshard()  # ranks may differ in what a forward has left whole
             if bucket.is_whole and not bucket.steps_whole:
-                bucket.send_shard().wait()
+                bucket.all_gather_params().wait()
 
     # ---------------------------------------------------------------- whole
 
     def exact_views(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         bucket = self._bucket
-        bucket.finish_gather()
+        bucket.wait_for_unshard()
         bucket.absorb_changes()
         if self._shards.own_master is None and bucket.is_whole:
             return bucket.whole.views
@@ -829,7 +829,7 @@ class Masters:
             exact = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
             self._shards.own_part(exact).copy_(part)
             if not bucket.steps_whole:
-                bucket.gather_in_place(exact.tensor).wait()
+                bucket.all_gather_into(exact.tensor).wait()
         return exact
 
     def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
@@ -861,7 +861,7 @@ class Masters:
 
     def show(self, views: Sequence[Tensor]) -> None:
         """Points the parameters at `views`, by slot, plain, until `hide`."""
-        self._bucket.finish_gather()
+        self._bucket.wait_for_unshard()
         self._bucket.pins += 1
         self.is_shown = True
         point(self._bucket.parameters, views)
@@ -890,7 +890,7 @@ class Masters:
         slices in one call: a master that rests in a file is in memory until then.
         """
         bucket = self._bucket
-        bucket.finish_gather()
+        bucket.wait_for_unshard()
         bucket.absorb_changes()
         bucket._note_holders()
         bucket.prints = None

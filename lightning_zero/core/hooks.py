@@ -177,7 +177,9 @@ class Hooks:
             call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
             leaves = tree_leaves(output)
             if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
-                self._schedule.hold(unit, f"module {unit.name} returns a view of its parameters")
+                self._schedule.keep_unsharded(
+                    unit, f"module {unit.name} returns a view of its parameters"
+                )
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
             call.forget_given()
@@ -220,7 +222,7 @@ class Hooks:
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
-            self._schedule.hold(unit, reason)
+            self._schedule.keep_unsharded(unit, reason)
 
 
 def _with_base(tensor: Tensor) -> Iterator[Tensor]:
@@ -243,7 +245,7 @@ def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable
     def hook(module: nn.Module, args: Any) -> None:
         if module is compiled:
             for bucket in waited_for:
-                bucket.finish_gather()
+                bucket.wait_for_unshard()
 
     return hook
 

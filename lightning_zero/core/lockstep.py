@@ -182,7 +182,7 @@ class Lockstep:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
             self._order.meet(self._order.requests.left, "the end of the loop on all ranks")
-            self._schedule.unsharder.release_all()
+            self._schedule.unsharder.reshard_all()
             self.leave_loop()
 
     def leave_loop(self) -> None:

@@ -4,7 +4,7 @@
 told in layout/order.py. On this rank:
 
 * A gather is issued on a side stream after everything queued on the compute stream, which
-  allocated the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer
+  allocated the buffer; compute waits for it in `wait_for_unshard`, before the first use. So a buffer
   is written only after its former user, and read only after its gather.
 * A reduction is issued likewise, on a side stream of its own, once the last gradient of a bucket is
   queued. Before the next reduction is issued, the one before it is finished: at most two whole
@@ -23,7 +23,7 @@ told in layout/order.py. On this rank:
 reductions of the plan before it, and where there is no plan for a round of all ranks
 (layout/order.py); for the worker that steps its bucket (`Bucket.wait_for_step`); where its shard
 rests in a file, for the read and a free buffer (`ParamReader`). After that: on gloo, in
-`finish_gather`, for what the peers send; on CUDA the host does not wait, the gather's stream waits
+`wait_for_unshard`, for what the peers send; on CUDA the host does not wait, the gather's stream waits
 for compute and for the copy of a shard that rests in CPU memory, its kernel for the peers.
 """
 
@@ -211,7 +211,7 @@ class Schedule:
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
             self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
-        self.unsharder.unshard_held()
+        self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.is_held:
                 unit.is_saved |= torch.is_grad_enabled()
@@ -246,7 +246,7 @@ class Schedule:
                 # A worker must not gather while units are gathered: the order would differ by rank.
                 bucket.wait_for_step()
             if self._is_compiled and not bucket.is_gathered_before_use:
-                bucket.finish_gather()  # See [Note: Graphs end at hooks]
+                bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
             bucket.take_rewritten()
             bucket.free_zeroed()
         if copies_buffers:
@@ -260,7 +260,7 @@ class Schedule:
         self._see_no_collectives()
         self._recorder.phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
-            self.unsharder.release_all()
+            self.unsharder.reshard_all()
 
     def _see_collectives(self) -> None:
         """Until `close`. See [Note: Collectives of the user]."""
@@ -307,7 +307,7 @@ class Schedule:
     def after_forward(self, unit: Unit) -> None:
         self._recorder.leave(Kind.FORWARD, unit.name)
         if not self._stays_after_forward(unit):
-            unit.release()
+            unit.reshard()
 
     def _stays_after_forward(self, unit: Unit) -> bool:
         if unit.is_held or self._is_in_backward:
@@ -320,7 +320,7 @@ class Schedule:
 
     # ---------------------------------------------------------------- out of turn
 
-    def hold(self, unit: Unit, reason: str) -> None:
+    def keep_unsharded(self, unit: Unit, reason: str) -> None:
         """Keeps `unit` whole from the beginning to the end of every step, from now on."""
         if not unit.is_held and self._comm.rank == 0:
             warnings.warn(
@@ -329,7 +329,7 @@ class Schedule:
             )
         unit.is_held = True
 
-    def use_out_of_turn(self, bucket: Bucket, name: str) -> None:
+    def unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
         """Somebody reads parameter `name` outside the forward of its unit.
 
         A BetweenStepsError outside a step, where ranks do not act in lockstep.
@@ -352,7 +352,7 @@ class Schedule:
             )
         unit = self._unit_of[bucket]
         self._has_computed |= torch.is_grad_enabled()
-        self.hold(unit, f"parameter {name} is used outside its module's forward")
+        self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
         self.unsharder.unshard(unit)
         unit.is_saved |= torch.is_grad_enabled()
 
@@ -381,7 +381,7 @@ class Schedule:
             self.order.turn(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin(trainable)
         self.unsharder.begin_backward()
-        self.unsharder.unshard_held()
+        self.unsharder.unshard_for_step()
 
     def before_backward_of(self, unit: Unit, call: Call) -> None:
         """Backward has come to an output of `call`, one of `unit`."""
@@ -410,13 +410,13 @@ class Schedule:
             return  # of an earlier call, which has made this one's input and tells nothing
         if self._is_in_backward and not unit.is_held and unit.num_awaited <= 0:
             self._recorder.leave(Kind.BACKWARD, unit.name)
-            self._release_walked(unit)
+            self._reshard_after_backward(unit)
             self.unsharder.prefetch()
 
-    def _release_walked(self, unit: Unit) -> None:
+    def _reshard_after_backward(self, unit: Unit) -> None:
         """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
         unit.is_saved = self._retains_graph
-        unit.release()
+        unit.reshard()
 
     def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """`parameter`, slot `index` of `bucket`, has got a gradient."""
@@ -433,22 +433,22 @@ class Schedule:
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.has_done_backward:
                 self._recorder.leave(Kind.BACKWARD, unit.name)
-                self._release_walked(unit)
+                self._reshard_after_backward(unit)
             self.reducer.complete(bucket)
 
     def _end_backward(self) -> None:
         self.reducer.end()
-        self.unsharder.forget()
+        self.unsharder.reset()
         for unit in self.units:
             unit.is_saved = self._retains_graph
-        self.unsharder.release_all()
+        self.unsharder.reshard_all()
         self._has_computed = self._is_in_backward = False
         self._recorder.phase(Kind.FORWARD if self._depth else None)
 
     # ---------------------------------------------------------------- what the order decides
 
-    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
-        self.unsharder.issue(self.units[unit], is_kept=is_kept)
+    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
+        self.unsharder.issue_unshard(self.units[unit], is_kept=is_kept)
 
     def issue_reduction(self, bucket: int) -> None:
         self.reducer.reduce(self._buckets[bucket])
@@ -477,14 +477,14 @@ class Schedule:
         if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
             _attempt(self.order.give_up_pass, errors)  # others may follow the same plan
         self.order.forget()
-        self.unsharder.forget()
+        self.unsharder.reset()
         for bucket in self._buckets:
             for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):
                 _attempt(act, errors)
         self.reducer.reset()
         for bucket in self._buckets:
             for _ in range(len(bucket.parameters) + 1):  # data that it refuses is gone next time
-                if not isinstance(_attempt(bucket.release, errors), ValueError):
+                if not isinstance(_attempt(bucket.reshard, errors), ValueError):
                     break
         for unit in self.units:
             unit.is_saved = False
@@ -495,15 +495,15 @@ class Schedule:
         self.order.restart()
         self.reducer.recover()
         for bucket in self._buckets:
-            bucket.cancel_gather(is_lost=False)
+            bucket.cancel_unshard(is_lost=False)
         self.reset()
         for bucket in self._buckets:
-            bucket.gather_again()
+            bucket.unshard_again()
 
     def abandon(self) -> None:
         """Leaves parameters where they are; those that are not whole say so when used."""
         for bucket in self._buckets:
-            bucket.cancel_gather(is_lost=True)
+            bucket.cancel_unshard(is_lost=True)
             bucket.grads.drop()
         self._is_lost = True
 

@@ -216,7 +216,7 @@ class Shards:
             self.follower.write(0, master.fetch(0, master.numel))
         self.mark_written()
 
-    def sent_params(self) -> Source | None:
+    def all_gather_source(self) -> Source | None:
         """What a gather has to send of this rank, where it is not in the whole buffer."""
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)

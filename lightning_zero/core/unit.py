@@ -109,9 +109,9 @@ class Unit:
         """`tensor` is a view of whole parameters, which are freed on release."""
         return any(bucket.owns(tensor) for bucket in self.buckets)
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         for bucket in self.buckets:
-            bucket.release()
+            bucket.reshard()
 
 
 class Unsharder:
@@ -135,7 +135,7 @@ class Unsharder:
     def begin_backward(self) -> None:
         self._is_backward = True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was under way has ended, or never will. Local."""
         self._is_backward = False
         self._unclaimed.clear()
@@ -143,7 +143,7 @@ class Unsharder:
             unit.num_awaited = 0
             unit.entered.clear()
 
-    def unshard_held(self) -> None:
+    def unshard_for_step(self) -> None:
         """Makes those whole that stay so throughout a step."""
         for unit in self.units:
             if unit.is_held:
@@ -164,14 +164,14 @@ class Unsharder:
             self._order.want(unit.index, is_backward=self._is_backward)
         self._unclaimed.pop(unit, None)
         for bucket in unit.buckets:
-            bucket.finish_gather()
+            bucket.wait_for_unshard()
         self.prefetch()
 
     def _drop_unclaimed(self, wanted: Unit) -> None:
         """Frees what was gathered in vain: all before `wanted`, in the order of their gathers."""
         while self._unclaimed and (first := next(iter(self._unclaimed))) is not wanted:
             del self._unclaimed[first]
-            first.release()
+            first.reshard()
 
     def prefetch(self) -> None:
         """Gathers what comes next, as far as the settings allow."""
@@ -187,7 +187,7 @@ class Unsharder:
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return
 
-    def issue(self, unit: Unit, *, is_kept: bool) -> None:
+    def issue_unshard(self, unit: Unit, *, is_kept: bool) -> None:
         """Issues the gather of `unit`. Collective.
 
         Args:
@@ -196,16 +196,16 @@ class Unsharder:
         """
         was_whole = unit.is_whole
         for bucket in unit.buckets:
-            bucket.gather()
+            bucket.unshard()
         if was_whole:
             return
         if is_kept or self._order.is_last_of_forward(unit.index):
             self._unclaimed[unit] = None
         else:
-            unit.release()
+            unit.reshard()
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """Frees whole parameters, also those that were gathered for other ranks. Local."""
         self._unclaimed.clear()
         for unit in self.units:
-            unit.release()
+            unit.reshard()

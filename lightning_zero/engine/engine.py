@@ -193,7 +193,7 @@ class Engine:
             queue,
             self.worker,
             grad_dtype=self.plan.grad_dtype(plan),
-            make_whole=self._make_whole,
+            unshard_out_of_order=self._make_whole,
             filled=filled,
         )
         awaited = {i: v for i, p in enumerate(parameters) if (v := awaited_values(p)) is not None}
@@ -203,7 +203,7 @@ class Engine:
 
     def _make_whole(self, bucket: Bucket, name: str) -> None:
         """Somebody looks at parameter `name` at rest."""
-        self.schedule.use_out_of_turn(bucket, name)
+        self.schedule.unshard_out_of_order(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's slices from now on. Collective.
@@ -358,7 +358,7 @@ class Engine:
             return False
         self.schedule.recover()
         for bucket in self.average_buckets:
-            bucket.cancel_gather(is_lost=False)
+            bucket.cancel_unshard(is_lost=False)
         return True
 
     def abandon(self) -> None:

@@ -80,7 +80,7 @@ class Shadow:
             queue,
             self._engine.worker,
             grad_dtype=dtype,
-            make_whole=_refuse,
+            unshard_out_of_order=_refuse,
         )
         copy.lockstep = self._engine.lockstep
         return copy
@@ -125,11 +125,11 @@ def _bare(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
 class _ShadowBucket(Bucket):
     """Where optimizer states are whole, every rank has all elements: it sends only its share."""
 
-    def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
+    def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
         if isinstance(source, Tensor) and self.steps_whole:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
-        return super().gather_in_place(whole, source)
+        return super().all_gather_into(whole, source)
 
 
 def _tier(bucket: Bucket, device: torch.device | None) -> Tier:

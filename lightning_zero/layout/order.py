@@ -65,7 +65,7 @@ _MOST_BOUNDARIES = 8  # between batches, without a round
 class Issuer(Protocol):
     """Who does what this decides on."""
 
-    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
+    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
         """Issues the gather of a unit, which stays whole until its use or not."""
 
     def issue_reduction(self, bucket: int) -> None:
@@ -379,7 +379,7 @@ class Order:
             one.note(event)
         self.is_mid_event = True
         if event < self._turn:
-            self._issuer.issue_gather(event, is_kept=is_kept)
+            self._issuer.issue_unshard(event, is_kept=is_kept)
         elif event > self._turn:
             if one is not None:
                 one.reduced.append(event - self._turn - 1)

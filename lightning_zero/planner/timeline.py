@@ -293,7 +293,7 @@ class Replay:
             self._ahead.discard(unit)
             self._prefetch()
 
-    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
+    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
         """See `Issuer`."""
         one = self._list[unit]
         self._gathers.update(bucket.name for bucket in one.buckets)
