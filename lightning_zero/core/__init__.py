@@ -23,6 +23,6 @@ at a hook of `hooks`; `Gradients.receive` takes it, and knows when its bucket ha
 `reducer` tells the order of all ranks (`Order.ready`), which calls `Schedule.issue_reduction` when
 its turn has come: by way of `Reducer.reduce` it comes to `Gradients.reduce`. From then on the mean
 is `Gradients.shard`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
-of `schedule`. What a rank that raises does to itself: `Schedule.come_to_rest`; what becomes of the
+of `schedule`. What a rank that raises does to itself: `Schedule.reset_all`; what becomes of the
 others: the end of comm's text.
 """

@@ -65,14 +65,14 @@ class Hooks:
         self._handles: list[Any] = []
         self._handled: BaseException | None = None  # when the module was called
         add, eager = self._handles.append, torch.compiler.disable
-        add(module.register_forward_pre_hook(eager(self._before_root), prepend=True))
-        add(module.register_forward_hook(eager(self._after_root), always_call=True))
+        add(module.register_forward_pre_hook(eager(self._root_pre_forward), prepend=True))
+        add(module.register_forward_hook(eager(self._root_post_forward), always_call=True))
         for unit in schedule.units[1:]:
             if not unit.buckets:
                 continue
             owner = unit.module = module.get_submodule(unit.name)
-            before = eager(self._before_forward(unit))
-            after = eager(self._after_forward(unit))
+            before = eager(self._pre_forward(unit))
+            after = eager(self._post_forward(unit))
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             add(owner.register_forward_hook(after, always_call=True))
         for compiled in filter(is_compiled, module.modules()):
@@ -88,7 +88,7 @@ class Hooks:
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
-                    hook = partial(schedule.on_gradient, bucket, index)
+                    hook = partial(schedule.post_accumulate_grad, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch registers on these only
                     add(parameter.register_post_accumulate_grad_hook(hook))
@@ -136,27 +136,27 @@ class Hooks:
         finally:
             attributes.update(taken)
 
-    def _before_root(self, module: nn.Module, args: Any) -> None:
+    def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         if module is self._module:
             self._handled = sys.exc_info()[1]
             self._schedule.open()
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._module:
             # torch calls this after an exception too, with no output, while it is being handled.
             error = sys.exc_info()[1] if output is None else None
             if error is self._handled:
                 error = None  # a caller is handling it all the while
             self._handled = None
-            self._schedule.after_root(has_failed=error is not None)
+            self._schedule.root_post_forward(has_failed=error is not None)
             if error is not None:
                 explain_dtype_error(error, module, self._buckets)
 
-    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+    def _pre_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
-            self._schedule.before_forward(unit)
+            self._schedule.pre_forward(unit)
             call = Call()
             unit.calls.append(call)
             if torch.is_grad_enabled() and not unit.is_held:
@@ -170,7 +170,7 @@ class Hooks:
 
         return hook
 
-    def _after_forward(self, unit: Unit) -> Callable[..., None]:
+    def _post_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return
@@ -183,7 +183,7 @@ class Hooks:
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
             call.forget_given()
-            self._schedule.after_forward(unit)
+            self._schedule.post_forward(unit)
 
         return hook
 
@@ -201,7 +201,7 @@ class Hooks:
             if key in call.awaited:
                 call.awaited.discard(key)
                 if not call.awaited:
-                    self._schedule.after_backward_of(unit, call)
+                    self._schedule.post_backward(unit, call)
 
         for key, tensor in by_key.items():
             for seen in _with_base(tensor):
@@ -211,7 +211,7 @@ class Hooks:
         """Tells when backward comes to one of `leaves`, or to what the call has written to."""
 
         def enters(_: Tensor) -> None:
-            self._schedule.before_backward_of(unit, call)
+            self._schedule.pre_backward(unit, call)
 
         outputs = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
         outputs += [tensor for tensor, node in call.given if tensor.grad_fn is not node]

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.schedule import Moment, Schedule
+from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
@@ -110,7 +110,7 @@ class Lockstep:
     def together(self) -> Iterator[None]:
         """One step without gradients, of as many forwards as each rank likes. Collective."""
         schedule = self._schedule
-        if schedule.moment is Moment.BACKWARD:
+        if schedule.training_state is TrainingState.BACKWARD:
             raise RuntimeError(
                 "uneven_calls() was entered in the middle of a backward; do so before."
             )

@@ -50,10 +50,10 @@ from lightning_zero.layout.order import Order
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import BetweenStepsError, has_foreign, has_placement
 
-__all__ = ["Moment", "Schedule", "is_compiled"]
+__all__ = ["TrainingState", "Schedule", "is_compiled"]
 
 
-class Moment(Enum):
+class TrainingState(Enum):
     """What the training loop is doing."""
 
     IDLE = "between steps"
@@ -170,13 +170,13 @@ class Schedule:
         comm.control.watchdog.describe_by(self._describe)
 
     @property
-    def moment(self) -> Moment:
+    def training_state(self) -> TrainingState:
         """What the training loop is doing, as far as it follows from what all ranks do."""
         if self._is_lost:
-            return Moment.LOST
+            return TrainingState.LOST
         if self._is_in_backward:
-            return Moment.BACKWARD
-        return Moment.FORWARD if self._depth or self._awaits_backward else Moment.IDLE
+            return TrainingState.BACKWARD
+        return TrainingState.FORWARD if self._depth or self._awaits_backward else TrainingState.IDLE
 
     @property
     def is_in_step(self) -> bool:
@@ -285,7 +285,7 @@ class Schedule:
             raise
         self.close()
 
-    def after_root(self, *, has_failed: bool) -> None:
+    def root_post_forward(self, *, has_failed: bool) -> None:
         """A call of the whole module has ended, perhaps by an exception; `open` began it."""
         if has_failed and self._depth == 1 and not self._is_in_backward:
             self.reset()
@@ -294,22 +294,24 @@ class Schedule:
 
     def _describe(self) -> str:
         """What the loop is doing, for people; from any thread."""
-        in_pass = self.moment in (Moment.FORWARD, Moment.BACKWARD)
-        return self.moment.value + f" of {self._last_used}" * (in_pass and bool(self._last_used))
+        in_pass = self.training_state in (TrainingState.FORWARD, TrainingState.BACKWARD)
+        return self.training_state.value + f" of {self._last_used}" * (
+            in_pass and bool(self._last_used)
+        )
 
-    def before_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         self._last_used = unit.name
         self.unsharder.unshard(unit)
         unit.is_saved |= torch.is_grad_enabled()
         self._recorder.enter(Kind.FORWARD, unit.name)
         self._has_computed |= torch.is_grad_enabled()
 
-    def after_forward(self, unit: Unit) -> None:
+    def post_forward(self, unit: Unit) -> None:
         self._recorder.leave(Kind.FORWARD, unit.name)
-        if not self._stays_after_forward(unit):
+        if not self._stays_unsharded_after_forward(unit):
             unit.reshard()
 
-    def _stays_after_forward(self, unit: Unit) -> bool:
+    def _stays_unsharded_after_forward(self, unit: Unit) -> bool:
         if unit.is_held or self._is_in_backward:
             return True
         if not torch.is_grad_enabled():
@@ -334,12 +336,12 @@ class Schedule:
 
         A BetweenStepsError outside a step, where ranks do not act in lockstep.
         """
-        if self.moment is Moment.LOST:
+        if self.training_state is TrainingState.LOST:
             raise RuntimeError(
                 f"parameter {name} is lost: another rank failed and took its shard with it; load a "
                 "checkpoint into a new module."
             )
-        if self.moment is Moment.IDLE and not self.order.is_loose:
+        if self.training_state is TrainingState.IDLE and not self.order.is_loose:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward. To compute with it, as a call of a part of the module does, "
@@ -365,7 +367,7 @@ class Schedule:
         try:
             self._begin_backward(reduces)
             yield
-            self._end_backward()
+            self._finalize_backward()
         except BaseException:
             self.reset()
             raise
@@ -383,7 +385,7 @@ class Schedule:
         self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
 
-    def before_backward_of(self, unit: Unit, call: Call) -> None:
+    def pre_backward(self, unit: Unit, call: Call) -> None:
         """Backward has come to an output of `call`, one of `unit`."""
         if unit.is_whole and call in unit.entered:
             return  # by another output, or by the base of a view
@@ -394,7 +396,7 @@ class Schedule:
             unit.num_awaited += 1
         unit.entered.add(call)
         if self._is_in_backward:
-            with record_function(f"zero::before_backward {unit.name}"):
+            with record_function(f"zero::pre_backward {unit.name}"):
                 self.unsharder.unshard(unit)
                 self._recorder.enter(Kind.BACKWARD, unit.name)
         else:
@@ -402,7 +404,7 @@ class Schedule:
             unit.is_held = True
             self.unsharder.unshard(unit)
 
-    def after_backward_of(self, unit: Unit, call: Call) -> None:
+    def post_backward(self, unit: Unit, call: Call) -> None:
         unit.num_awaited -= 1
         call.is_done = True
         unit.entered.discard(call)
@@ -418,7 +420,7 @@ class Schedule:
         unit.is_saved = self._retains_graph
         unit.reshard()
 
-    def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+    def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """`parameter`, slot `index` of `bucket`, has got a gradient."""
         if not self._is_in_backward:
             name = bucket.plan.layout.slots[index].name
@@ -436,7 +438,7 @@ class Schedule:
                 self._reshard_after_backward(unit)
             self.reducer.complete(bucket)
 
-    def _end_backward(self) -> None:
+    def _finalize_backward(self) -> None:
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
@@ -460,11 +462,11 @@ class Schedule:
 
         What fails meanwhile is a warning: the exception is what users should see.
         """
-        error = self.come_to_rest()
+        error = self.reset_all()
         if error is not None:
             warnings.warn(f"after an exception: {error}", stacklevel=2)
 
-    def come_to_rest(self) -> Exception | None:
+    def reset_all(self) -> Exception | None:
         """As `reset`; what fails for one bucket keeps none from its rest.
 
         Returns the first failure, such as data of a wrong shape in the place of a parameter's.

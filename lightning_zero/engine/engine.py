@@ -409,7 +409,7 @@ class Engine:
         self.worker.close(plain_tensors([list(own_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        failure = self.schedule.come_to_rest() or failure
+        failure = self.schedule.reset_all() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
             bucket.give_back(target)

@@ -248,7 +248,7 @@ class Replay:
                 self._unshard(unit)
                 self._awaited[unit] += moment.is_awaited
             case Event.FORWARD_END:
-                if not self._stays_after_forward(unit):
+                if not self._stays_unsharded_after_forward(unit):
                     self._release(unit)
             case Event.TURN:
                 self._is_backward = True
@@ -322,7 +322,7 @@ class Replay:
         ahead = sum(unit.numel for unit in self._ahead)
         gather_ahead(self._order, self._list, self._whole, self._config, ahead)
 
-    def _stays_after_forward(self, unit: _Unit) -> bool:
+    def _stays_unsharded_after_forward(self, unit: _Unit) -> bool:
         if unit.is_held or self._is_backward or self._config.reshard_after_forward is False:
             return True
         return unit is not _NO_UNIT and self._order.is_last_of_forward(unit.index)

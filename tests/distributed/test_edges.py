@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
-from lightning_zero.core.schedule import Moment
+from lightning_zero.core.schedule import TrainingState
 from tests.cells import ANY_STAGE, SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 
@@ -456,13 +456,13 @@ def _put_wrong_data(rank, world_size):
         module[0].weight.data = torch.zeros(3)
         with pytest.raises(ValueError, match=r"0\.weight"):
             use()
-        assert engine.schedule.moment is Moment.IDLE
+        assert engine.schedule.training_state is TrainingState.IDLE
         with gathered(module, writeback=True):  # refused in the middle of a step
             nn.init.constant_(module[0].weight, 0.5)
         engine.backward(use())
         engine.step()
         engine.zero_grad()
-        assert engine.schedule.moment is Moment.IDLE
+        assert engine.schedule.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
         assert engine.buckets[0].owns(module[0].weight.data)
@@ -537,7 +537,7 @@ def _fail_with_wrong_data(rank, world_size):
             pytest.raises(ArithmeticError),
         ):
             use_and_spoil()
-        assert engine.schedule.moment is Moment.IDLE
+        assert engine.schedule.training_state is TrainingState.IDLE
         assert not any(bucket.is_whole for bucket in engine.buckets)
         engine.backward(module(x).sum())
         engine.step()

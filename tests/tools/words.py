@@ -68,8 +68,8 @@ TERMS = (
         "is issued, is sent",
     ),
     Term(
-        "before_forward, leave, turn",
-        r"\.(turn|has_turned|before_backward_of|after_backward_of)\b|\bdef (leave|turn)\b",
+        "pre_forward, leave, turn",
+        r"\.(turn|has_turned|pre_backward|post_backward)\b|\bdef (leave|turn)\b",
         "pre_forward, reshard, begin_backward",
         is_exact=True,
         only="*.py",
