@@ -96,7 +96,7 @@ def _gather(
         if engine.comm.rank:
             continue
         for index in [index for other, index in wanted if other == number]:
-            dtype, parameter = bucket.own_dtypes[index], bucket.parameters[index]
+            dtype, parameter = bucket.orig_dtypes[index], bucket.parameters[index]
             saved = state_dict.get(bucket.plan.layout.slots[index].name)
             if number >= len(engine.buckets) or not _has_values(saved, bucket, index):
                 saved = views[index].to("cpu", dtype, copy=True)
@@ -109,5 +109,5 @@ def _has_values(saved: Any, bucket: Bucket, index: int) -> bool:
     """Whether an entry of a state dict, under the name of slot `index`, has its values."""
     if type(saved) is not Tensor or saved.device.type != "cpu":
         return False
-    shape, dtype = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
+    shape, dtype = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]
     return tuple(saved.shape) == shape and saved.dtype is dtype

@@ -73,7 +73,7 @@ def full_state_dict(
         views = bucket.masters.exact_views()
         for index, parameter in enumerate(bucket.parameters):
             if parameter in whole:
-                whole[parameter] = views[index].to(target, bucket.own_dtypes[index], copy=True)
+                whole[parameter] = views[index].to(target, bucket.orig_dtypes[index], copy=True)
     return _with_entries(state, lambda key, parameter: whole.get(parameter))
 
 
@@ -94,7 +94,7 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
 def _narrow_buckets(engine: Engine) -> Iterator[Bucket]:
     for bucket in engine.buckets:
         itemsize = bucket.plan.master_dtype.itemsize
-        is_narrow = any(own.itemsize < itemsize for own in bucket.own_dtypes)
+        is_narrow = any(own.itemsize < itemsize for own in bucket.orig_dtypes)
         if is_narrow and any(p.requires_grad for p in bucket.parameters):
             yield bucket
 
@@ -134,7 +134,7 @@ def sharded_state_dict(module: nn.Module, kind: str) -> dict[str, Any]:
         placement = placement_of(parameter)
         bucket, index = bucket_of(placement), placement.index
         part = partial(read, bucket, index)
-        return _shard(f"{kind} {placement.name}", bucket, index, bucket.own_dtypes[index], part)
+        return _shard(f"{kind} {placement.name}", bucket, index, bucket.orig_dtypes[index], part)
 
     return _with_entries(_live_state(module), entry)
 
@@ -249,7 +249,7 @@ def _shard(
 ) -> ShardTensor:
     """`part()`, the elements of slot `index` that this rank steps, as what this rank writes."""
     stepped, mesh = bucket.owned(index), bucket.comm.mesh
-    if bucket.steps_whole:
+    if bucket.replicates_optim:
         written = _equal_share(stepped, mesh.rank, mesh.world_size)
     else:
         written = _equal_share(stepped, mesh.replica_rank, mesh.num_replicas)

@@ -71,7 +71,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None
     mean = bucket.grads.shard
     assert mean is not None
-    if bucket.steps_whole:
+    if bucket.replicates_optim:
         return bucket.grads.slices[placement.index].clone()
     return bucket.masters.gather_parts(mean).views[placement.index].clone()
 
@@ -95,7 +95,7 @@ def _buckets_of(
                 f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
             )
         if (piece := partial_of(parameter)) is not None:
-            piece.look_at_rest(0)  # whole until it is cut again
+            piece.sharded_data(0)  # whole until it is cut again
         elif has_placement(parameter):
             found[bucket_of(placement_of(parameter))] = None
     return list(found)
@@ -107,15 +107,15 @@ def _readable(bucket: Bucket) -> Iterator[None]:
         yield  # an outer context shows it, to be written to
         return
     bucket.wait_for_all_steps()
-    was_whole = bucket.is_whole
-    if bucket.is_gathered_before_use:
+    was_whole = bucket.is_unsharded
+    if bucket.shards_params:
         bucket.unshard()
     bucket.wait_for_unshard()
-    num_before = bucket.num_holders(num_shown=len(bucket.parameters))
-    bucket.pins += 1
-    is_first = bucket.prints is None
+    num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
+    bucket.num_pins += 1
+    is_first = bucket.fingerprints is None
     if is_first:
-        bucket.prints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
+        bucket.fingerprints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
     is_kept = False
     try:
         yield
@@ -123,23 +123,23 @@ def _readable(bucket: Bucket) -> Iterator[None]:
             _check_unchanged(bucket)
         is_kept = True
     finally:
-        bucket.prints = None if is_first else bucket.prints
-        bucket.pins -= 1
+        bucket.fingerprints = None if is_first else bucket.fingerprints
+        bucket.num_pins -= 1
         if not is_kept:
             bucket.discard_unsharded()
         elif not was_whole:
-            bucket.reshard(num_before=num_before)
+            bucket.reshard(num_holders_before=num_holders_before)
 
 
 def _check_unchanged(bucket: Bucket) -> None:
     """Raises where somebody has written to what `gathered` shows without `writeback`."""
-    for index, seen in enumerate(bucket.prints or ()):
+    for index, seen in enumerate(bucket.fingerprints or ()):
         if not seen.matches(data_of(bucket.parameters[index]).reshape(-1)):
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
                 "lightning_zero.gathered(...), which shows values; use gathered(..., "
                 "writeback=True), which keeps the changes of one rank. The change "
-                f"{'is dropped' if bucket.is_gathered_before_use else 'stays on this rank'}."
+                f"{'is dropped' if bucket.shards_params else 'stays on this rank'}."
             )
 
 

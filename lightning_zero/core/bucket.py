@@ -1,9 +1,9 @@
 """One bucket at run time: its parameters, and what `parameter.data` points at.
 
     phase       parameter.data                               class
-    SHARD       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
-    GATHERING   the slice, or the view of a buffer in flight guarded
-    WHOLE       n-D view of the whole buffer                 plain     in use; at rest elsewhere
+    SHARDED       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
+    UNSHARDING   the slice, or the view of a buffer in flight guarded
+    UNSHARDED       n-D view of the whole buffer                 plain     in use; at rest elsewhere
     STEP        what this rank steps of the master           plain     while the optimizer steps
 
 What rests on this rank, and the master, which the optimizer steps, are told in shards.py. Where a
@@ -75,9 +75,9 @@ __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 class Phase(Enum):
     """What the parameters of a bucket point at; see the table at the top of this file."""
 
-    SHARD = "shard"
-    GATHERING = "gathering"
-    WHOLE = "whole"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
     STEP = "step"
 
 
@@ -87,27 +87,27 @@ class Bucket:
     Attributes:
         parameters: The module's own parameter objects, by slot.
         cuts: By slot, which elements each rank steps.
-        is_gathered_before_use: PARAM rests as a shard.
-        is_whole: The values of all elements are at hand or on their way.
+        shards_params: PARAM rests as a shard.
+        is_unsharded: The values of all elements are at hand or on their way.
         watcher: Is told when that changes.
         whole: The whole buffer; holds memory while the parameters are whole.
         offloaded_grad: Where gradients rest that are not on the device.
-        own_dtypes: Dtype of each parameter before this bucket took it over.
+        orig_dtypes: Dtype of each parameter before this bucket took it over.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
         is_saved: A graph that a backward has still to walk may hold views of the whole buffer.
         prints: By slot, of whole values that somebody looks at without a right to write; None where
             nobody does, or where the engine has written to them since.
         lockstep: The engine's `Lockstep`, once it is there.
-        steps_whole: OPTIM rests whole: every rank steps all elements.
+        replicates_optim: OPTIM rests whole: every rank steps all elements.
         owned: Elements of a slot, counted from its own first one, that this rank steps.
     """
 
     lockstep: Any
-    prints: list[Fingerprint] | None = None
-    is_saved = False
+    fingerprints: list[Fingerprint] | None = None
+    is_saved_for_backward = False
     phase: Phase
-    is_whole: bool
-    watcher: Callable[[bool], None] | None = None
+    is_unsharded: bool
+    on_unsharded_change: Callable[[bool], None] | None = None
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class Bucket:
         self.plan = plan
         self.parameters = list(parameters)
         self.comm = comm
-        self.is_gathered_before_use = plan.stage.gathers_before_use
-        self._enter(Phase.WHOLE)
-        self.pins = 0
-        self.own_dtypes = [p.dtype for p in parameters]
+        self.shards_params = plan.stage.gathers_before_use
+        self._enter(Phase.UNSHARDED)
+        self.num_pins = 0
+        self.orig_dtypes = [p.dtype for p in parameters]
         self._worker = worker
         self.device = queue.storage.device
         self.offloaded_grad: OffloadedGrad | None = None
@@ -147,16 +147,16 @@ class Bucket:
         self._parts: WeakValueDictionary[int, _RestingPart] = WeakValueDictionary()
         # By slot whose `.data` was assigned since the last pass, what showed the values before.
         self._assigned: dict[int, _RestingPart | None] = {}
-        self._is_watched = False  # others hold views of the whole buffer, which is stepped
-        self._names_told: set[str] = set()  # of parameters whose memory users hold
+        self._is_aliased = False  # others hold views of the whole buffer, which is stepped
+        self._warned_names: set[str] = set()  # of parameters whose memory users hold
         self._num_scans = 0  # for them
         self._unshard_out_of_order = unshard_out_of_order
         if filled is not None and filled.tensor.dtype == plan.dtype:
-            self.whole = filled
+            self.unsharded_params = filled
         else:
-            self.whole = FlatBuffer(plan.layout, plan.dtype, self.device)
-        self.shards = Shards(plan, self.whole, queue.storage, comm.mesh.shard_rank)
-        self.steps_whole, self.owned = self.shards.steps_whole, self.shards.owned
+            self.unsharded_params = FlatBuffer(plan.layout, plan.dtype, self.device)
+        self.shards = Shards(plan, self.unsharded_params, queue.storage, comm.mesh.shard_rank)
+        self.replicates_optim, self.owned = self.shards.replicates_optim, self.shards.owned
         self.masters = Masters(self)
         self._take_over(filled)
 
@@ -167,8 +167,8 @@ class Bucket:
         plan, shards = self.plan, self.shards
         exact = self._exact_copy(filled)
         self.comm.broadcast_(exact.tensor)
-        if exact is not self.whole:
-            self.whole.tensor.copy_(exact.tensor)
+        if exact is not self.unsharded_params:
+            self.unsharded_params.tensor.copy_(exact.tensor)
         shards.take_params()
         if plan.begins_with_master:
             shards.take_master(shards.own_part(exact))
@@ -186,7 +186,7 @@ class Bucket:
                 hand_out=self._hand_out,
             )
             set_placement(parameter, placement)
-            parameter.data = self.whole.views[index]
+            parameter.data = self.unsharded_params.views[index]
             parameter.__class__ = plain_class_of(placement.own_class)
             if plan.dtype.is_floating_point:
                 parameter.grad_dtype = None  # gradients may be wider than the parameter
@@ -202,7 +202,7 @@ class Bucket:
         self.grads.drop()
         views = self.masters.exact_views() if device is not None else []
         for index, parameter in enumerate(self.parameters):
-            slot, dtype = self.plan.layout.slots[index], self.own_dtypes[index]
+            slot, dtype = self.plan.layout.slots[index], self.orig_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:
@@ -213,14 +213,14 @@ class Bucket:
                 parameter.data = views[index].to(device, dtype, copy=True)
         self._leave_parts()
         self.shards.drop()
-        if self.num_holders(num_shown=0):
-            self.whole.leave(copies=False)
-        self.whole.free()
+        if self.num_holders(num_params=0):
+            self.unsharded_params.leave(copies=False)
+        self.unsharded_params.free()
 
     def _exact_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
-        dtype = widest(self.plan.dtype, self.own_dtypes)
-        exact = self.whole
+        dtype = widest(self.plan.dtype, self.orig_dtypes)
+        exact = self.unsharded_params
         if dtype != self.plan.dtype:
             exact = filled or FlatBuffer(self.plan.layout, dtype, self.device)
         for view, parameter in zip(exact.views, self.parameters, strict=True):
@@ -234,10 +234,10 @@ class Bucket:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        is_whole = phase in (Phase.GATHERING, Phase.WHOLE)
-        if self.watcher is not None and is_whole != self.is_whole:
-            self.watcher(is_whole)
-        self.is_whole = is_whole
+        is_unsharded = phase in (Phase.UNSHARDING, Phase.UNSHARDED)
+        if self.on_unsharded_change is not None and is_unsharded != self.is_unsharded:
+            self.on_unsharded_change(is_unsharded)
+        self.is_unsharded = is_unsharded
 
     def unshard(self) -> None:
         """Issues the gather of whole parameters. Collective: also where they are whole already.
@@ -246,13 +246,13 @@ class Bucket:
         Refused inside a transform of torch.func that differentiates, whose functions must not write
         to memory: also the parameters given to it would be slices.
         """
-        if self.is_whole:
+        if self.is_unsharded:
             self.wait_for_unshard()
-            self.all_gather_into(self.whole.tensor).wait()
+            self.all_gather_into(self.unsharded_params.tensor).wait()
             return
         self.wait_for_step()
         self.check_outside_transform()
-        self.whole.allocate()
+        self.unsharded_params.allocate()
         self._pending = self.all_gather_params()
         self.mark_in_flight()
 
@@ -267,10 +267,10 @@ class Bucket:
 
     def all_gather_params(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        return self.all_gather_into(self.whole.tensor, self.shards.all_gather_source())
+        return self.all_gather_into(self.unsharded_params.tensor, self.shards.all_gather_source())
 
     def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
-        """Issues a gather into `whole`, laid out as the bucket, of `source` or its own part."""
+        """Issues a gather into `unsharded_params`, laid out as the bucket, of `source` or its own part."""
         cuts = self.plan.layout.cuts
         return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
 
@@ -278,41 +278,41 @@ class Bucket:
         """Waits for a gather under way; the parameters are whole and plain."""
         if self._stepping is not None:
             self.wait_for_step()
-        if self.phase is not Phase.GATHERING:
+        if self.phase is not Phase.UNSHARDING:
             return
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        point(self.parameters, self.whole.views)
-        self._enter(Phase.WHOLE)
-        if self.is_gathered_before_use:
+        point(self.parameters, self.unsharded_params.views)
+        self._enter(Phase.UNSHARDED)
+        if self.shards_params:
             self._rewritten.watch()
 
-    def reshard(self, *, num_before: int | None = None) -> None:
+    def reshard(self, *, num_holders_before: int | None = None) -> None:
         """Frees whole parameters where they rest as shards.
 
-        `num_before`: of `num_holders` when the user was shown them, who may keep what was taken
+        `num_holders_before`: of `num_holders` when the user was shown them, who may keep what was taken
         since; None: that is not asked for. Not inside a transform of torch.func, which
         differentiates without our hooks; the end of the step does so.
         """
-        if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
+        if not self.shards_params or self.phase is Phase.SHARDED or self.num_pins:
             return
         if _transforms_under_way() is not None:
             return
         self.wait_for_unshard()
         self.absorb_changes()
-        self.point_at_rest(num_before=num_before)
+        self.enter_idle_phase(num_holders_before=num_holders_before)
 
     def settle(self) -> None:
         """Waits for a step and the gather after it, so that what is read is at rest. Local."""
         self.wait_for_step()
-        if not self.is_gathered_before_use:
+        if not self.shards_params:
             self.wait_for_unshard()
 
     def read_ahead(self) -> bool:
         """Begins to read a shard that rests in a file; whether there was a buffer for it."""
         reader = self.shards.reader
-        if reader is None or self.is_whole or self._stepping is not None:
+        if reader is None or self.is_unsharded or self._stepping is not None:
             return True
         return reader.begin()
 
@@ -325,41 +325,45 @@ class Bucket:
 
     def mark_in_flight(self) -> None:
         """The parameters wait for a gather that is issued, or will be."""
-        if self.phase is not Phase.SHARD:  # else they are guarded
+        if self.phase is not Phase.SHARDED:  # else they are guarded
             guard(self.parameters)
-        self._enter(Phase.GATHERING)
+        self._enter(Phase.UNSHARDING)
 
-    def point_at_masters(self, parts: Sequence[Tensor]) -> None:
-        """Points the parameters at what this rank steps: by slot, 1-D. `point_at_rest` ends it."""
+    def point_at_step_parts(self, parts: Sequence[Tensor]) -> None:
+        """Points the parameters at what this rank steps: by slot, 1-D. `enter_idle_phase` ends it."""
         for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             unguard(parameter)
             parameter.grad = None
             parameter.data = part.view(self.shards.step_shapes[index])
         self._enter(Phase.STEP)
 
-    def point_at_rest(self, *, num_before: int | None = None) -> None:
+    def enter_idle_phase(self, *, num_holders_before: int | None = None) -> None:
         """Points the parameters at their slices, or at the whole buffer, where they rest."""
-        self._enter(Phase.SHARD if self.is_gathered_before_use else Phase.WHOLE)
-        self.point_back()
-        if self.is_gathered_before_use and self.whole.is_allocated:
+        self._enter(Phase.SHARDED if self.shards_params else Phase.UNSHARDED)
+        self.restore_data_pointers()
+        if self.shards_params and self.unsharded_params.is_allocated:
             # A forward after the backward may have left it whole.
-            self._free_unsharded(num_before)
+            self._free_unsharded(num_holders_before)
 
-    def _free_unsharded(self, num_before: int | None) -> None:
+    def _free_unsharded(self, num_holders_before: int | None) -> None:
         """Frees the whole buffer, which no parameter shows. See [Note: Memory that others hold]."""
-        num_graphs = (num_before or 0) if self.is_saved else 0  # at most, and then at least one
-        num_holders = self.num_holders(num_shown=0)
-        if num_holders > num_graphs and not (self.is_saved and num_before is None):
-            if num_before is None:
-                self._tell_of_holders()
-            self.whole.leave(copies=False)
-        self.whole.free()
+        num_graphs = (
+            (num_holders_before or 0) if self.is_saved_for_backward else 0
+        )  # at most, and then at least one
+        num_holders = self.num_holders(num_params=0)
+        if num_holders > num_graphs and not (
+            self.is_saved_for_backward and num_holders_before is None
+        ):
+            if num_holders_before is None:
+                self._warn_of_holders()
+            self.unsharded_params.leave(copies=False)
+        self.unsharded_params.free()
 
-    def num_holders(self, *, num_shown: int) -> int:
-        """How many views of the whole buffer users and graphs have; `num_shown` parameters do."""
-        return self.whole.num_holders(self.shards.num_views + num_shown)
+    def num_holders(self, *, num_params: int) -> int:
+        """How many views of the whole buffer users and graphs have; `num_params` parameters do."""
+        return self.unsharded_params.num_holders(self.shards.num_views + num_params)
 
-    def _tell_of_holders(self) -> None:
+    def _warn_of_holders(self) -> None:
         """Warns of tensors that users keep of whole parameters; what a graph holds is none.
 
         Twice at most, for it looks at all objects of Python.
@@ -367,18 +371,20 @@ class Bucket:
         if self._num_scans == 2:
             return
         time.sleep(0.001)  # a thread of gloo lets go of what it has sent a moment after its end
-        if not self.num_holders(num_shown=0):
+        if not self.num_holders(num_params=0):
             return
         self._num_scans += 1
-        own = {id(self.whole.tensor), *map(id, self.whole.views)}
-        offsets = [start for one, start in views_of(self.whole.tensor) if id(one) not in own]
+        own = {id(self.unsharded_params.tensor), *map(id, self.unsharded_params.views)}
+        offsets = [
+            start for one, start in views_of(self.unsharded_params.tensor) if id(one) not in own
+        ]
         held = {
             slot.name
             for slot in self.plan.layout.slots
             if any(slot.start <= start < slot.stop for start in offsets)
         }
-        for name in sorted(held - self._names_told):
-            self._names_told.add(name)
+        for name in sorted(held - self._warned_names):
+            self._warned_names.add(name)
             warnings.warn(
                 f"a tensor that shows parameter {name} outlives the step in which it was taken. It "
                 "keeps the values of that step, where one of a plain module follows later steps; "
@@ -386,20 +392,23 @@ class Bucket:
                 stacklevel=2,
             )
 
-    def point_back(self) -> None:
+    def restore_data_pointers(self) -> None:
         """Points the parameters where `phase` says, after they have pointed elsewhere."""
-        is_shard = self.phase is Phase.SHARD
-        point(self.parameters, self.shards.resting_parts() if is_shard else self.whole.views)
+        is_shard = self.phase is Phase.SHARDED
+        point(
+            self.parameters,
+            self.shards.sharded_views() if is_shard else self.unsharded_params.views,
+        )
         if is_shard:
             guard(self.parameters)
 
-    def owns(self, tensor: Tensor) -> bool:
+    def aliases(self, tensor: Tensor) -> bool:
         """`tensor` is a view of the whole buffer."""
         if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
             return False
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
-        storage = self.whole.tensor.untyped_storage()
+        storage = self.unsharded_params.tensor.untyped_storage()
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
     # ---------------------------------------------------------------- the step
@@ -413,11 +422,11 @@ class Bucket:
         self.wait_for_unshard()
         self.absorb_changes()
         self._note_holders()
-        self.prints = None
+        self.fingerprints = None
         self.shards.stop_reading()  # what was read ahead is about to change
         self.wait_for_sent()
-        if self.is_gathered_before_use:
-            self.point_at_rest()
+        if self.shards_params:
+            self.enter_idle_phase()
         elif self.plan.stage.gathers_after_step:
             self.mark_in_flight()
         self._stepping = stepping
@@ -426,17 +435,17 @@ class Bucket:
         """The new values are there; issues their gather where parameters rest whole. Collective."""
         self.shards.mark_written()
         if self.plan.stage.gathers_after_step:
-            self._pending = self.all_gather_into(self.whole.tensor)
+            self._pending = self.all_gather_into(self.unsharded_params.tensor)
 
     def _note_holders(self) -> None:
         """Before a step: whether others look at what it changes, and its gather completes."""
-        gathers, num_shown = self.plan.stage.gathers_after_step, len(self.parameters)
-        self._is_watched = gathers and self.num_holders(num_shown=num_shown) > 0
+        gathers, num_params = self.plan.stage.gathers_after_step, len(self.parameters)
+        self._is_aliased = gathers and self.num_holders(num_params=num_params) > 0
 
-    def show_step(self) -> None:
+    def sync_aliases(self) -> None:
         """After a step: what others hold of whole parameters shows the new values, all of them."""
-        if self._is_watched:
-            self._is_watched = False
+        if self._is_aliased:
+            self._is_aliased = False
             self.wait_for_unshard()
 
     def wait_for_step(self) -> None:
@@ -462,12 +471,12 @@ class Bucket:
 
     def unshard_on_use(self, name: str) -> None:
         """The guard's call: somebody applies a torch function to parameter `name`."""
-        if self.is_gathered_before_use:
+        if self.shards_params:
             self._unshard_out_of_order(self, name)
         else:
             self.wait_for_unshard()
 
-    def look_at_rest(self, index: int) -> Tensor:
+    def sharded_data(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
 
         A gather that is under way before a use is finished and freed, so that what is written here
@@ -475,7 +484,7 @@ class Bucket:
         """
         self.settle()
         self.reshard()
-        if self.phase is Phase.SHARD:
+        if self.phase is Phase.SHARDED:
             exact = self.shards.look(index)
             part = self._parts.get(index)
             if part is None:
@@ -483,11 +492,11 @@ class Bucket:
             return ShardedTensor.of(part, self.cuts[index], "p.data", exact)
         return data_of(self.parameters[index])
 
-    def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change what `look_at_rest` shows of this rank's elements."""
+    def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change what `sharded_data` shows of this rank's elements."""
         self.settle()
         self.reshard()
-        if self.phase is not Phase.SHARD:
+        if self.phase is not Phase.SHARDED:
             raise RuntimeError(
                 f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
                 "as a shard, and is whole at this moment; take parameter.data anew."
@@ -513,14 +522,14 @@ class Bucket:
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
             if values.is_of(self._parts.get(index)):
                 return  # its own
-            is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
+            is_own = self.phase is Phase.SHARDED and cut.is_as(values.cut)
             values = values.local if is_own else values.full_tensor()
-        if self.phase is Phase.GATHERING:
+        if self.phase is Phase.UNSHARDING:
             self.wait_for_unshard()
             self.parameters[index].data = values  # taken when it is released
             return
         own = own_elements(values, slot, self.owned(index))
-        if self.is_saved and self.num_holders(num_shown=0):
+        if self.is_saved_for_backward and self.num_holders(num_params=0):
             raise RuntimeError(
                 f"parameter.data of {slot.name} was set between a forward and its backward, which "
                 "needs the values that the forward has used. Set it before the forward, or after "
@@ -533,7 +542,7 @@ class Bucket:
         self.shards.take(index, own)
 
     def _check_dtype(self, index: int, values: Tensor) -> None:
-        expected = self.own_dtypes[index]
+        expected = self.orig_dtypes[index]
         if values.dtype not in (self.plan.dtype, self.plan.master_dtype, expected):
             name = self.plan.layout.slots[index].name
             raise ValueError(
@@ -567,7 +576,7 @@ class Bucket:
 
     def _hand_out(self, index: int) -> None:
         """Somebody asks for the `.data` of slot `index`, which is plain."""
-        if self.phase is Phase.WHOLE and not self.masters.is_shown:
+        if self.phase is Phase.UNSHARDED and not self.masters.is_shown:
             self._rewritten.hand_out(index)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
@@ -576,7 +585,7 @@ class Bucket:
         With values of its own; gathered ones for a file are on the CPU. Collective where it rests
         as a shard.
         """
-        parameter, dtype = self.parameters[index], self.own_dtypes[index]
+        parameter, dtype = self.parameters[index], self.orig_dtypes[index]
         try:
             if isinstance(parameter, GuardedParameter):
                 self.unshard_on_use(self.plan.layout.slots[index].name)
@@ -584,7 +593,7 @@ class Bucket:
                 dtype = parameter.dtype  # while it is stepped
             values = parameter.detach().to(dtype, copy=True)
         except BetweenStepsError:
-            data = self.look_at_rest(index)
+            data = self.sharded_data(index)
             assert isinstance(data, ShardedTensor)
             device = torch.device("cpu") if is_for_file else self.device
             values = data.full_values("copy", dtype).plain().to(device)
@@ -617,15 +626,15 @@ class Bucket:
 
         `parameter.data = other` is how torch's pruning and others give new values.
         """
-        if self.phase is not Phase.WHOLE or self.masters.is_shown:
+        if self.phase is not Phase.UNSHARDED or self.masters.is_shown:
             return
         replaced, error = self._take_replaced()
-        if self.is_gathered_before_use:
+        if self.shards_params:
             for index in {*replaced, *self._rewritten.written()}:
                 self.wait_for_sent()
                 if index in replaced:
                     self._leave_part(index)
-                own, view = self.owned(index), self.whole.views[index]
+                own, view = self.owned(index), self.unsharded_params.views[index]
                 self.shards.take(index, view.reshape(-1)[own.start : own.stop])
         if error is not None:
             raise error
@@ -636,15 +645,15 @@ class Bucket:
         Whoever holds a view of the old values keeps them. The parameters show the buffer then, also
         those whose new data is of another shape or dtype, which is an error.
         """
-        replaced = self._rewritten.replaced(self.whole.views)
+        replaced = self._rewritten.replaced(self.unsharded_params.views)
         if not replaced:
             return [], None
         values = {index: data_of(self.parameters[index]) for index in replaced}
-        if self.num_holders(num_shown=len(self.parameters) - len(replaced)):
-            old = self.whole.tensor
-            self.whole.leave(copies=True)
+        if self.num_holders(num_params=len(self.parameters) - len(replaced)):
+            old = self.unsharded_params.tensor
+            self.unsharded_params.leave(copies=True)
             self.shards.follow_whole(old)
-        point(self.parameters, self.whole.views)
+        point(self.parameters, self.unsharded_params.views)
         taken, error = [], None
         for index, one in values.items():
             try:
@@ -653,7 +662,7 @@ class Bucket:
             except ValueError as refused:
                 error = error or refused
                 continue
-            self.whole.views[index].copy_(whole)
+            self.unsharded_params.views[index].copy_(whole)
             taken.append(index)
         return taken, error
 
@@ -661,9 +670,9 @@ class Bucket:
 
     def discard_unsharded(self) -> None:
         """As `reshard`, without taking what was written to the whole."""
-        if self.is_gathered_before_use and self.is_whole and not self.pins:
+        if self.shards_params and self.is_unsharded and not self.num_pins:
             self.wait_for_unshard()
-            self.point_at_rest()
+            self.enter_idle_phase()
 
     def undo_step(self) -> None:
         """Back to rest after an optimizer that failed in its step."""
@@ -673,7 +682,7 @@ class Bucket:
             warnings.warn(f"{error}; its parameters may be stepped in part.", stacklevel=2)
         if self.phase is Phase.STEP:
             self.masters.leave_step(is_changed=True)
-        elif self.phase is Phase.GATHERING and self._pending is None:
+        elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 
     def cancel_unshard(self, *, is_lost: bool) -> None:
@@ -682,14 +691,14 @@ class Bucket:
         `is_lost`: no gather can complete the parameters any more, which stay guarded. Else
         `unshard_again` follows: one gather on every rank, whatever each was waiting for.
         """
-        if self.phase is not Phase.GATHERING:
+        if self.phase is not Phase.UNSHARDING:
             return
         self._pending = None
-        if self.is_gathered_before_use:
-            self.pins = 0
-            self.point_at_rest()
+        if self.shards_params:
+            self.num_pins = 0
+            self.enter_idle_phase()
         elif not is_lost:
-            self._enter(Phase.WHOLE)
+            self._enter(Phase.UNSHARDED)
 
     def unshard_again(self) -> None:
         """Gathers stepped parameters anew after `cancel_unshard`. Collective."""
@@ -727,7 +736,7 @@ class _RestingPart:
         if self._kept is not None:
             write(self._kept)
         else:
-            self._bucket.change_at_rest(self._index, write)
+            self._bucket.change_sharded_data(self._index, write)
 
     def leave(self) -> None:
         """Keeps a copy of what it shows."""
@@ -799,11 +808,11 @@ class Masters:
         """Takes what has become of `exact()`; parameters follow, whole ones too. Collective."""
         bucket = self._bucket
         bucket.wait_for_sent()
-        bucket.prints = None
+        bucket.fingerprints = None
         with torch.no_grad():
             self._shards.store_exact(exact)
             bucket.reshard()  # ranks may differ in what a forward has left whole
-            if bucket.is_whole and not bucket.steps_whole:
+            if bucket.is_unsharded and not bucket.replicates_optim:
                 bucket.all_gather_params().wait()
 
     # ---------------------------------------------------------------- whole
@@ -813,8 +822,8 @@ class Masters:
         bucket = self._bucket
         bucket.wait_for_unshard()
         bucket.absorb_changes()
-        if self._shards.own_master is None and bucket.is_whole:
-            return bucket.whole.views
+        if self._shards.own_master is None and bucket.is_unsharded:
+            return bucket.unsharded_params.views
         return self.gather_whole().views
 
     def gather_whole(self) -> FlatBuffer:
@@ -828,7 +837,7 @@ class Masters:
         with torch.no_grad():
             exact = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
             self._shards.own_part(exact).copy_(part)
-            if not bucket.steps_whole:
+            if not bucket.replicates_optim:
                 bucket.all_gather_into(exact.tensor).wait()
         return exact
 
@@ -848,13 +857,13 @@ class Masters:
     def accept(self, exact: FlatBuffer, from_rank: int = 0) -> None:
         """Takes one rank's values of `exact` into all masters and parameters. Collective."""
         bucket = self._bucket
-        bucket.prints = None
+        bucket.fingerprints = None
         bucket.comm.broadcast_(exact.tensor, from_rank)
         with torch.no_grad():
             bucket.wait_for_sent()
             self._shards.store_exact(self._shards.own_part(exact))
-            if bucket.whole.is_allocated:
-                bucket.whole.tensor.copy_(exact.tensor)
+            if bucket.unsharded_params.is_allocated:
+                bucket.unsharded_params.tensor.copy_(exact.tensor)
         self._shards.mark_written()
 
     # ---------------------------------------------------------------- shown
@@ -862,7 +871,7 @@ class Masters:
     def show(self, views: Sequence[Tensor]) -> None:
         """Points the parameters at `views`, by slot, plain, until `hide`."""
         self._bucket.wait_for_unshard()
-        self._bucket.pins += 1
+        self._bucket.num_pins += 1
         self.is_shown = True
         point(self._bucket.parameters, views)
 
@@ -877,9 +886,9 @@ class Masters:
         return exact
 
     def hide(self) -> None:
-        self._bucket.pins -= 1
+        self._bucket.num_pins -= 1
         self.is_shown = False
-        self._bucket.point_back()
+        self._bucket.restore_data_pointers()
 
     # ---------------------------------------------------------------- stepped all at once
 
@@ -893,7 +902,7 @@ class Masters:
         bucket.wait_for_unshard()
         bucket.absorb_changes()
         bucket._note_holders()
-        bucket.prints = None
+        bucket.fingerprints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
         self._hidden = None if has_grads else bucket.grads.shown()
         if has_grads:
@@ -901,7 +910,7 @@ class Masters:
         bucket.wait_for_sent()
         master = self._shards.stepped()
         self._stepped = master.fetch(0, master.numel)
-        bucket.point_at_masters(self._shards.cut(self._stepped))
+        bucket.point_at_step_parts(self._shards.cut(self._stepped))
         for index, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
             if grad is not None and self._shards.is_stepped[index]:
                 grad = grad.read() if isinstance(grad, LazyTensor) else grad
@@ -919,7 +928,7 @@ class Masters:
                     part.copy_(parameter.data.reshape(-1))
             self._shards.store_exact(self._stepped)
         self._stepped = None
-        bucket.point_at_rest()
+        bucket.enter_idle_phase()
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             bucket.grads.show()

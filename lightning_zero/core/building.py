@@ -80,7 +80,7 @@ class PartialParameter:
     def device(self) -> torch.device:
         return self._building.device
 
-    def look_at_rest(self, index: int) -> Tensor:
+    def sharded_data(self, index: int) -> Tensor:
         """`parameter.data`: the whole values, gathered. Collective."""
         self._building.make_whole(self)
         parameter = self.parameter
@@ -93,11 +93,11 @@ class PartialParameter:
 
     def put(self, index: int, values: Tensor) -> None:
         """`parameter.data = values`. Collective."""
-        self.look_at_rest(index).copy_(values)
+        self.sharded_data(index).copy_(values)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """A copy of the parameter. Collective."""
-        values = self.look_at_rest(index)
+        values = self.sharded_data(index)
         parameter = self.parameter
         assert parameter is not None
         return nn.Parameter(values.detach().clone(), parameter.requires_grad)

@@ -159,7 +159,7 @@ class Hooks:
             self._schedule.pre_forward(unit)
             call = Call()
             unit.calls.append(call)
-            if torch.is_grad_enabled() and not unit.is_held:
+            if torch.is_grad_enabled() and not unit.stays_unsharded:
                 given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
                 call.given = [(tensor, tensor.grad_fn) for tensor in given]
                 inputs = [tensor for tensor, node in call.given if node is not None]
@@ -176,7 +176,7 @@ class Hooks:
                 return
             call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
             leaves = tree_leaves(output)
-            if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
+            if any(isinstance(leaf, Tensor) and unit.aliases(leaf) for leaf in leaves):
                 self._schedule.keep_unsharded(
                     unit, f"module {unit.name} returns a view of its parameters"
                 )
@@ -239,7 +239,7 @@ def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable
     waited_for = [
         bucket
         for bucket in buckets
-        if not bucket.is_gathered_before_use and not inside.isdisjoint(bucket.parameters)
+        if not bucket.shards_params and not inside.isdisjoint(bucket.parameters)
     ]
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -256,7 +256,7 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
         value = state_dict.get(prefix + name)
         if isinstance(value, ShardedTensor) and parameter is not None:
             placement = placement_of(parameter)
-            dtype = bucket_of(placement).own_dtypes[placement.index]
+            dtype = bucket_of(placement).orig_dtypes[placement.index]
             state_dict[prefix + name] = value.full_values("state_dict", dtype)
 
 

@@ -36,7 +36,7 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     cast = {
         slot.name: str(bucket.plan.dtype).removeprefix("torch.")
         for bucket in buckets
-        for slot, own in zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+        for slot, own in zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
         if own != bucket.plan.dtype
     }
     if not cast or not _OF_DTYPES.search(text):

@@ -144,7 +144,7 @@ def _owned_parts(
         return
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
     assert grads.shard is not None
-    is_whole = bucket.steps_whole
+    is_whole = bucket.replicates_optim
     if len(slots) == len(bucket.parameters):
         owned = layout.shard(rank)
         yield grads.shard[owned.start : owned.stop] if is_whole else grads.shard

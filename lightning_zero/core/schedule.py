@@ -213,8 +213,8 @@ class Schedule:
             self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.unsharder.unshard_for_step()
         for unit in self.units:
-            if unit.is_held:
-                unit.is_saved |= torch.is_grad_enabled()
+            if unit.stays_unsharded:
+                unit.is_saved_for_backward |= torch.is_grad_enabled()
         self._see_collectives()
 
     def begin_pass(self) -> None:
@@ -245,7 +245,7 @@ class Schedule:
             if self.unsharder.is_needed and bucket.plan.stage.gathers_after_step:
                 # A worker must not gather while units are gathered: the order would differ by rank.
                 bucket.wait_for_step()
-            if self._is_compiled and not bucket.is_gathered_before_use:
+            if self._is_compiled and not bucket.shards_params:
                 bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
             bucket.take_rewritten()
             bucket.free_zeroed()
@@ -302,7 +302,7 @@ class Schedule:
     def pre_forward(self, unit: Unit) -> None:
         self._last_used = unit.name
         self.unsharder.unshard(unit)
-        unit.is_saved |= torch.is_grad_enabled()
+        unit.is_saved_for_backward |= torch.is_grad_enabled()
         self._recorder.enter(Kind.FORWARD, unit.name)
         self._has_computed |= torch.is_grad_enabled()
 
@@ -312,7 +312,7 @@ class Schedule:
             unit.reshard()
 
     def _stays_unsharded_after_forward(self, unit: Unit) -> bool:
-        if unit.is_held or self._is_in_backward:
+        if unit.stays_unsharded or self._is_in_backward:
             return True
         if not torch.is_grad_enabled():
             return False
@@ -324,12 +324,12 @@ class Schedule:
 
     def keep_unsharded(self, unit: Unit, reason: str) -> None:
         """Keeps `unit` whole from the beginning to the end of every step, from now on."""
-        if not unit.is_held and self._comm.rank == 0:
+        if not unit.stays_unsharded and self._comm.rank == 0:
             warnings.warn(
                 f"{reason}; its {unit.numel} elements stay whole throughout each step.",
                 stacklevel=2,
             )
-        unit.is_held = True
+        unit.stays_unsharded = True
 
     def unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
         """Somebody reads parameter `name` outside the forward of its unit.
@@ -356,7 +356,7 @@ class Schedule:
         self._has_computed |= torch.is_grad_enabled()
         self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
         self.unsharder.unshard(unit)
-        unit.is_saved |= torch.is_grad_enabled()
+        unit.is_saved_for_backward |= torch.is_grad_enabled()
 
     # ---------------------------------------------------------------- backward
 
@@ -387,7 +387,7 @@ class Schedule:
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
         """Backward has come to an output of `call`, one of `unit`."""
-        if unit.is_whole and call in unit.entered:
+        if unit.is_unsharded and call in unit.entered:
             return  # by another output, or by the base of a view
         self._last_used = unit.name
         if call.is_done:  # the graph is walked again
@@ -401,7 +401,7 @@ class Schedule:
                 self._recorder.enter(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be walked again.
-            unit.is_held = True
+            unit.stays_unsharded = True
             self.unsharder.unshard(unit)
 
     def post_backward(self, unit: Unit, call: Call) -> None:
@@ -410,14 +410,14 @@ class Schedule:
         unit.entered.discard(call)
         if unit.entered:
             return  # of an earlier call, which has made this one's input and tells nothing
-        if self._is_in_backward and not unit.is_held and unit.num_awaited <= 0:
+        if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:
             self._recorder.leave(Kind.BACKWARD, unit.name)
             self._reshard_after_backward(unit)
             self.unsharder.prefetch()
 
     def _reshard_after_backward(self, unit: Unit) -> None:
         """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
-        unit.is_saved = self._retains_graph
+        unit.is_saved_for_backward = self._retains_graph
         unit.reshard()
 
     def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -433,7 +433,7 @@ class Schedule:
             self.reducer.finish()  # a second gradient, after the first was sent off
         if bucket.grads.receive(index):
             unit = self._unit_of.get(bucket)
-            if unit is not None and unit.has_done_backward:
+            if unit is not None and unit.is_backward_done:
                 self._recorder.leave(Kind.BACKWARD, unit.name)
                 self._reshard_after_backward(unit)
             self.reducer.complete(bucket)
@@ -442,7 +442,7 @@ class Schedule:
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
-            unit.is_saved = self._retains_graph
+            unit.is_saved_for_backward = self._retains_graph
         self.unsharder.reshard_all()
         self._has_computed = self._is_in_backward = False
         self._recorder.phase(Kind.FORWARD if self._depth else None)
@@ -489,7 +489,7 @@ class Schedule:
                 if not isinstance(_attempt(bucket.reshard, errors), ValueError):
                     break
         for unit in self.units:
-            unit.is_saved = False
+            unit.is_saved_for_backward = False
         return errors[0] if errors else None
 
     def recover(self) -> None:

@@ -42,7 +42,7 @@ class Shards:
     """The stores of one bucket's shards.
 
     Attributes:
-        steps_whole: OPTIM rests whole: every rank steps all elements.
+        replicates_optim: OPTIM rests whole: every rank steps all elements.
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
         is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
@@ -60,7 +60,7 @@ class Shards:
     def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
         self.plan = plan
         self.storage = storage
-        self.steps_whole = not plan.stage.has_shard(State.OPTIM)
+        self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
         self._rank = rank
         self._whole = whole
         self.has_own_master = plan.has_own_master
@@ -68,7 +68,7 @@ class Shards:
         layout, slots = plan.layout, plan.layout.slots
         self.step_shapes = tuple(layout.step_shape(slot, rank) for slot in slots)
         self.is_stepped = tuple(slot.is_stepped_by(rank) for slot in slots)
-        if self.steps_whole:
+        if self.replicates_optim:
             self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
             self.step_shapes = tuple(slot.shape for slot in slots)
             self.is_stepped = (True,) * len(slots)
@@ -89,14 +89,14 @@ class Shards:
 
     def owned(self, index: int) -> range:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
-        if self.steps_whole:
+        if self.replicates_optim:
             return range(self.plan.layout.slots[index].numel)
         return self.plan.layout.owned(self.plan.layout.slots[index], self._rank)
 
     @property
     def holds_whole_tensors(self) -> bool:
         """Every parameter is stepped by one rank, whole."""
-        return not self.steps_whole and self.plan.layout.holds_whole_tensors
+        return not self.replicates_optim and self.plan.layout.holds_whole_tensors
 
     def cut(self, part: Tensor) -> list[Tensor]:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
@@ -104,7 +104,7 @@ class Shards:
 
     def own_part(self, whole: FlatBuffer) -> Tensor:
         """The part of a whole buffer that this rank steps: 1-D, a view."""
-        return whole.tensor if self.steps_whole else whole.shard(self._rank)
+        return whole.tensor if self.replicates_optim else whole.shard(self._rank)
 
     @property
     def own_whole(self) -> Tensor:
@@ -114,7 +114,7 @@ class Shards:
     @property
     def num_views(self) -> int:
         """How many views of the whole buffer are kept here, besides the buffer's own tensor."""
-        return int(self.param is None and not self.steps_whole)
+        return int(self.param is None and not self.replicates_optim)
 
     def follow_whole(self, old: Tensor) -> None:
         """The whole buffer has new memory; `old` is that of before, which others hold.
@@ -164,7 +164,7 @@ class Shards:
         """This rank's elements in the fullest precision there is."""
         return self.master or self.follower
 
-    def resting_parts(self) -> list[Tensor]:
+    def sharded_views(self) -> list[Tensor]:
         """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
         if isinstance(self.exact, InMemory):
             return self.cut(self.exact.tensor)

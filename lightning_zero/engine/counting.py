@@ -52,7 +52,7 @@ def count_memory(
             if not isinstance(value, LazyTensor):  # those are counted by their bucket
                 nbytes = value.untyped_storage().nbytes()
                 held[_tier_in_memory(placement), State.OPTIM] += nbytes
-            own = bucket_of(placement).own_dtypes[placement.index]
+            own = bucket_of(placement).orig_dtypes[placement.index]
             alone[State.OPTIM] += _whole_numel(placement, value) * _own_itemsize(value, own)
         alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
     average_bytes = 0
@@ -82,7 +82,7 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     Optimizer states in memory belong to the optimizer and are not counted here.
     """
     held: Counter[tuple[Tier, State]] = Counter()
-    held[Tier.DEVICE, State.PARAM] = bucket.whole.allocated_bytes
+    held[Tier.DEVICE, State.PARAM] = bucket.unsharded_params.allocated_bytes
     held[Tier.DEVICE, State.GRAD] = bucket.grads.allocated_bytes
     for tier, state, store in bucket.shards.stores():
         held[tier, state] += store.nbytes
@@ -93,7 +93,7 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
 
 def whole_bytes(bucket: Bucket) -> int:
     """Bytes of whole parameters in the dtypes that they are given back in."""
-    slots = zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+    slots = zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
     return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
 
 
@@ -108,7 +108,7 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
         total += whole_bytes(bucket)
         master = bucket.plan.master_dtype
         slots = bucket.plan.layout.slots
-        for slot, own, p in zip(slots, bucket.own_dtypes, bucket.parameters, strict=True):
+        for slot, own, p in zip(slots, bucket.orig_dtypes, bucket.parameters, strict=True):
             if p.requires_grad:
                 num_states = _STATES_NUMEL + (own.itemsize < master.itemsize)
                 total += slot.numel * num_states * master.itemsize
@@ -138,7 +138,7 @@ def _tier_in_memory(placement: Placement) -> Tier:
 def _whole_numel(placement: Placement, value: Tensor) -> int:
     """Elements that the whole tensor has of which `value` is this rank's part."""
     bucket = bucket_of(placement)
-    is_whole = bucket.steps_whole or bucket.shards.holds_whole_tensors
+    is_whole = bucket.replicates_optim or bucket.shards.holds_whole_tensors
     is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()
 
@@ -161,7 +161,7 @@ def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int
 
 
 def _bytes_of_missing(bucket: Bucket, index: int, optimizer: Optimizer) -> int:
-    shape, own = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
+    shape, own = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]
     alike = [known for known in own_states(optimizer) if len(known.shape) == len(shape)]
     if not alike:
         return 0

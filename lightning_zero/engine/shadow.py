@@ -126,7 +126,7 @@ class _ShadowBucket(Bucket):
     """Where optimizer states are whole, every rank has all elements: it sends only its share."""
 
     def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
-        if isinstance(source, Tensor) and self.steps_whole:
+        if isinstance(source, Tensor) and self.replicates_optim:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
         return super().all_gather_into(whole, source)

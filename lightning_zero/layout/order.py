@@ -525,7 +525,7 @@ class Gathered(Protocol):
     """What is gathered and released together."""
 
     numel: int  # of all its buckets that rest as shards, padding included
-    is_held: bool  # stays whole until the end of the step, as the root does
+    stays_unsharded: bool  # stays whole until the end of the step, as the root does
 
 
 def gather_ahead(
@@ -552,7 +552,7 @@ def gather_ahead(
         ahead += unit.numel
         if unit in whole:
             return  # it may be in use, and be used once more
-        if budget is None and len([one for one in whole if not one.is_held]) > 1:
+        if budget is None and len([one for one in whole if not one.stays_unsharded]) > 1:
             return  # one, where there is none yet
         if budget is not None and ahead > budget:
             return

@@ -400,7 +400,7 @@ def _gather_owned_states(
     those that the optimizer keeps on the CPU and that have no dimensions are there.
     """
     for bucket in buckets:
-        if bucket.steps_whole:
+        if bucket.replicates_optim:
             states = own_states(optimizer)  # a defaultdict: not to be asked for what it lacks
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
     outlines = outline_owned_states(optimizer, buckets)

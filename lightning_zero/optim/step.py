@@ -197,7 +197,7 @@ class OptimizerStep:
                 bring_states(self.optimizer, bucket)
         parts: dict[bool, list[Tensor]] = {False: [], True: []}  # by whether they are slices
         for bucket in self._stepping:
-            if bucket.steps_whole:
+            if bucket.replicates_optim:
                 continue
             for parameter in bucket.parameters:
                 states = plain_tensors(own_states(self.optimizer).get(parameter, {}))
@@ -218,7 +218,7 @@ class OptimizerStep:
             if bucket.shards.keeps_states_in_files:
                 store_states(self.optimizer, bucket)
         for bucket in stepped:
-            bucket.show_step()
+            bucket.sync_aliases()
         for parameter in (p for bucket in stepped for p in bucket.parameters):
             check_slice(self.optimizer, parameter)
         self._show_states()
@@ -348,7 +348,7 @@ class OptimizerStep:
         for bucket in stepped:
             bucket.grads.show()
         for bucket in stepped:
-            bucket.show_step()
+            bucket.sync_aliases()
         self._show_states()
 
     def _step_by_bucket(self) -> None:
@@ -495,7 +495,7 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
     for parameter in [] if found.is_elementwise else parameters_of(optimizer):
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
-        if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
+        if not (bucket.replicates_optim or bucket.plan.layout.holds_whole_tensors):
             raise ValueError(
                 f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
                 "cut when the engine was built: nothing asked for it whole. Give this "

@@ -146,7 +146,7 @@ class _Unit:
         self.buckets = [b for b in plan.buckets if b.stage.gathers_before_use]
         self.numel = sum(b.layout.numel for b in self.buckets)
         self.nbytes = sum(b.layout.numel * b.dtype.itemsize for b in self.buckets)
-        self.is_held = index == 0
+        self.stays_unsharded = index == 0
 
     def has_all(self, arrived: Collection[str]) -> bool:
         """Every parameter has its gradient."""
@@ -259,7 +259,7 @@ class Replay:
                 self._unshard(unit)
             case Event.BACKWARD_END:
                 self._awaited[unit] -= 1
-                if not unit.is_held and self._awaited[unit] <= 0:
+                if not unit.stays_unsharded and self._awaited[unit] <= 0:
                     self._release(unit)
                     self._prefetch()
             case Event.GRAD:
@@ -323,7 +323,7 @@ class Replay:
         gather_ahead(self._order, self._list, self._whole, self._config, ahead)
 
     def _stays_unsharded_after_forward(self, unit: _Unit) -> bool:
-        if unit.is_held or self._is_backward or self._config.reshard_after_forward is False:
+        if unit.stays_unsharded or self._is_backward or self._config.reshard_after_forward is False:
             return True
         return unit is not _NO_UNIT and self._order.is_last_of_forward(unit.index)
 
@@ -346,7 +346,7 @@ class Replay:
         missing.discard(name)
         if missing:
             return
-        if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
+        if not self._awaited[unit] and not unit.stays_unsharded and unit.has_all(self._arrived):
             self._release(unit)
         self._arrived_buckets.append(self._number_of[bucket.name])
         self._order.ready(self._number_of[bucket.name])

@@ -506,7 +506,7 @@ def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:
 def _masters_bytes(bucket: Bucket) -> int:
     """Of masters that a late checkpoint needs beside narrow parameters; rank 0 keeps them."""
     dtype = bucket.plan.master_dtype
-    is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.own_dtypes)
+    is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.orig_dtypes)
     return bucket.plan.layout.numel * dtype.itemsize if is_narrow else 0
 
 

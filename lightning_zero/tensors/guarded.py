@@ -72,7 +72,7 @@ class Holder(Protocol):
     def device(self) -> torch.device:
         """Where the parameter is when it is whole."""
 
-    def look_at_rest(self, index: int) -> Tensor:
+    def sharded_data(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`."""
 
     def settle(self) -> None:
@@ -132,7 +132,7 @@ class GuardedParameter(nn.Parameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
         if func == _GET_DATA and isinstance(args[0], GuardedParameter):
             placement = placement_of(args[0])
-            return placement.bucket.look_at_rest(placement.index)
+            return placement.bucket.sharded_data(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             if args[1] is args[0]:
                 return None  # `module.to(...)` where nothing changes
@@ -380,7 +380,7 @@ def _beside_sharded(
         if not _guarded_in(value):
             return value
         placement = placement_of(value)
-        data = placement.bucket.look_at_rest(placement.index)
+        data = placement.bucket.sharded_data(placement.index)
         if not _guarded_in(value):  # its gather was under way, and is over
             return value
         if not isinstance(data, ShardedTensor):

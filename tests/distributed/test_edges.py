@@ -465,7 +465,7 @@ def _put_wrong_data(rank, world_size):
         assert engine.schedule.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
-        assert engine.buckets[0].owns(module[0].weight.data)
+        assert engine.buckets[0].aliases(module[0].weight.data)
     engine.close()
 
 
@@ -538,7 +538,7 @@ def _fail_with_wrong_data(rank, world_size):
         ):
             use_and_spoil()
         assert engine.schedule.training_state is TrainingState.IDLE
-        assert not any(bucket.is_whole for bucket in engine.buckets)
+        assert not any(bucket.is_unsharded for bucket in engine.buckets)
         engine.backward(module(x).sum())
         engine.step()
         engine.zero_grad()
@@ -602,10 +602,10 @@ def _want_some(rank, world_size, stage):
         assert found == [False, False, True, False, False, True, False, False]
         for p, q in ((module[1].weight, plain[1].weight), (module[2].bias, plain[2].bias)):
             torch.testing.assert_close(full_grad(p), q.grad)
-        assert not any(b.is_whole for b in engine.buckets if b.is_gathered_before_use)
+        assert not any(b.is_unsharded for b in engine.buckets if b.shards_params)
         engine.zero_grad()
         plain.zero_grad()
-        assert not any(unit.is_held for unit in engine.schedule.units[1:])
+        assert not any(unit.stays_unsharded for unit in engine.schedule.units[1:])
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)

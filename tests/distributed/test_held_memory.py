@@ -143,11 +143,11 @@ def _leave_nothing(rank, world_size):
     found = {}
 
     def measure(kind, net, engine, train):
-        buffers = [bucket.whole.tensor for bucket in engine.buckets]
+        buffers = [bucket.unsharded_params.tensor for bucket in engine.buckets]
         held = [train() for _ in range(3)]
         pairs = zip(buffers, engine.buckets, strict=True)
-        found[kind] = [one is bucket.whole.tensor for one, bucket in pairs]
-        found[kind] += [not bucket.whole.is_allocated for bucket in engine.buckets]
+        found[kind] = [one is bucket.unsharded_params.tensor for one, bucket in pairs]
+        found[kind] += [not bucket.unsharded_params.is_allocated for bucket in engine.buckets]
         del held
         engine.close()
 
@@ -296,7 +296,7 @@ def _count_holders(rank, world_size, settings, dtype):
     counts = []
     for _ in range(2):
         with gathered(net):  # unsharded, shown by their parameters
-            counts += [b.num_holders(num_shown=len(b.parameters)) for b in engine.buckets]
+            counts += [b.num_holders(num_params=len(b.parameters)) for b in engine.buckets]
         engine.backward(net(X.to(dtype)))
         engine.step()
         engine.zero_grad()

@@ -225,7 +225,9 @@ def _units_left_whole(rank: int, world_size: int) -> list[str]:
     x = torch.ones(2, 3, WIDTH, requires_grad=True)
     loss = module(x * 2)
     seen: list[str] = []
-    x.register_hook(lambda _: seen.extend(u.name for u in engine.schedule.units[1:] if u.is_whole))
+    x.register_hook(
+        lambda _: seen.extend(u.name for u in engine.schedule.units[1:] if u.is_unsharded)
+    )
     for _ in range(2):
         engine.backward(loss, retain_graph=True)
     engine.close()

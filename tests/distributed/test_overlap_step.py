@@ -82,7 +82,7 @@ def _gathers_travel(rank, world_size):
     net, optimizer, engine = build(2, overlap_step=False)
     backward(rank, net, engine)
     engine.step()
-    assert {bucket.phase for bucket in engine.buckets} == {Phase.GATHERING}
+    assert {bucket.phase for bucket in engine.buckets} == {Phase.UNSHARDING}
     engine.close()
 
 

@@ -209,7 +209,7 @@ def _clip(rank, world_size, stage, param_dtype):
                 written(net).data.abs()
             for parameter in net.parameters():
                 parameter.data.clamp_(-0.01, 0.01)
-        held = sum(bucket.is_whole for bucket in engine.buckets if bucket.is_gathered_before_use)
+        held = sum(bucket.is_unsharded for bucket in engine.buckets if bucket.shards_params)
     del used[:-3]
     with gathered(net):
         largest = max(p.abs().max().item() for p in net.parameters())
@@ -320,7 +320,7 @@ def _fail(rank, world_size):
     with pytest.raises(KeyError), pytest.warns(UserWarning, match="keeps its shape"):  # noqa: SIM117
         with engine.forward_context():
             fail()
-    assert not any(bucket.is_whole for bucket in engine.buckets)
+    assert not any(bucket.is_unsharded for bucket in engine.buckets)
     for _ in range(2):
         engine.backward(net(torch.ones(2, 12)))
         engine.step()

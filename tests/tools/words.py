@@ -83,7 +83,7 @@ TERMS = (
         only="lightning_zero/*",
     ),
     Term(
-        "point_at_rest, look_at_rest",
+        "enter_idle_phase, sharded_data",
         r"\b(point at rest|point back|look at rest)\b",
         "sharded parameter view",
     ),
