@@ -158,14 +158,14 @@ class Bucket:
         self.shards = Shards(plan, self.unsharded_params, queue.storage, comm.mesh.shard_rank)
         self.replicates_optim, self.owned = self.shards.replicates_optim, self.shards.owned
         self.masters = Masters(self)
-        self._take_over(filled)
+        self._wrap(filled)
 
     # ---------------------------------------------------------------- taken over and given back
 
-    def _take_over(self, filled: FlatBuffer | None) -> None:
+    def _wrap(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values in; the parameters become views of the whole. Collective."""
         plan, shards = self.plan, self.shards
-        exact = self._exact_copy(filled)
+        exact = self._full_precision_copy(filled)
         self.comm.broadcast_(exact.tensor)
         if exact is not self.unsharded_params:
             self.unsharded_params.tensor.copy_(exact.tensor)
@@ -193,7 +193,7 @@ class Bucket:
         self.reshard()
         shards.mark_written()
 
-    def give_back(self, device: torch.device | None) -> None:
+    def unwrap(self, device: torch.device | None) -> None:
         """Makes every parameter a whole tensor of its own, in its own dtype. Collective.
 
         On `device`; None: without values, see tensors/meta.py.
@@ -217,7 +217,7 @@ class Bucket:
             self.unsharded_params.leave(copies=False)
         self.unsharded_params.free()
 
-    def _exact_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
+    def _full_precision_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
         dtype = widest(self.plan.dtype, self.orig_dtypes)
         exact = self.unsharded_params

@@ -412,7 +412,7 @@ class Engine:
         failure = self.schedule.reset_all() or failure
         self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
         for bucket in self.buckets:
-            bucket.give_back(target)
+            bucket.unwrap(target)
         self.storage.close()
         if not keeps_optimizer_shards:
             self.comm.close()

@@ -108,7 +108,7 @@ class Shadow:
         """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
         for bucket in self.buckets:
             self._engine.average_buckets.remove(bucket)
-            bucket.give_back(device)
+            bucket.unwrap(device)
 
 
 @contextmanager
