@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
-from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
+from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 
 __all__ = ["full_grad", "gathered"]
@@ -169,7 +169,7 @@ class _Shown:
         for index, slot in enumerate(self._bucket.plan.layout.slots):
             view, data = self._exact.views[index], self._data[index]
             if not is_same_memory(data, view):  # something was put in its place
-                view.copy_(whole_values(data, slot))
+                view.copy_(require_full_shape(data, slot))
             flat = view.reshape(-1)
             if not self._prints[index].matches(flat):
                 changed[slot.name] = Fingerprint(flat).digest()

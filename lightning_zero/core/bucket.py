@@ -40,10 +40,10 @@ from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.writes import (
     Fingerprint,
-    Rewritten,
+    WriteDetector,
     equal,
     own_elements,
-    whole_values,
+    require_full_shape,
 )
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
@@ -143,7 +143,7 @@ class Bucket:
         self._pending: Pending | None = None
         # A worker steps this bucket: waits for it, and returns why it has failed.
         self._stepping: Callable[[], BaseException | None] | None = None
-        self._rewritten = Rewritten(self.parameters)
+        self._detector = WriteDetector(self.parameters)
         self._parts: WeakValueDictionary[int, _RestingPart] = WeakValueDictionary()
         # By slot whose `.data` was assigned since the last pass, what showed the values before.
         self._assigned: dict[int, _RestingPart | None] = {}
@@ -211,7 +211,7 @@ class Bucket:
                 leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
             else:
                 parameter.data = views[index].to(device, dtype, copy=True)
-        self._leave_parts()
+        self._detach_views()
         self.shards.drop()
         if self.num_holders(num_params=0):
             self.unsharded_params.leave(copies=False)
@@ -286,7 +286,7 @@ class Bucket:
         point(self.parameters, self.unsharded_params.views)
         self._enter(Phase.UNSHARDED)
         if self.shards_params:
-            self._rewritten.watch()
+            self._detector.watch()
 
     def reshard(self, *, num_holders_before: int | None = None) -> None:
         """Frees whole parameters where they rest as shards.
@@ -300,10 +300,10 @@ class Bucket:
         if _transforms_under_way() is not None:
             return
         self.wait_for_unshard()
-        self.absorb_changes()
+        self.sync_writes()
         self.enter_idle_phase(num_holders_before=num_holders_before)
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Waits for a step and the gather after it, so that what is read is at rest. Local."""
         self.wait_for_step()
         if not self.shards_params:
@@ -420,7 +420,7 @@ class Bucket:
         ends it.
         """
         self.wait_for_unshard()
-        self.absorb_changes()
+        self.sync_writes()
         self._note_holders()
         self.fingerprints = None
         self.shards.stop_reading()  # what was read ahead is about to change
@@ -482,7 +482,7 @@ class Bucket:
         A gather that is under way before a use is finished and freed, so that what is written here
         is in the next one; on gloo that waits for its data. The look itself keeps nothing whole.
         """
-        self.settle()
+        self.wait_for_update()
         self.reshard()
         if self.phase is Phase.SHARDED:
             exact = self.shards.look(index)
@@ -494,7 +494,7 @@ class Bucket:
 
     def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change what `sharded_data` shows of this rank's elements."""
-        self.settle()
+        self.wait_for_update()
         self.reshard()
         if self.phase is not Phase.SHARDED:
             raise RuntimeError(
@@ -506,7 +506,7 @@ class Bucket:
         self.lockstep.note_write(self.plan.layout.slots[index].name)
         self.shards.change(index, write)
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of a guarded one, slot `index`. Local.
 
         `values` have the whole shape, plain or sharded (collective where that is cut at other
@@ -538,7 +538,7 @@ class Bucket:
         self.lockstep.before_write()
         self.wait_for_sent()
         self._note_assigned(index, given)
-        self._leave_part(index)
+        self._detach_view(index)
         self.shards.take(index, own)
 
     def _check_dtype(self, index: int, values: Tensor) -> None:
@@ -564,20 +564,20 @@ class Bucket:
             self.lockstep.note(f"parameter.data of {self.plan.layout.slots[index].name}")
         self._assigned.clear()
 
-    def _leave_part(self, index: int) -> None:
+    def _detach_view(self, index: int) -> None:
         """New values come in the place of a slot's: what shows the old ones keeps them."""
         part = self._parts.pop(index, None)
         if part is not None:
             part.leave()
 
-    def _leave_parts(self) -> None:
+    def _detach_views(self) -> None:
         for index in list(self._parts):
-            self._leave_part(index)
+            self._detach_view(index)
 
     def _hand_out(self, index: int) -> None:
         """Somebody asks for the `.data` of slot `index`, which is plain."""
         if self.phase is Phase.UNSHARDED and not self.masters.is_shown:
-            self._rewritten.hand_out(index)
+            self._detector.hand_out(index)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """As slot `index` would be without an engine: in its own class and dtype.
@@ -613,39 +613,39 @@ class Bucket:
         self.lockstep.meet_for("torch.equal of parameters")
         return equal(one, other, self.comm)
 
-    def absorb_changes(self) -> None:
+    def sync_writes(self) -> None:
         """Takes what somebody has written to whole parameters, or put in their place, into masters.
 
         Data of another shape or dtype is a ValueError; the parameter then shows its own again.
         """
-        self.take_rewritten()
-        self.shards.absorb_changes()
+        self.detect_writes()
+        self.shards.sync_writes()
 
-    def take_rewritten(self) -> None:
-        """Takes what `absorb_changes` does, where it can be seen without a look at values.
+    def detect_writes(self) -> None:
+        """Takes what `sync_writes` does, where it can be seen without a look at values.
 
         `parameter.data = other` is how torch's pruning and others give new values.
         """
         if self.phase is not Phase.UNSHARDED or self.masters.is_shown:
             return
-        replaced, error = self._take_replaced()
+        replaced, error = self._sync_replaced()
         if self.shards_params:
-            for index in {*replaced, *self._rewritten.written()}:
+            for index in {*replaced, *self._detector.written()}:
                 self.wait_for_sent()
                 if index in replaced:
-                    self._leave_part(index)
+                    self._detach_view(index)
                 own, view = self.owned(index), self.unsharded_params.views[index]
                 self.shards.take(index, view.reshape(-1)[own.start : own.stop])
         if error is not None:
             raise error
 
-    def _take_replaced(self) -> tuple[list[int], ValueError | None]:
+    def _sync_replaced(self) -> tuple[list[int], ValueError | None]:
         """Copies what was assigned to `parameter.data` into the whole buffer; which slots.
 
         Whoever holds a view of the old values keeps them. The parameters show the buffer then, also
         those whose new data is of another shape or dtype, which is an error.
         """
-        replaced = self._rewritten.replaced(self.unsharded_params.views)
+        replaced = self._detector.replaced(self.unsharded_params.views)
         if not replaced:
             return [], None
         values = {index: data_of(self.parameters[index]) for index in replaced}
@@ -657,7 +657,7 @@ class Bucket:
         taken, error = [], None
         for index, one in values.items():
             try:
-                whole = whole_values(one, self.plan.layout.slots[index])
+                whole = require_full_shape(one, self.plan.layout.slots[index])
                 self._check_dtype(index, whole)
             except ValueError as refused:
                 error = error or refused
@@ -729,7 +729,7 @@ class _RestingPart:
     def read(self) -> Tensor:
         if self._kept is not None:
             return self._kept
-        self._bucket.settle()
+        self._bucket.wait_for_update()
         return self._bucket.shards.values(self._index).detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
@@ -787,7 +787,7 @@ class Masters:
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
         self._bucket.wait_for_unshard()
-        self._bucket.absorb_changes()
+        self._bucket.sync_writes()
         return self._shards.exact
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
@@ -821,7 +821,7 @@ class Masters:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         bucket = self._bucket
         bucket.wait_for_unshard()
-        bucket.absorb_changes()
+        bucket.sync_writes()
         if self._shards.own_master is None and bucket.is_unsharded:
             return bucket.unsharded_params.views
         return self.gather_whole().views
@@ -900,7 +900,7 @@ class Masters:
         """
         bucket = self._bucket
         bucket.wait_for_unshard()
-        bucket.absorb_changes()
+        bucket.sync_writes()
         bucket._note_holders()
         bucket.fingerprints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)

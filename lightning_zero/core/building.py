@@ -87,11 +87,11 @@ class PartialParameter:
         assert parameter is not None
         return parameter.data
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """`parameter.data` is about to be set, perhaps to itself. Collective."""
         self._building.make_whole(self)
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values`. Collective."""
         self.sharded_data(index).copy_(values)
 

@@ -247,7 +247,7 @@ class Schedule:
                 bucket.wait_for_step()
             if self._is_compiled and not bucket.shards_params:
                 bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
-            bucket.take_rewritten()
+            bucket.detect_writes()
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()

@@ -235,7 +235,7 @@ class Shards:
         """The master, where it is another tensor than parameters that rest whole."""
         return self.own_master if self.param is None else None
 
-    def absorb_changes(self) -> None:
+    def sync_writes(self) -> None:
         """Takes elements that somebody has written to into the master, where it is another tensor.
 
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole

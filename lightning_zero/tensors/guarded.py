@@ -75,10 +75,10 @@ class Holder(Protocol):
     def sharded_data(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`."""
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Before `parameter.data` is set: it is at rest then, or whole and plain."""
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of slot `index`, at rest."""
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
@@ -137,10 +137,10 @@ class GuardedParameter(nn.Parameter):
             if args[1] is args[0]:
                 return None  # `module.to(...)` where nothing changes
             placement = placement_of(args[0])
-            placement.bucket.settle()
+            placement.bucket.wait_for_update()
             target: Any = args[0]
             if isinstance(target, GuardedParameter):  # it rests as a shard
-                return placement.bucket.put(placement.index, args[1])
+                return placement.bucket.assign_data(placement.index, args[1])
             target.data = args[1]
             return None
         elif func == _SET_GRAD:

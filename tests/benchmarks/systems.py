@@ -191,7 +191,7 @@ class LightningZero:
             self.engine.memory_report()  # waits for the steps
         if self.gathers_after_step:  # `gathered` would look at the values, too
             for bucket in self.engine.buckets:
-                bucket.settle()
+                bucket.wait_for_update()
 
     def close(self) -> None:
         self.engine.close()

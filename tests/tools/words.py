@@ -125,7 +125,7 @@ TERMS = (
         "probe, ProbeResult",
     ),
     Term("absorb", r"\babsorb(s|ed|ing)?\b", "sync_writes"),
-    Term("take_rewritten", r"\btake rewritten\b", "detect_writes"),
+    Term("detect_writes", r"\btake rewritten\b", "detect_writes"),
     Term(
         "give back, take over, born with",
         r"\b(give|gives|given|gave|giving) back\b|\b(take|takes|took|taken|taking) over\b|\bborn\b",
