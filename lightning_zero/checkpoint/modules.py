@@ -92,7 +92,7 @@ def _gather(
     plain: dict[int, Any] = {}
     for number in sorted({number for number, _ in wanted}):
         bucket = buckets[number]
-        views = bucket.masters.exact_views()
+        views = bucket.masters.full_tensors()
         if engine.comm.rank:
             continue
         for index in [index for other, index in wanted if other == number]:

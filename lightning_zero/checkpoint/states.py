@@ -70,7 +70,7 @@ def full_state_dict(
     wanted = [v for v in state.values() if isinstance(v, nn.Parameter) and has_placement(v)]
     whole = dict.fromkeys(wanted, torch.empty(0))
     for bucket in dict.fromkeys(bucket_of(placement_of(p)) for p in whole):
-        views = bucket.masters.exact_views()
+        views = bucket.masters.full_tensors()
         for index, parameter in enumerate(bucket.parameters):
             if parameter in whole:
                 whole[parameter] = views[index].to(target, bucket.orig_dtypes[index], copy=True)
@@ -84,7 +84,7 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
     """
     masters: dict[str, Tensor] = {}
     for bucket in _narrow_buckets(engine):
-        views = bucket.masters.gather_whole().views
+        views = bucket.masters.all_gather().views
         if engine.comm.rank == 0:
             for slot, view in zip(bucket.plan.layout.slots, views, strict=True):
                 masters[slot.name] = view.to("cpu", copy=True)
@@ -263,7 +263,7 @@ def _shard(
 
 def _part_reader() -> Callable[[Bucket, int], Tensor]:
     """Reads this rank's elements of a slot in full precision, 1-D; keeps those of one bucket."""
-    parts = lru_cache(1)(lambda bucket: bucket.masters.exact_parts())
+    parts = lru_cache(1)(lambda bucket: bucket.masters.shard_views())
     return lambda bucket, index: parts(bucket)[index]
 
 

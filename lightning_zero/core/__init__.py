@@ -19,10 +19,10 @@ Imports record, layout, tensors, comm and tiers.
     step_worker   the thread that steps beside the next forward
 
 Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
-at a hook of `hooks`; `Gradients.receive` takes it, and knows when its bucket has all. Then
+at a hook of `hooks`; `Gradients.accumulate` takes it, and knows when its bucket has all. Then
 `reducer` tells the order of all ranks (`Order.ready`), which calls `Schedule.issue_reduction` when
 its turn has come: by way of `Reducer.reduce` it comes to `Gradients.reduce`. From then on the mean
-is `Gradients.shard`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
+is `Gradients.main_grad`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
 of `schedule`. What a rank that raises does to itself: `Schedule.reset_all`; what becomes of the
 others: the end of comm's text.
 """

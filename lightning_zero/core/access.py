@@ -69,11 +69,11 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
-    mean = bucket.grads.shard
+    mean = bucket.grads.main_grad
     assert mean is not None
     if bucket.replicates_optim:
         return bucket.grads.slices[placement.index].clone()
-    return bucket.masters.gather_parts(mean).views[placement.index].clone()
+    return bucket.masters.all_gather_values(mean).views[placement.index].clone()
 
 
 def _buckets_of(
@@ -103,7 +103,7 @@ def _buckets_of(
 
 @contextmanager
 def _readable(bucket: Bucket) -> Iterator[None]:
-    if bucket.masters.is_shown:
+    if bucket.masters.has_views_installed:
         yield  # an outer context shows it, to be written to
         return
     bucket.wait_for_all_steps()
@@ -152,16 +152,16 @@ class _Shown:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._exact = bucket.masters.gather_whole()
+        self._exact = bucket.masters.all_gather()
         self._prints = [Fingerprint(view.reshape(-1)) for view in self._exact.views]
         self._data: list[Tensor] = []  # what the parameters had in the end
-        bucket.masters.show(self._exact.views)
+        bucket.masters.install_views(self._exact.views)
 
     def hide(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._exact.views, strict=True)
         # Copies: what was put in may be the memory of another parameter that is shown.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
-        self._bucket.masters.hide()
+        self._bucket.masters.uninstall_views()
 
     def changes(self) -> dict[str, bytes]:
         """By name, a digest of every parameter whose values or data this rank has changed."""
@@ -177,7 +177,7 @@ class _Shown:
 
     def keep(self, from_rank: int) -> None:
         """Takes the values of rank `from_rank`. Collective."""
-        self._bucket.masters.accept(self._exact, from_rank)
+        self._bucket.masters.broadcast_from(self._exact, from_rank)
 
 
 @contextmanager

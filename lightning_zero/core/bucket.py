@@ -169,9 +169,9 @@ class Bucket:
         self.comm.broadcast_(exact.tensor)
         if exact is not self.unsharded_params:
             self.unsharded_params.tensor.copy_(exact.tensor)
-        shards.take_params()
+        shards.init_params()
         if plan.begins_with_master:
-            shards.take_master(shards.own_part(exact))
+            shards.init_master(shards.own_slice_of(exact))
         for index, parameter in enumerate(self.parameters):
             slot = plan.layout.slots[index]
             placement = Placement(
@@ -182,7 +182,7 @@ class Bucket:
                 bucket=self,
                 index=index,
                 make_whole=self.unshard_on_use,
-                put_grad=self.grads.put,
+                put_grad=self.grads.assign,
                 hand_out=self._hand_out,
             )
             set_placement(parameter, placement)
@@ -200,7 +200,7 @@ class Bucket:
         """
         self.wait_for_unshard()
         self.grads.drop()
-        views = self.masters.exact_views() if device is not None else []
+        views = self.masters.full_tensors() if device is not None else []
         for index, parameter in enumerate(self.parameters):
             slot, dtype = self.plan.layout.slots[index], self.orig_dtypes[index]
             unguard(parameter)
@@ -485,7 +485,7 @@ class Bucket:
         self.wait_for_update()
         self.reshard()
         if self.phase is Phase.SHARDED:
-            exact = self.shards.look(index)
+            exact = self.shards.master_view(index)
             part = self._parts.get(index)
             if part is None:
                 part = self._parts[index] = _RestingPart(self, index)
@@ -539,7 +539,7 @@ class Bucket:
         self.wait_for_sent()
         self._note_assigned(index, given)
         self._detach_view(index)
-        self.shards.take(index, own)
+        self.shards.assign(index, own)
 
     def _check_dtype(self, index: int, values: Tensor) -> None:
         expected = self.orig_dtypes[index]
@@ -576,7 +576,7 @@ class Bucket:
 
     def _hand_out(self, index: int) -> None:
         """Somebody asks for the `.data` of slot `index`, which is plain."""
-        if self.phase is Phase.UNSHARDED and not self.masters.is_shown:
+        if self.phase is Phase.UNSHARDED and not self.masters.has_views_installed:
             self._detector.hand_out(index)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
@@ -626,7 +626,7 @@ class Bucket:
 
         `parameter.data = other` is how torch's pruning and others give new values.
         """
-        if self.phase is not Phase.UNSHARDED or self.masters.is_shown:
+        if self.phase is not Phase.UNSHARDED or self.masters.has_views_installed:
             return
         replaced, error = self._sync_replaced()
         if self.shards_params:
@@ -635,7 +635,7 @@ class Bucket:
                 if index in replaced:
                     self._detach_view(index)
                 own, view = self.owned(index), self.unsharded_params.views[index]
-                self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+                self.shards.assign(index, view.reshape(-1)[own.start : own.stop])
         if error is not None:
             raise error
 
@@ -652,7 +652,7 @@ class Bucket:
         if self.num_holders(num_params=len(self.parameters) - len(replaced)):
             old = self.unsharded_params.tensor
             self.unsharded_params.leave(copies=True)
-            self.shards.follow_whole(old)
+            self.shards.rebind_to_unsharded(old)
         point(self.parameters, self.unsharded_params.views)
         taken, error = [], None
         for index, one in values.items():
@@ -762,7 +762,9 @@ class Masters:
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self.is_shown = False  # the parameters point at what `show` was given, to be written to
+        self.has_views_installed = (
+            False  # the parameters point at what `install_views` was given, to be written to
+        )
         self._bucket = bucket
         self._shards = bucket.shards
         self._stepped: Tensor | None = None  # 1-D, own part, master dtype; inside a step
@@ -770,12 +772,12 @@ class Masters:
 
     # ---------------------------------------------------------------- this rank's elements
 
-    def exact(self) -> Tensor:
+    def fetch(self) -> Tensor:
         """The elements that this rank steps: 1-D, a view of memory or a copy of a file. Local."""
         store = self._store()
         return store.fetch(0, store.numel)
 
-    def exact_parts(self) -> list[Tensor]:
+    def shard_views(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
 
         Views of memory, or LazyTensors where the shard rests in a file. Local, but for a gather
@@ -788,7 +790,7 @@ class Masters:
         self._bucket.wait_for_all_steps()
         self._bucket.wait_for_unshard()
         self._bucket.sync_writes()
-        return self._shards.exact
+        return self._shards.master_or_param
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
         """Takes new values for masters and parameters, each rank its own elements. Collective.
@@ -796,98 +798,98 @@ class Masters:
         `read`, given a slot and the elements `owned` of it, returns those, in any floating dtype,
         or None to leave the slot as it is. The same slots on every rank.
         """
-        exact = self.exact()
+        exact = self.fetch()
         with torch.no_grad():
-            for index, part in enumerate(self._shards.cut(exact)):
+            for index, part in enumerate(self._shards.split_by_slot(exact)):
                 values = read(index, self._bucket.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
             self.store(exact)
 
     def store(self, exact: Tensor) -> None:
-        """Takes what has become of `exact()`; parameters follow, whole ones too. Collective."""
+        """Takes what has become of `fetch()`; parameters follow, whole ones too. Collective."""
         bucket = self._bucket
         bucket.wait_for_sent()
         bucket.fingerprints = None
         with torch.no_grad():
-            self._shards.store_exact(exact)
+            self._shards.store_master(exact)
             bucket.reshard()  # ranks may differ in what a forward has left whole
             if bucket.is_unsharded and not bucket.replicates_optim:
                 bucket.all_gather_params().wait()
 
     # ---------------------------------------------------------------- whole
 
-    def exact_views(self) -> list[Tensor]:
+    def full_tensors(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         bucket = self._bucket
         bucket.wait_for_unshard()
         bucket.sync_writes()
         if self._shards.own_master is None and bucket.is_unsharded:
             return bucket.unsharded_params.views
-        return self.gather_whole().views
+        return self.all_gather().views
 
-    def gather_whole(self) -> FlatBuffer:
+    def all_gather(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
-        return self.gather_parts(self.exact())
+        return self.all_gather_values(self.fetch())
 
-    def gather_parts(self, part: Tensor) -> FlatBuffer:
+    def all_gather_values(self, part: Tensor) -> FlatBuffer:
         """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""
         bucket = self._bucket
         bucket.wait_for_all_steps()  # their gathers and this one must have one order on all ranks
         with torch.no_grad():
             exact = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
-            self._shards.own_part(exact).copy_(part)
+            self._shards.own_slice_of(exact).copy_(part)
             if not bucket.replicates_optim:
                 bucket.all_gather_into(exact.tensor).wait()
         return exact
 
-    def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
+    def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """By slot, whole n-D optimizer states from every rank's slices. Collective.
 
         Those are 1-D as `slice_state` made them, by slot; None counts as zeros.
         """
         bucket = self._bucket
         dtype = next((part.dtype for part in slices if part is not None), bucket.plan.master_dtype)
-        joined = torch.zeros(self._shards.exact.numel, dtype=dtype, device=bucket.device)
-        for target, part in zip(self._shards.cut(joined), slices, strict=True):
+        joined = torch.zeros(self._shards.master_or_param.numel, dtype=dtype, device=bucket.device)
+        for target, part in zip(self._shards.split_by_slot(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
-        return self.gather_parts(joined).views
+        return self.all_gather_values(joined).views
 
-    def accept(self, exact: FlatBuffer, from_rank: int = 0) -> None:
+    def broadcast_from(self, exact: FlatBuffer, from_rank: int = 0) -> None:
         """Takes one rank's values of `exact` into all masters and parameters. Collective."""
         bucket = self._bucket
         bucket.fingerprints = None
         bucket.comm.broadcast_(exact.tensor, from_rank)
         with torch.no_grad():
             bucket.wait_for_sent()
-            self._shards.store_exact(self._shards.own_part(exact))
+            self._shards.store_master(self._shards.own_slice_of(exact))
             if bucket.unsharded_params.is_allocated:
                 bucket.unsharded_params.tensor.copy_(exact.tensor)
         self._shards.mark_written()
 
     # ---------------------------------------------------------------- shown
 
-    def show(self, views: Sequence[Tensor]) -> None:
-        """Points the parameters at `views`, by slot, plain, until `hide`."""
+    def install_views(self, views: Sequence[Tensor]) -> None:
+        """Points the parameters at `views`, by slot, plain, until `uninstall_views`."""
         self._bucket.wait_for_unshard()
         self._bucket.num_pins += 1
-        self.is_shown = True
+        self.has_views_installed = True
         point(self._bucket.parameters, views)
 
-    def show_own(self) -> Tensor:
-        """Points the parameters at parts of `exact()`, by slot, until `hide`; returns it.
+    def install_own_views(self) -> Tensor:
+        """Points the parameters at parts of `fetch()`, by slot, until `uninstall_views`; returns it.
 
         Where they are written to, `store` must follow.
         """
-        exact = self.exact()
+        exact = self.fetch()
         self._bucket.wait_for_sent()
-        self.show(self._shards.cut(exact))
+        self.install_views(self._shards.split_by_slot(exact))
         return exact
 
-    def hide(self) -> None:
+    def uninstall_views(self) -> None:
         self._bucket.num_pins -= 1
-        self.is_shown = False
+        self.has_views_installed = False
         self._bucket.restore_data_pointers()
 
     # ---------------------------------------------------------------- stepped all at once
@@ -904,13 +906,13 @@ class Masters:
         bucket._note_holders()
         bucket.fingerprints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
-        self._hidden = None if has_grads else bucket.grads.shown()
+        self._hidden = None if has_grads else bucket.grads.param_grads()
         if has_grads:
             grads = bucket.grads.fetch_all(bucket.plan.master_dtype)
         bucket.wait_for_sent()
-        master = self._shards.stepped()
+        master = self._shards.ensure_master()
         self._stepped = master.fetch(0, master.numel)
-        bucket.point_at_step_parts(self._shards.cut(self._stepped))
+        bucket.point_at_step_parts(self._shards.split_by_slot(self._stepped))
         for index, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
             if grad is not None and self._shards.is_stepped[index]:
                 grad = grad.read() if isinstance(grad, LazyTensor) else grad
@@ -922,18 +924,18 @@ class Masters:
         for parameter in bucket.parameters:
             parameter.grad = None
         if is_changed and self._stepped is not None:
-            parts = self._shards.cut(self._stepped)
+            parts = self._shards.split_by_slot(self._stepped)
             for parameter, part in zip(bucket.parameters, parts, strict=True):
                 if parameter.data_ptr() != part.data_ptr():  # `p.data = p.data - update`
                     part.copy_(parameter.data.reshape(-1))
-            self._shards.store_exact(self._stepped)
+            self._shards.store_master(self._stepped)
         self._stepped = None
         bucket.enter_idle_phase()
         hidden, self._hidden = self._hidden, None
         if hidden is None:
-            bucket.grads.show()
+            bucket.grads.set_param_grads()
         else:
-            bucket.grads.show_again(hidden)
+            bucket.grads.restore_param_grads(hidden)
         if is_changed and bucket.plan.stage.gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()

@@ -143,11 +143,11 @@ def _owned_parts(
     if not slots:
         return
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
-    assert grads.shard is not None
+    assert grads.main_grad is not None
     is_whole = bucket.replicates_optim
     if len(slots) == len(bucket.parameters):
         owned = layout.shard(rank)
-        yield grads.shard[owned.start : owned.stop] if is_whole else grads.shard
+        yield grads.main_grad[owned.start : owned.stop] if is_whole else grads.main_grad
         return
     for index in slots:
         owned = layout.owned(layout.slots[index], rank)

@@ -97,7 +97,7 @@ class Reducer:
             self._touched[self._trainable] = self._reduce_the_rest(completes=self.ends_step)
         else:
             for bucket in self._buckets:
-                bucket.grads.show()  # means of earlier backwards, which this one has not touched
+                bucket.grads.set_param_grads()  # means of earlier backwards, which this one has not touched
         self._is_open = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
@@ -123,7 +123,7 @@ class Reducer:
         if self._is_open:
             self._reduce(bucket)
         else:
-            bucket.grads.reduce_for_others(averages=self.ends_step and self._config.overlap_comm)
+            bucket.grads.reduce_zeros(averages=self.ends_step and self._config.overlap_comm)
             self._reduced.add(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -138,9 +138,9 @@ class Reducer:
         """Waits for the reduction under way."""
         if self.under_way is None:
             return
-        self.under_way.grads.finish()
+        self.under_way.grads.wait_for_reduction()
         if self.ends_step and self._config.overlap_comm:
-            self.under_way.grads.begin_average()
+            self.under_way.grads.issue_average()
         self.under_way = None
 
     # ---------------------------------------------------------------- the rest

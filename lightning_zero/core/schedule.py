@@ -431,7 +431,7 @@ class Schedule:
             )
         if self.reducer.under_way is bucket:
             self.reducer.finish()  # a second gradient, after the first was sent off
-        if bucket.grads.receive(index):
+        if bucket.grads.accumulate(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.is_backward_done:
                 self._recorder.leave(Kind.BACKWARD, unit.name)

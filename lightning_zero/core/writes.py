@@ -181,7 +181,7 @@ def _own_bits(parameter: Tensor) -> Tensor:
     """Of this rank's elements, where there is one owner of each: the same sums for equal values."""
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
-    part = bucket.masters.exact_parts()[placement.index]
+    part = bucket.masters.shard_views()[placement.index]
     values = part.read() if isinstance(part, LazyTensor) else part.detach()
     return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: there are two zeros
 
@@ -191,5 +191,5 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
     placement = placement_of(tensor)
     bucket: Any = placement.bucket
-    views: list[Tensor] = bucket.masters.exact_views()
+    views: list[Tensor] = bucket.masters.full_tensors()
     return views[placement.index].clone()

@@ -66,7 +66,7 @@ class Shadow:
         queue: GradQueue,
     ) -> Bucket:
         """The copy's bucket for one of the module. Collective."""
-        plan, dtype = bucket.plan, bucket.shards.exact.dtype
+        plan, dtype = bucket.plan, bucket.shards.master_or_param.dtype
         copy = _ShadowBucket(
             dataclasses.replace(
                 plan,
@@ -117,8 +117,8 @@ def _bare(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
     with ExitStack() as hiding:
         shown = []
         for bucket in buckets:
-            shown.append((bucket.masters, bucket.masters.show_own()))
-            hiding.callback(bucket.masters.hide)
+            shown.append((bucket.masters, bucket.masters.install_own_views()))
+            hiding.callback(bucket.masters.uninstall_views)
         yield shown
 
 

@@ -69,7 +69,7 @@ class Chunk:
 def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     """The chunks that hold anything of `slots`; one where everything is in memory."""
     files = _files_of(bucket)
-    numel = bucket.shards.stepped().numel
+    numel = bucket.shards.ensure_master().numel
     step = numel
     if files:
         itemsize = sum(store.dtype.itemsize for store in files.values())
@@ -98,9 +98,9 @@ def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
     """By name, the stores that are files and pass through buffers."""
     if bucket.plan.layout.holds_whole_tensors:
         return {}  # a chunk would end within a tensor: its shard is read and written at once
-    stores = {MASTER: bucket.shards.stepped(), GRAD: bucket.grads.store}
+    stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
     if bucket.shards.has_own_master:
-        stores[PARAM] = bucket.shards.follower
+        stores[PARAM] = bucket.shards.param_shard
     stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
     return {name: store for name, store in stores.items() if isinstance(store, InFile)}
 
@@ -170,7 +170,7 @@ class ChunkStep:
         """A master that rests in other memory begins to travel to where it is stepped."""
         if MASTER in self.chunk.files:
             return
-        resting = self._shards.stepped().fetch(self.chunk.start, self.chunk.stop)
+        resting = self._shards.ensure_master().fetch(self.chunk.start, self.chunk.stop)
         device, moving = self.of.device, self._shards.storage.recorder.moving
         with moving(self._name, resting.nbytes, resting.device, device):
             self._master = resting.to(device, non_blocking=True)  # page-locked, if on the CPU
@@ -198,12 +198,12 @@ class ChunkStep:
             self._keep_state(index, part, stepped)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER not in self._memory:
-            storage.upload(self._master, shards.stepped(), start, self._name)
+            storage.upload(self._master, shards.ensure_master(), start, self._name)
         if shards.has_own_master:
             if PARAM in self._memory:
                 self._memory[PARAM].copy_(self._master)
             else:
-                storage.upload(self._master, shards.follower, start, self._name)
+                storage.upload(self._master, shards.param_shard, start, self._name)
         self._master = self._arrival = None  # others of the step are still to come
         self._slices, self._memory = {}, {}
 
@@ -260,7 +260,7 @@ class ChunkStep:
                 shards.state_store(key, value.dtype).write(part.start, value)
         if stepped.state and (not own or part.stop == own.stop):
             self._state[parameter] = {
-                key: known[key] if key in known else shards.look_at_state(index, key)
+                key: known[key] if key in known else shards.state_view(index, key)
                 for key in stepped.state
             }
 

@@ -291,7 +291,7 @@ def _joined(
             ]
             if all(part is None for part in slices):
                 continue
-            views = bucket.masters.join_state(slices)
+            views = bucket.masters.all_gather_state(slices)
             for index, part in enumerate(slices):
                 if part is not None:
                     yield bucket.parameters[index], key, views[index]

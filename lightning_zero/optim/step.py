@@ -346,7 +346,7 @@ class OptimizerStep:
         self._is_inside = False
         stepped, self._stepping = self._stepping, []
         for bucket in stepped:
-            bucket.grads.show()
+            bucket.grads.set_param_grads()
         for bucket in stepped:
             bucket.sync_aliases()
         self._show_states()

@@ -258,15 +258,15 @@ def _own_code(stage, net, kind):
         state = OrderedDict((f"net.{name}", value) for name, value in state.items())
         state._metadata = expected._metadata
     gathered_names = []
-    gather_whole = Masters.gather_whole
+    all_gather = Masters.all_gather
 
     def noted(masters):
         gathered_names.extend(slot.name for slot in masters._bucket.plan.layout.slots)
-        return gather_whole(masters)
+        return all_gather(masters)
 
-    Masters.gather_whole = noted
+    Masters.all_gather = noted
     load_module(module, stored(state))
-    Masters.gather_whole = gather_whole
+    Masters.all_gather = all_gather
     assert_state(engine, expected)
     assert torch.equal(module.layers[1].total, expected["layers.1.total"])
     if net is OverridingNet:

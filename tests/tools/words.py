@@ -74,7 +74,7 @@ TERMS = (
         is_exact=True,
         only="*.py",
     ),
-    Term("follower", r"\bfollowers?\b", "param_shard"),
+    Term("param_shard", r"\bfollowers?\b", "param_shard"),
     Term(
         "stepped, shown, accept (tensors)",
         r"\.(stepped|shown|accept)\b(?!\()|\bdef (stepped|shown|accept)\b",
