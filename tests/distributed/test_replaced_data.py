@@ -219,7 +219,7 @@ def _clip(rank, world_size, stage, param_dtype):
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_keeps_nothing_whole(
+def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_reshards_everything(
     stage, param_dtype
 ):
     for held, used, largest in run_ranks(2, _clip, stage, param_dtype):
@@ -328,7 +328,7 @@ def _fail(rank, world_size):
     return all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def test_a_step_that_fails_with_data_of_a_wrong_shape_leaves_the_engine_at_rest():
+def test_a_step_that_fails_with_data_of_a_wrong_shape_leaves_the_engine_idle():
     assert run_ranks(2, _fail) == [True, True]
 
 
