@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_zero.layout.order import Order
 from lightning_zero.layout.passes import hoisted
-from lightning_zero.layout.talk import Heard
+from lightning_zero.layout.rounds import RoundResult
 
 NUM_UNITS = 5
 
@@ -92,7 +92,7 @@ class World:
         return f"rounds {said}, events {[len(events) for events in self.issued]}"
 
 
-class Talk:
+class ControlPlane:
     """One rank's, in a world."""
 
     def __init__(self, world, rank):
@@ -126,19 +126,19 @@ class Talk:
 
 
 class Saying:
-    def __init__(self, talk, number, judge):
-        self._talk, self._number, self._judge = talk, number, judge
+    def __init__(self, control_plane, number, judge):
+        self._control_plane, self._number, self._judge = control_plane, number, judge
 
     def done(self):
-        return all(len(sayings) > self._number for sayings in self._talk.world.said)
+        return all(len(sayings) > self._number for sayings in self._control_plane.world.said)
 
     def result(self):
-        self._talk.world.wait(self._talk.rank, self.done)
-        said = [sayings[self._number] for sayings in self._talk.world.said]
+        self._control_plane.world.wait(self._control_plane.rank, self.done)
+        said = [sayings[self._number] for sayings in self._control_plane.world.said]
         numbers = [min(of_all) for of_all in zip(*(numbers for numbers, _ in said), strict=True)]
         width = max(len(mask) for _, mask in said)
         masks = [mask.ljust(width, b"\0") for _, mask in said]
-        heard = Heard(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
+        heard = RoundResult(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
         return heard if self._judge is None else heard._replace(error=self._judge(heard))
 
 
@@ -147,9 +147,9 @@ class Rank:
 
     def __init__(self, world, rank, kind=Order):
         self.world, self.rank = world, rank
-        self.talk = Talk(world, rank)
+        self.control_plane = ControlPlane(world, rank)
         self.order = kind(
-            self.talk, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
+            self.control_plane, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
         )
         self.whole: set[int] = set()
         self.num_steps = 0  # the values that a gather sends
@@ -296,9 +296,9 @@ def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
         one = Rank(world, rank, kind)
         own = of_ranks[rank]
         for step in range(num_steps):
-            before = one.talk.num_awaited
+            before = one.control_plane.num_awaited
             one.step(units_of(own, mode) or [0], meets=meets)
-            awaited[rank] = one.talk.num_awaited - before
+            awaited[rank] = one.control_plane.num_awaited - before
             if step == evaluates_after:
                 one.evaluate([units_of(own, mode) for _ in range(own.randrange(4))])
             if step % 3 == 2:
@@ -363,7 +363,7 @@ class HoldsBack(Order):
 
     @property
     def rank_is_odd(self):
-        return self._talk.rank % 2
+        return self._control_plane.rank % 2
 
 
 class GoesAhead(Order):

@@ -33,14 +33,14 @@ import torch.distributed as dist
 
 from lightning_zero.comm.watchdog import RanksApartError, Watchdog, end_at_exit, summary
 from lightning_zero.comm.world import cut_connections, has_world
-from lightning_zero.layout.talk import Heard, Judge
+from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 
 __all__ = ["Channel", "Control", "PeerFailedError", "Rounds"]
 
 _T = TypeVar("_T")
-_Task = tuple[Sequence[int], bytes, Judge | None, "Future[Heard]"]
+_Task = tuple[Sequence[int], bytes, RoundCheck | None, "Future[RoundResult]"]
 _FIRST_TAG = 1 << 20  # of nobody else on the group
 _EXIT_S = 2.0  # for the thread to end with the process
 
@@ -158,11 +158,15 @@ class Control:
         self._width = max(self._width, num_bytes)
         self._rounds.widen(num_bytes)
 
-    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
+    def say(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+    ) -> RoundResult:
         """One round: see `Rounds.say`. Whoever calls it is `waiting`."""
         return self._rounds.say(numbers, mask, judge)
 
-    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
+    def begin_saying(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+    ) -> Future[RoundResult]:
         """As `say`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
         return self._rounds.begin(numbers, mask, judge)
 
@@ -215,14 +219,16 @@ class Rounds:
         self._width = 0  # bytes of every saying
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Future[Heard] | None = None  # begun last; rounds end in their order
+        self._last: Future[RoundResult] | None = None  # begun last; rounds end in their order
         self.num_begun = 0
 
     def widen(self, num_bytes: int) -> None:
         """From now on all sayings have room for `num_bytes`, the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
 
-    def say(self, numbers: Sequence[int], mask: bytes = b"", judge: Judge | None = None) -> Heard:
+    def say(
+        self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
+    ) -> RoundResult:
         """One round, which ends before this returns; inside a `judge` at once.
 
         Args:
@@ -238,10 +244,10 @@ class Rounds:
         return self._carry(numbers, mask, judge)
 
     def begin(
-        self, numbers: Sequence[int], mask: bytes = b"", judge: Judge | None = None
-    ) -> Future[Heard]:
+        self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
+    ) -> Future[RoundResult]:
         """As `say`, but this rank goes on meanwhile."""
-        future: Future[Heard] = Future()
+        future: Future[RoundResult] = Future()
         self.num_begun += 1
         if not self._distances:
             _fulfil(self, numbers, mask, judge, future)
@@ -271,12 +277,12 @@ class Rounds:
         self._tasks.put(None)
         self._thread = None
 
-    def _carry(self, numbers: Sequence[int], mask: bytes, judge: Judge | None) -> Heard:
+    def _carry(self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None) -> RoundResult:
         if self._distances:
             assert len(mask) <= self._width, "see `widen`"
             with torch.inference_mode(mode=False), torch.device("cpu"):
                 numbers, mask = self._exchange(numbers, mask)
-        heard = Heard(list(numbers), mask)
+        heard = RoundResult(list(numbers), mask)
         return heard if judge is None else heard._replace(error=judge(heard))
 
     def _exchange(self, numbers: Sequence[int], mask: bytes) -> tuple[list[int], bytes]:
@@ -315,7 +321,11 @@ def _run(rounds: weakref.ref[Rounds], tasks: queue.SimpleQueue[_Task | None]) ->
 
 
 def _fulfil(
-    rounds: Rounds, numbers: Sequence[int], mask: bytes, judge: Judge | None, future: Future[Heard]
+    rounds: Rounds,
+    numbers: Sequence[int],
+    mask: bytes,
+    judge: RoundCheck | None,
+    future: Future[RoundResult],
 ) -> None:
     try:
         result = rounds._carry(numbers, mask, judge)

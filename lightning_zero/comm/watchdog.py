@@ -48,7 +48,7 @@ from lightning_zero.comm.peers import (
 )
 from lightning_zero.comm.reports import News, Reports, Wait, Waits
 from lightning_zero.comm.world import WaitLimits, cut_connections, world_size
-from lightning_zero.layout.talk import CURE
+from lightning_zero.layout.rounds import DESYNC_HINT
 
 __all__ = [
     "PeerAbortedError",
@@ -241,7 +241,7 @@ class Watchdog:
             f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
             "same point. Every rank must run forward and backward together, with equally many "
             "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
-            f"would run on one rank alone).\n{CURE}"
+            f"would run on one rank alone).\n{DESYNC_HINT}"
         )
 
     @property

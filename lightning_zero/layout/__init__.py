@@ -13,7 +13,7 @@
     recompute   which modules run again in backward
     order       what is gathered and reduced next, on all ranks; who waits for whom
     passes      one pass, and the plan that is learned from the logs of passes
-    talk        what ranks say for that in one round, and what is wrong with it
+    rounds      what ranks say for that in one round, and what is wrong with it
     plan        a module cut into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

@@ -55,7 +55,14 @@ from typing import Protocol
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.passes import Learned, Pass, hash_of
-from lightning_zero.layout.talk import Requests, Round, Said, Talk, Voice, called_from
+from lightning_zero.layout.rounds import (
+    ControlPlane,
+    Requests,
+    RoundClient,
+    Tally,
+    Vote,
+    called_from,
+)
 
 __all__ = ["Issuer", "Order", "Gathered", "gather_ahead"]
 
@@ -85,7 +92,7 @@ class Order:
         2n .. 2n+3     `Requests`
 
     Args:
-        talk: Between the ranks.
+        control_plane: Between the ranks.
         issuer: Does what is decided.
         numels: Elements of each unit; 0 for one that is not gathered.
         num_buckets: That are reduced.
@@ -101,7 +108,7 @@ class Order:
 
     def __init__(
         self,
-        talk: Talk,
+        control_plane: ControlPlane,
         issuer: Issuer,
         *,
         numels: Sequence[int],
@@ -109,12 +116,14 @@ class Order:
         names: Sequence[str] = (),
         ahead: int | None = None,
     ) -> None:
-        self._talk = talk
+        self._control_plane = control_plane
         self._issuer = issuer
         self._num = self._turn = len(numels)  # units; the event at which a backward begins
         self._gathers = any(numels)
         self.requests = Requests(*range(2 * self._num, 2 * self._num + 4))
-        self._voice = Voice(talk, self.requests, names, 2 * num_buckets + len(names))
+        self._rounds = RoundClient(
+            control_plane, self.requests, names, 2 * num_buckets + len(names)
+        )
         self._learned = Learned(list(numels), ahead)
         self.wish: Callable[[], int | None] = lambda: None
         self.is_loose = False
@@ -126,7 +135,7 @@ class Order:
         """Nothing is under way, and nothing known. Local."""
         self._pass: Pass | None = None
         self._ended: Pass | None = None  # until a boundary has been heard
-        self._voice.forget()
+        self._rounds.forget()
         self._look(None)
         self._learned.forget()
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
@@ -137,7 +146,7 @@ class Order:
         """As `forget`, on all ranks, which have come together anew. Local."""
         self.forget()
         self._past = 0  # a hash of what was done together
-        self._voice.num_writes = 0
+        self._rounds.num_writes = 0
         self._heard_wish: int | None = None
 
     def give_up_pass(self) -> None:
@@ -159,7 +168,7 @@ class Order:
             RuntimeError: They cannot be told.
         """
         self._leave()
-        self._voice.fail(error, self._said(-1, None)._replace(failed=self._talk.rank))
+        self._rounds.fail(error, self._said(-1, None)._replace(failed=self._control_plane.rank))
 
     # ---------------------------------------------------------------- passes
 
@@ -184,14 +193,14 @@ class Order:
             self._learned.follow(key)
         one = self._pass = Pass(key, flags is not None, is_begun=False)
         said = self._said(self.requests.begin, key)
-        one.saying = self._voice.begin(said, is_heard=not is_foretold)
+        one.saying = self._rounds.begin(said, is_heard=not is_foretold)
         if is_foretold:
             one.is_begun = True
             one.plan = self._learned.plan_of(key)
 
     def _look(self, flags: Sequence[bool] | None) -> None:
-        self._voice.flags = bytes(flags or ())
-        self._flags_mark = None if flags is None else hash_of(self._voice.flags)
+        self._rounds.flags = bytes(flags or ())
+        self._flags_mark = None if flags is None else hash_of(self._rounds.flags)
 
     def confirm(self) -> None:
         """Waits until all ranks have begun this pass, where that is not foretold."""
@@ -207,7 +216,7 @@ class Order:
             return one
         assert one.saying is not None
         name = "the beginning of a pass"
-        heard, _ = self._voice.hear(one.saying, name)
+        heard, _ = self._rounds.hear(one.saying, name)
         while heard.request < self.requests.begin:
             self._answer(heard)
             heard = self._say(self.requests.begin, one.key, name)
@@ -227,7 +236,7 @@ class Order:
         `eager` are the buckets that will be reduced, in this order, if there is no plan: the same
         on every rank.
         """
-        if not self.is_training or bytes(flags) != self._voice.flags:
+        if not self.is_training or bytes(flags) != self._rounds.flags:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
@@ -251,15 +260,15 @@ class Order:
         """
         self._leave()
         said, name = self._said(self.requests.done, None), "the end of the backward on all ranks"
-        saying = self._voice.begin(said, mask(), is_heard=True)
+        saying = self._rounds.begin(said, mask(), is_heard=True)
         finish()
-        heard, touched = self._voice.hear(saying, name)
+        heard, touched = self._rounds.hear(saying, name)
         while True:
             self._answer(heard)
             if heard.request >= self.requests.done:
                 break
             said = self._said(self.requests.done, None)
-            heard, touched = self._voice.say(said, name, mask())
+            heard, touched = self._rounds.say(said, name, mask())
         self._heard_wish, self._num_boundaries = heard.wish, 0
         self._heard = heard
         return touched
@@ -278,7 +287,7 @@ class Order:
         self._advance(one.num_planned)
         self._ended, self._pass = one, None
 
-    def _learn(self, heard: Round, *, is_incomplete: bool = False) -> None:
+    def _learn(self, heard: Tally, *, is_incomplete: bool = False) -> None:
         """At a boundary: from the pass that it has ended, the same on every rank."""
         one, self._ended = self._ended, None
         if one is not None:
@@ -386,7 +395,7 @@ class Order:
             self._issuer.issue_reduction(event - self._turn - 1)
         self.is_mid_event = False
 
-    def _answer(self, heard: Round, *, is_kept: bool = False) -> None:
+    def _answer(self, heard: Tally, *, is_kept: bool = False) -> None:
         """Issues what a round has told: reductions that all are ready for, then the gather."""
         one, lowest, num_ready = self._ended or self._pass, heard.request, heard.lowest.num_ready
         is_unit = lowest < self.requests.begin
@@ -406,7 +415,7 @@ class Order:
     def meet(self, request: int, name: str) -> None:
         """Takes part in what other ranks still ask for, until none is behind `request`."""
         topic = hash_of(name) if request == self.requests.together else None
-        self._voice.doing = "" if topic is None else f"come to {name}, {called_from()}"
+        self._rounds.current_call = "" if topic is None else f"come to {name}, {called_from()}"
         one, kept = self._pass, None
         if one is not None and one.is_training and topic is not None:
             kept = Pass(hash_of(one.key or 0, topic), is_training=True)  # goes on behind it
@@ -424,7 +433,7 @@ class Order:
                 key = heard.lowest.key if heard.is_same("key") else None
                 self._pass = Pass(key, plan=self._learned.plan_of(key))
                 self._leave()
-        self._voice.doing = ""
+        self._rounds.current_call = ""
         if topic is not None:
             self._past = hash_of(self._past, topic)
         if kept is not None and one is not None:
@@ -461,16 +470,16 @@ class Order:
             self.meet(self.requests.together, name)
             return
         topic = hash_of(name)
-        self._voice.doing = f"come to {name}, {called_from()}"
-        self._voice.begin(self._said(self.requests.together, topic), is_heard=False)
-        self._voice.doing = ""
+        self._rounds.current_call = f"come to {name}, {called_from()}"
+        self._rounds.begin(self._said(self.requests.together, topic), is_heard=False)
+        self._rounds.current_call = ""
         self._past = hash_of(self._past, topic)
 
     def note_write(self, name: str) -> None:
         """All ranks write to their parts of parameter `name` here; see `note`. Local."""
         self.note(f"write to {name}")
-        self._voice.num_writes += 1
-        self._voice.written = f"written to parameter {name}, {called_from()}"
+        self._rounds.num_writes += 1
+        self._rounds.last_write = f"written to parameter {name}, {called_from()}"
 
     def note(self, name: str) -> None:
         """All ranks come to `name` here; found out at the next round if not. Local."""
@@ -482,7 +491,11 @@ class Order:
         Collective. Holds a round of its own where there has been none for long.
         """
         self._num_boundaries += 1
-        if self._talk.size > 1 and self._is_settled and self._num_boundaries <= _MOST_BOUNDARIES:
+        if (
+            self._control_plane.size > 1
+            and self._is_settled
+            and self._num_boundaries <= _MOST_BOUNDARIES
+        ):
             self.note(name)
         else:
             self.meet(self.requests.together, name)
@@ -497,14 +510,14 @@ class Order:
 
     # ---------------------------------------------------------------- rounds
 
-    def _said(self, request: int, key: int | None) -> Said:
+    def _said(self, request: int, key: int | None) -> Vote:
         one = self._ended or self._pass
         ready = 0
         if one is not None:
             is_all = one.plan is not None or request >= self.requests.done
             ready = len(one.eager) if is_all else one.num_ready
         compares = not self.is_loose and self.requests.begin <= request <= self.requests.done
-        return Said(
+        return Vote(
             request,
             key,
             ready,
@@ -514,11 +527,11 @@ class Order:
             has_deviated=one is not None and one.has_deviated,
             is_in_vain=one is not None and one.is_in_vain,
             is_loose=self.is_loose,
-            failed=self._talk.size,
+            failed=self._control_plane.size,
         )
 
-    def _say(self, request: int, key: int | None, name: str) -> Round:
-        return self._voice.say(self._said(request, key), name)[0]
+    def _say(self, request: int, key: int | None, name: str) -> Tally:
+        return self._rounds.say(self._said(request, key), name)[0]
 
 
 class Gathered(Protocol):

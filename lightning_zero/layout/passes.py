@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, islice, takewhile
 
-from lightning_zero.layout.talk import Heard, Round
+from lightning_zero.layout.rounds import RoundResult, Tally
 
 __all__ = ["Learned", "Pass", "hash_of", "hoisted"]
 
@@ -35,7 +35,7 @@ class Pass:
     is_training: bool = False
     plan: tuple[int, ...] | None = None
     is_learned: bool = True  # the plan comes from logs
-    saying: Future[Heard] | None = None  # the round of its beginning
+    saying: Future[RoundResult] | None = None  # the round of its beginning
     is_begun: bool = True  # that one has been heard, or need not be before an event
     cursor: int = 0
     log: list[int] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Learned:
             self._following[self._context[-length:]] = key
         self._context = (*self._context, key)[-_CONTEXTS[0] :]
 
-    def learn(self, one: Pass, heard: Round, *, is_incomplete: bool) -> None:
+    def learn(self, one: Pass, heard: Tally, *, is_incomplete: bool) -> None:
         """From a pass that has ended, at a boundary."""
         log = tuple(one.log) if one.is_learned else ()
         if len(self._known) > _MOST_KNOWN:

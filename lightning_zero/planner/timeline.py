@@ -20,8 +20,8 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
 from lightning_zero.layout.order import Order, gather_ahead
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
+from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.layout.stage import State
-from lightning_zero.layout.talk import Heard, Judge
 from lightning_zero.layout.units import ROOT
 from lightning_zero.planner.trace import Event, StepTrace, TraceMoment
 
@@ -118,11 +118,15 @@ class _Alone:
     def widen(self, num_bytes: int) -> None:
         pass
 
-    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
-        return Heard(list(numbers), mask)
+    def say(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+    ) -> RoundResult:
+        return RoundResult(list(numbers), mask)
 
-    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
-        future: Future[Heard] = Future()
+    def begin_saying(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+    ) -> Future[RoundResult]:
+        future: Future[RoundResult] = Future()
         future.set_result(self.say(numbers, mask))
         return future
 
