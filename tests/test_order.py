@@ -99,14 +99,14 @@ class ControlPlane:
         self.world, self.rank, self.size = world, rank, world.size
         self.num_awaited = 0
 
-    def widen(self, num_bytes):
+    def reserve(self, num_bytes):
         self.width = num_bytes
 
-    def say(self, numbers, mask=b"", judge=None):
+    def run_round(self, numbers, mask=b"", judge=None):
         self.num_awaited += 1
-        return self.begin_saying(numbers, mask, judge).result()
+        return self.begin_round(numbers, mask, judge).result()
 
-    def begin_saying(self, numbers, mask, judge):
+    def begin_round(self, numbers, mask, judge):
         sayings = self.world.said[self.rank]
         sayings.append((list(numbers), mask))
         return Saying(self, len(sayings) - 1, judge)
@@ -115,13 +115,13 @@ class ControlPlane:
     def waiting(self, name):
         yield
 
-    def give_up(self, error):
+    def abort_waits(self, error):
         pass
 
-    def failed(self, text):
+    def peer_failed_error(self, text):
         return Failed(text)
 
-    def apart(self, text):
+    def desync_error(self, text):
         return AssertionError(text)
 
 
@@ -420,7 +420,7 @@ def _fail_in_a_loop(size, failing, seed):
                 one.order.begin("forward")
                 for unit in range(NUM_UNITS):
                     if rank == failing and number == 3 and unit == 2:
-                        one.order.fail(ValueError("bad sample"))
+                        one.order.report_failure(ValueError("bad sample"))
                         raise ValueError("bad sample")
                     one.use(unit)
                     one.whole.discard(unit)

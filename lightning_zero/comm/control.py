@@ -75,7 +75,7 @@ class Control:
             is_alone |= backend == "fake"
         group = None if is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
-        self._rounds.widen(self._width)
+        self._rounds.reserve(self._width)
 
     @property
     def is_open(self) -> bool:
@@ -153,42 +153,42 @@ class Control:
         """That this rank has begun since the group was made. Local."""
         return self._rounds.num_begun
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Makes room for `num_bytes` in every saying, the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
-        self._rounds.widen(num_bytes)
+        self._rounds.reserve(num_bytes)
 
-    def say(
+    def run_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
     ) -> RoundResult:
-        """One round: see `Rounds.say`. Whoever calls it is `waiting`."""
-        return self._rounds.say(numbers, mask, judge)
+        """One round: see `Rounds.run_round`. Whoever calls it is `waiting`."""
+        return self._rounds.run_round(numbers, mask, judge)
 
-    def begin_saying(
+    def begin_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
     ) -> Future[RoundResult]:
-        """As `say`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
+        """As `run_round`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
         return self._rounds.begin(numbers, mask, judge)
 
     def agree(self, value: int, name: str = "the next round") -> int:
         """The lowest value, of less than 63 bits, of any rank."""
         with self.waiting(name):
-            return self.say([value], b"").numbers[0]
+            return self.run_round([value], b"").numbers[0]
 
     # ---------------------------------------------------------------- failure
 
-    def give_up(self, error: Exception) -> None:
+    def abort_waits(self, error: Exception) -> None:
         """Lets the other ranks fail, wherever they wait. Local, from any thread."""
         if isinstance(error, RanksApartError):
             self.watchdog.part(error)
         else:
             self.watchdog.abort(error)
 
-    def failed(self, text: str) -> Exception:
+    def peer_failed_error(self, text: str) -> Exception:
         """What to raise where another rank has failed, and all go on together. Local."""
         return PeerFailedError(text)
 
-    def apart(self, text: str) -> Exception:
+    def desync_error(self, text: str) -> Exception:
         """What to raise where ranks have come to different points. Local."""
         return RanksApartError(text)
 
@@ -222,18 +222,18 @@ class Rounds:
         self._last: Future[RoundResult] | None = None  # begun last; rounds end in their order
         self.num_begun = 0
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """From now on all sayings have room for `num_bytes`, the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
 
-    def say(
+    def run_round(
         self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
     ) -> RoundResult:
         """One round, which ends before this returns; inside a `judge` at once.
 
         Args:
             numbers: Of less than 63 bits, equally many on every rank.
-            mask: Bytes, at most as many as `widen` has made room for.
+            mask: Bytes, at most as many as `reserve` has made room for.
             judge: Is asked, on every rank, what is wrong with what was heard; in the thread where
                 there is one, so that it is asked also where nobody waits.
         """
@@ -246,7 +246,7 @@ class Rounds:
     def begin(
         self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
     ) -> Future[RoundResult]:
-        """As `say`, but this rank goes on meanwhile."""
+        """As `run_round`, but this rank goes on meanwhile."""
         future: Future[RoundResult] = Future()
         self.num_begun += 1
         if not self._distances:
@@ -279,7 +279,7 @@ class Rounds:
 
     def _carry(self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None) -> RoundResult:
         if self._distances:
-            assert len(mask) <= self._width, "see `widen`"
+            assert len(mask) <= self._width, "see `reserve`"
             with torch.inference_mode(mode=False), torch.device("cpu"):
                 numbers, mask = self._exchange(numbers, mask)
         heard = RoundResult(list(numbers), mask)

@@ -163,7 +163,7 @@ class Lockstep:
             return  # they know more
         if isinstance(error, Exception) and not self._order.is_mid_event:
             try:
-                self._order.fail(error)
+                self._order.report_failure(error)
             except RanksApartError:
                 return
             except Exception as failure:  # they cannot be told: they find this rank gone

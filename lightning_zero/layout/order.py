@@ -159,7 +159,7 @@ class Order:
         if one is not None and one.is_begun and not self.is_mid_event:
             self._leave()
 
-    def fail(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Tells the other ranks, in their next round, why this one fails; they raise it too.
 
         The caller raises `error` afterwards.
@@ -168,7 +168,9 @@ class Order:
             RuntimeError: They cannot be told.
         """
         self._leave()
-        self._rounds.fail(error, self._said(-1, None)._replace(failed=self._control_plane.rank))
+        self._rounds.report_failure(
+            error, self._said(-1, None)._replace(failed=self._control_plane.rank)
+        )
 
     # ---------------------------------------------------------------- passes
 
@@ -193,7 +195,7 @@ class Order:
             self._learned.follow(key)
         one = self._pass = Pass(key, flags is not None, is_begun=False)
         said = self._said(self.requests.begin, key)
-        one.saying = self._rounds.begin(said, is_heard=not is_foretold)
+        one.saying = self._rounds.begin(said, is_awaited=not is_foretold)
         if is_foretold:
             one.is_begun = True
             one.plan = self._learned.plan_of(key)
@@ -216,7 +218,7 @@ class Order:
             return one
         assert one.saying is not None
         name = "the beginning of a pass"
-        heard, _ = self._rounds.hear(one.saying, name)
+        heard, _ = self._rounds.wait(one.saying, name)
         while heard.request < self.requests.begin:
             self._answer(heard)
             heard = self._say(self.requests.begin, one.key, name)
@@ -260,15 +262,15 @@ class Order:
         """
         self._leave()
         said, name = self._said(self.requests.done, None), "the end of the backward on all ranks"
-        saying = self._rounds.begin(said, mask(), is_heard=True)
+        saying = self._rounds.begin(said, mask(), is_awaited=True)
         finish()
-        heard, touched = self._rounds.hear(saying, name)
+        heard, touched = self._rounds.wait(saying, name)
         while True:
             self._answer(heard)
             if heard.request >= self.requests.done:
                 break
             said = self._said(self.requests.done, None)
-            heard, touched = self._rounds.say(said, name, mask())
+            heard, touched = self._rounds.run_round(said, name, mask())
         self._heard_wish, self._num_boundaries = heard.wish, 0
         self._heard = heard
         return touched
@@ -471,7 +473,7 @@ class Order:
             return
         topic = hash_of(name)
         self._rounds.current_call = f"come to {name}, {called_from()}"
-        self._rounds.begin(self._said(self.requests.together, topic), is_heard=False)
+        self._rounds.begin(self._said(self.requests.together, topic), is_awaited=False)
         self._rounds.current_call = ""
         self._past = hash_of(self._past, topic)
 
@@ -531,7 +533,7 @@ class Order:
         )
 
     def _say(self, request: int, key: int | None, name: str) -> Tally:
-        return self._rounds.say(self._said(request, key), name)[0]
+        return self._rounds.run_round(self._said(request, key), name)[0]
 
 
 class Gathered(Protocol):

@@ -47,15 +47,15 @@ class ControlPlane(Protocol):
     rank: int
     size: int
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Makes room in every saying."""
 
-    def say(
+    def run_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
     ) -> RoundResult:
         """One round."""
 
-    def begin_saying(
+    def begin_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
     ) -> Future[RoundResult]:
         """One round, while this rank goes on."""
@@ -63,13 +63,13 @@ class ControlPlane(Protocol):
     def waiting(self, name: str) -> AbstractContextManager[None]:
         """Around waiting for other ranks."""
 
-    def give_up(self, error: Exception) -> None:
+    def abort_waits(self, error: Exception) -> None:
         """Lets the other ranks fail, wherever they wait."""
 
-    def failed(self, text: str) -> Exception:
+    def peer_failed_error(self, text: str) -> Exception:
         """For another rank's failure."""
 
-    def apart(self, text: str) -> Exception:
+    def desync_error(self, text: str) -> Exception:
         """For ranks that have come to different points."""
 
 
@@ -165,31 +165,31 @@ class RoundClient:
         self.last_write = ""
         self._failure = ""  # while it tells of it
         self._unawaited: list[Future[RoundResult]] = []  # sayings that nobody waits for
-        control_plane.widen(max(num_bytes, control_plane.size, _MOST_TEXT))
+        control_plane.reserve(max(num_bytes, control_plane.size, _MOST_TEXT))
 
     def forget(self) -> None:
         self._unawaited.clear()
 
-    def begin(self, said: Vote, mask: bytes = b"", *, is_heard: bool) -> Future[RoundResult]:
+    def begin(self, said: Vote, mask: bytes = b"", *, is_awaited: bool) -> Future[RoundResult]:
         """Begins a round; if nobody will hear it before an event, what is wrong ends all waits."""
         name = "the next forward or backward"
-        judge = partial(self._judge, name, self._deeds(), not is_heard)
-        saying = self._control_plane.begin_saying(said.numbers(), mask, judge)
-        if not is_heard:
+        judge = partial(self._judge, name, self._deeds(), not is_awaited)
+        saying = self._control_plane.begin_round(said.numbers(), mask, judge)
+        if not is_awaited:
             self._unawaited.append(saying)
         return saying
 
-    def hear(self, saying: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
+    def wait(self, saying: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
         """Waits for a round that has begun; `name` tells people for what. Its mask, too."""
         with self._control_plane.waiting(name):
             heard = saying.result()
         return self._take(heard)
 
-    def say(self, said: Vote, name: str, mask: bytes = b"") -> tuple[Tally, bytes]:
-        """`begin` and `hear`."""
+    def run_round(self, said: Vote, name: str, mask: bytes = b"") -> tuple[Tally, bytes]:
+        """`begin` and `wait`."""
         with self._control_plane.waiting(name):
             judge = partial(self._judge, name, self._deeds(), False)
-            heard = self._control_plane.say(said.numbers(), mask, judge)
+            heard = self._control_plane.run_round(said.numbers(), mask, judge)
         return self._take(heard)
 
     def _deeds(self) -> _LocalActions:
@@ -208,7 +208,7 @@ class RoundClient:
                 raise error
         return Tally.of(heard.numbers), heard.mask
 
-    def fail(self, error: Exception, said: Vote) -> None:
+    def report_failure(self, error: Exception, said: Vote) -> None:
         """Tells the other ranks why this one fails: `said` has its rank.
 
         Raises:
@@ -218,7 +218,7 @@ class RoundClient:
         try:
             judge = partial(self._judge, "", self._deeds(), False)
             with self._control_plane.waiting("the failure of this rank"):
-                heard = self._control_plane.say(said.numbers(), b"", judge)
+                heard = self._control_plane.run_round(said.numbers(), b"", judge)
         finally:
             self._failure = ""
         if heard.error is not None:
@@ -235,13 +235,16 @@ class RoundClient:
         if told.lowest.failed < self._control_plane.size:
             error = self._told_failure(told.lowest.failed)
         elif told.request < self._requests.begin:
-            error = self._control_plane.apart(_alone(name)) if alarms else None
+            error = self._control_plane.desync_error(_alone(name)) if alarms else None
         elif not told.highest.is_loose and not told.is_same("flags"):
             error = self._told_flags()
         elif self._are_apart(told):
-            error, alarms = self._control_plane.apart(_alone(name, self._told_deeds(deeds))), True
+            error, alarms = (
+                self._control_plane.desync_error(_alone(name, self._told_deeds(deeds))),
+                True,
+            )
         if error is not None and alarms:
-            self._control_plane.give_up(error)
+            self._control_plane.abort_waits(error)
         return error
 
     def _are_apart(self, told: Tally) -> bool:
@@ -255,11 +258,13 @@ class RoundClient:
 
     def _told_failure(self, rank: int) -> Exception | None:
         text = self._failure.encode()[:_MOST_TEXT] if rank == self._control_plane.rank else b""
-        heard = self._control_plane.say([], text)
+        heard = self._control_plane.run_round([], text)
         if self._failure:
             return None  # it raises its own
         told = heard.mask.rstrip(b"\0").decode(errors="replace")
-        return self._control_plane.failed(f"rank {rank} failed, and all ranks with it: {told}")
+        return self._control_plane.peer_failed_error(
+            f"rank {rank} failed, and all ranks with it: {told}"
+        )
 
     def _told_deeds(self, deeds: _LocalActions) -> str:
         """What one rank has done alone, where that is known: the same text on every rank."""
@@ -269,22 +274,24 @@ class RoundClient:
             rank - size * deeds.num_writes,
             rank if deeds.current_call else size,
         ]
-        fewest, most, caller = self._control_plane.say(own, b"").numbers
+        fewest, most, caller = self._control_plane.run_round(own, b"").numbers
         writes_differ = -(most // size) != fewest
         speaker = most % size if writes_differ else caller
         text = deeds.last_write if writes_differ else deeds.current_call
-        heard = self._control_plane.say([], text.encode()[:_MOST_TEXT] if rank == speaker else b"")
+        heard = self._control_plane.run_round(
+            [], text.encode()[:_MOST_TEXT] if rank == speaker else b""
+        )
         told = heard.mask.rstrip(b"\0").decode(errors="replace")
         return f"rank {speaker} has {told}, and not every rank has. " if told else ""
 
     def _told_flags(self) -> Exception:
         """Names the first parameter of which ranks differ."""
-        flags, say = self.flags, self._control_plane.say
-        some = say([], flags).mask
-        others = say([], bytes(not flag for flag in flags)).mask
+        flags, run_round = self.flags, self._control_plane.run_round
+        some = run_round([], flags).mask
+        others = run_round([], bytes(not flag for flag in flags)).mask
         place = next((i for i, pair in enumerate(zip(some, others, strict=True)) if all(pair)), 0)
         own = bytes(self._control_plane.rank) + bytes([1 + flags[place]] if flags else [0])
-        everyone = say([], own).mask[: self._control_plane.size]
+        everyone = run_round([], own).mask[: self._control_plane.size]
         told = [flag == 2 for flag in everyone if flag]
         return RuntimeError(
             f"requires_grad of parameter {self._names[place]} differs by rank: {told}, in the order"

@@ -115,31 +115,31 @@ class _Alone:
 
     rank, size = 0, 1
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         pass
 
-    def say(
+    def run_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
     ) -> RoundResult:
         return RoundResult(list(numbers), mask)
 
-    def begin_saying(
+    def begin_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
     ) -> Future[RoundResult]:
         future: Future[RoundResult] = Future()
-        future.set_result(self.say(numbers, mask))
+        future.set_result(self.run_round(numbers, mask))
         return future
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def give_up(self, error: Exception) -> None:
+    def abort_waits(self, error: Exception) -> None:
         raise error
 
-    def failed(self, text: str) -> Exception:
+    def peer_failed_error(self, text: str) -> Exception:
         return RuntimeError(text)
 
-    apart = failed
+    desync_error = peer_failed_error
 
 
 class _Unit:

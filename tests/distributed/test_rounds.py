@@ -19,18 +19,18 @@ from tests.distributed.ranks import run_ranks
 
 def _say_and_hear(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
-    rounds.widen(world_size)
+    rounds.reserve(world_size)
     mask = bytes(rank + 1 if place == rank else 0 for place in range(world_size))
     same = random.Random(0)  # on every rank
     for number in range(60):
         said = [same.randrange(100) - 50 for _ in range(world_size)]
         expected = ([min(said), -max(said)], bytes(range(1, world_size + 1)))
         if number % 3:
-            heard = rounds.say([said[rank], -said[rank]], mask)
+            heard = rounds.run_round([said[rank], -said[rank]], mask)
         else:  # it goes on meanwhile, sometimes to the next one
             begun = rounds.begin([said[rank], -said[rank]], mask)
             if same.random() < 0.5:
-                rounds.say([0])
+                rounds.run_round([0])
             heard = begun.result()
         assert (heard.numbers, heard.mask) == expected
     rounds.close()
@@ -43,13 +43,13 @@ def test_all_hear_the_lowest_number_and_every_bit(world_size):
 
 def _judge(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
-    rounds.widen(8)
+    rounds.reserve(8)
 
     def judge(heard):
-        others = rounds.say([], b"%d" % rank).mask  # one more round, in the same thread
+        others = rounds.run_round([], b"%d" % rank).mask  # one more round, in the same thread
         return ValueError(f"{heard.numbers} {others[:1]!r} {threading.current_thread().name}")
 
-    found = [rounds.begin([rank], judge=judge).result(), rounds.say([rank], judge=judge)]
+    found = [rounds.begin([rank], judge=judge).result(), rounds.run_round([rank], judge=judge)]
     assert [str(heard.error) for heard in found] == [
         "[0] b'2' zero-rounds",
         "[0] b'2' MainThread",
