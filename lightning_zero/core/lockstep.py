@@ -203,6 +203,6 @@ class Lockstep:
         if self.is_in_loop or self._depth:
             self.meet_for(name)
 
-    def wishes(self, wish: Callable[[], int | None]) -> None:
-        """From now on `wish` tells what this rank wishes, of less than 62 bits, if anything."""
-        self._order.wish = wish
+    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
+        """From now on `stop_request` tells what this rank wishes, of less than 62 bits, if anything."""
+        self._order.stop_request = stop_request

@@ -101,7 +101,7 @@ class Order:
 
     Attributes:
         requests: Those that ask for no unit.
-        wish: Tells what this rank wishes; the lowest counts.
+        stop_request: Tells what this rank wishes; the lowest counts.
         is_loose: Ranks may leave one after the other.
         is_mid_event: This rank takes part in an event that it has not issued in full.
     """
@@ -125,7 +125,7 @@ class Order:
             control_plane, self.requests, names, 2 * num_buckets + len(names)
         )
         self._learned = Learned(list(numels), ahead)
-        self.wish: Callable[[], int | None] = lambda: None
+        self.stop_request: Callable[[], int | None] = lambda: None
         self.is_loose = False
         self.restart()
 
@@ -147,7 +147,7 @@ class Order:
         self.forget()
         self._past = 0  # a hash of what was done together
         self._rounds.num_writes = 0
-        self._heard_wish: int | None = None
+        self._received_stop_request: int | None = None
 
     def give_up_pass(self) -> None:
         """Issues what is left of the plan. Collective.
@@ -271,7 +271,7 @@ class Order:
                 break
             said = self._said(self.requests.done, None)
             heard, touched = self._rounds.run_round(said, name, mask())
-        self._heard_wish, self._num_boundaries = heard.wish, 0
+        self._received_stop_request, self._num_boundaries = heard.stop_request, 0
         self._heard = heard
         return touched
 
@@ -442,7 +442,7 @@ class Order:
             kept.plan = self._learned.plan_of(kept.key)
             kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
             self._pass = kept
-        self._heard_wish = heard.wish
+        self._received_stop_request = heard.stop_request
 
     @property
     def expects_collectives(self) -> bool:
@@ -502,13 +502,13 @@ class Order:
         else:
             self.meet(self.requests.together, name)
             self._num_boundaries = 0
-        wish, self._heard_wish = self._heard_wish, None
-        return wish
+        stop_request, self._received_stop_request = self._received_stop_request, None
+        return stop_request
 
     def meet_for(self, name: str) -> int | None:
         """`meet` before something that all ranks do together: the lowest wish of any rank."""
         self.meet(self.requests.together, name)
-        return self._heard_wish
+        return self._received_stop_request
 
     # ---------------------------------------------------------------- rounds
 
@@ -525,7 +525,7 @@ class Order:
             ready,
             self._flags_mark if compares else None,
             self._past if compares else None,
-            self.wish(),
+            self.stop_request(),
             has_deviated=one is not None and one.has_deviated,
             is_in_vain=one is not None and one.is_in_vain,
             is_loose=self.is_loose,

@@ -90,7 +90,7 @@ class Vote(NamedTuple):
     num_ready: int  # reductions that it is ready for
     flags: int | None  # a mark of what trains
     past: int | None  # likewise of what was done together
-    wish: int | None
+    stop_request: int | None
     has_deviated: bool
     is_in_vain: bool  # it has left gathers of the plan unused
     is_loose: bool
@@ -120,8 +120,8 @@ class Tally(NamedTuple):
         return self.lowest.request
 
     @property
-    def wish(self) -> int | None:
-        return None if self.lowest.wish == _NOTHING else self.lowest.wish
+    def stop_request(self) -> int | None:
+        return None if self.lowest.stop_request == _NOTHING else self.lowest.stop_request
 
     def is_same(self, field: str) -> bool:
         """Whether all that have said something there have said the same."""

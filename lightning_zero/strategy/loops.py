@@ -68,7 +68,7 @@ class LockstepLoops:
         """Before Lightning installs its handlers. Local."""
         self.end()
         self._trainer, self._lockstep, self._is_told = trainer, lockstep, False
-        lockstep.wishes(self._wish)
+        lockstep.set_stop_request(self._wish)
         self._of_run.put(trainer.fit_loop.epoch_loop, _AGREE, self.agree)
         self._of_run.put(trainer._signal_connector, _HANDLE, partial(self._note, trainer))
 
