@@ -214,7 +214,7 @@ class Rank:
             self.order.begin("training", [True])
         for number, unit in enumerate(units):
             if meets and number == len(units) - 1:
-                self.order.meet_for("a mean of losses")
+                self.order.barrier("a mean of losses")
             self.use(unit)
             if not self.order.is_last_of_forward(unit):
                 self.whole.discard(unit)
@@ -222,7 +222,7 @@ class Rank:
         expected = Counter(units)
         for number, unit in reversed(list(enumerate(units))):
             if meets and number == 0:
-                self.order.meet_for("a mean of gradients")
+                self.order.barrier("a mean of gradients")
             self.use(unit, is_backward=True)
             self.whole.discard(unit)
             self.gradients[unit] += 1
@@ -256,7 +256,7 @@ class Rank:
 
     def change(self):
         """An optimizer's step, or a write to what is gathered."""
-        self.order.leave("a step")
+        self.order.close_pass("a step")
         self.order.note("a step")
         self.num_steps += 1
 
@@ -265,7 +265,7 @@ class Rank:
         self.order.is_loose = True
         for units in passes:
             self.look(units)
-        self.order.meet(self.order.requests.left, "the end of the loop")
+        self.order.serve_until(self.order.requests.left, "the end of the loop")
         self.order.is_loose = False
 
 
@@ -305,7 +305,7 @@ def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
                 one.look(units_of(own, mode))
             one.change()
             if step % 3 == 0:
-                one.order.announce("a norm")
+                one.order.announce_collective("a norm")
             one.order.pass_boundary(f"batch {step}")
 
     world.run(program)
@@ -389,7 +389,7 @@ class LearnsAlone(Order):
 class ChangesAtOnce(Order):
     """Changes what others may still gather in a pass that has ended on this rank."""
 
-    def leave(self, name):
+    def close_pass(self, name):
         pass
 
 
@@ -424,7 +424,7 @@ def _fail_in_a_loop(size, failing, seed):
                         raise ValueError("bad sample")
                     one.use(unit)
                     one.whole.discard(unit)
-            one.order.meet(one.order.requests.done, "the end")
+            one.order.serve_until(one.order.requests.done, "the end")
         except (Failed, ValueError) as error:
             told[rank] = str(error)
         one.order.forget()

@@ -45,7 +45,7 @@ def gathered(
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
-        buckets[0].lockstep.meet_for("lightning_zero.gathered(...)")
+        buckets[0].lockstep.barrier("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         if writeback:
             stack.enter_context(_writable(buckets, from_rank))
@@ -66,7 +66,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {placement.name}")
+    bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
     mean = bucket.grads.main_grad

@@ -610,7 +610,7 @@ class Bucket:
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
-        self.lockstep.meet_for("torch.equal of parameters")
+        self.lockstep.barrier("torch.equal of parameters")
         return equal(one, other, self.comm)
 
     def sync_writes(self) -> None:

@@ -6,7 +6,7 @@ what the others still gather until all have left: see [Note: Who waits for whom]
 layout/order.py. Two kinds of loop exist: `uneven_calls`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
-in another batch or behind the last: those of the strategy come after `meet_for`, to which every
+in another batch or behind the last: those of the strategy come after `barrier`, to which every
 rank must come with the same name of it, or all fail; batches are compared with the next round.
 """
 
@@ -74,7 +74,7 @@ def before_collective(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         if has_placement(parameter):
-            bucket_of(placement_of(parameter)).lockstep.meet_for("before_collective()")
+            bucket_of(placement_of(parameter)).lockstep.barrier("before_collective()")
             return
 
 
@@ -96,13 +96,13 @@ class Lockstep:
         self._schedule = schedule
         self._order = order = schedule.order
         self._comm = comm
-        self.meet_for, self.pass_boundary = order.meet_for, order.pass_boundary  # see `Order`
+        self.barrier, self.pass_boundary = order.barrier, order.pass_boundary  # see `Order`
         self.note = order.note
         self.note_write = order.note_write
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
         self._depth = 0  # nested `together`
         self._told: BaseException | None = None  # the other ranks know of it
-        comm.meet = self._order.announce
+        comm.meet = self._order.announce_collective
         for bucket in buckets:
             bucket.lockstep = self
 
@@ -115,13 +115,15 @@ class Lockstep:
                 "uneven_calls() was entered in the middle of a backward; do so before."
             )
         if not self._order.is_loose:
-            self._order.leave("uneven_calls()")
+            self._order.close_pass("uneven_calls()")
         self._depth += 1
         self._loosen()
         try:
             schedule.open()
             yield
-            self._order.meet(self._order.requests.done, "the end of uneven_calls on all ranks")
+            self._order.serve_until(
+                self._order.requests.done, "the end of uneven_calls on all ranks"
+            )
         except BaseException as error:
             self._tell(error)
             schedule.reset()
@@ -141,7 +143,7 @@ class Lockstep:
         """
         if num_bytes < _MUCH_BYTES:
             return
-        self.meet_for(call)
+        self.barrier(call)
         room = self._comm.control.min_ints([available_memory_bytes() // local_world_size()])[0]
         if num_bytes > room:
             raise RuntimeError(
@@ -181,7 +183,7 @@ class Lockstep:
     def end_loop(self) -> None:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
-            self._order.meet(self._order.requests.left, "the end of the loop on all ranks")
+            self._order.serve_until(self._order.requests.left, "the end of the loop on all ranks")
             self._schedule.unsharder.reshard_all()
             self.leave_loop()
 
@@ -196,12 +198,12 @@ class Lockstep:
         Collective where a forward has ended on this rank and its pass has not; else local.
         """
         if not self._schedule.is_in_step:
-            self._order.leave("a write to parameter.data")
+            self._order.close_pass("a write to parameter.data")
 
-    def meet_in_loop(self, name: str) -> None:
-        """As `meet_for`, but only inside a loop, where another rank may have left it."""
+    def barrier_in_loop(self, name: str) -> None:
+        """As `barrier`, but only inside a loop, where another rank may have left it."""
         if self.is_in_loop or self._depth:
-            self.meet_for(name)
+            self.barrier(name)
 
     def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
         """From now on `stop_request` tells what this rank wishes, of less than 62 bits, if anything."""

@@ -194,7 +194,7 @@ class Reducer:
     def before_step(self) -> None:
         """Before an optimizer's step: means are there. Collective."""
         self.reduce_local()
-        self._order.leave("a step of the optimizer")  # others may still gather what it changes
+        self._order.close_pass("a step of the optimizer")  # others may still gather what it changes
         self._order.note("a step of the optimizer")
         self.has_stepped = True
 

@@ -159,7 +159,9 @@ class Schedule:
         self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
-        self._collectives = SeenCollectives(self.order.meet_for_collective, comm.control.watchdog)
+        self._collectives = SeenCollectives(
+            self.order.barrier_before_collective, comm.control.watchdog
+        )
         self._sees_collectives = False  # it is entered
         # A graph of torch.compile would be made once more, without it.
         can_see = comm.size > 1 and self.unsharder.is_needed
@@ -205,7 +207,7 @@ class Schedule:
         copies = is_step or not self._comm.rallies or not self.shared.are_alike
         if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
             # In the middle of a pass; others might still ask this rank for a gather.
-            self.order.meet_for("the buffers of rank 0")
+            self.order.barrier("the buffers of rank 0")
         self.begin_pass()
         self.prepare(copies_buffers=copies)
         if copies:

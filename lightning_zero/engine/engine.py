@@ -327,7 +327,7 @@ class Engine:
             On rank 0 whole tensors on the CPU, numbered as torch does; an empty dict on others.
             `optimizer.load_state_dict` takes it, on every rank.
         """
-        self.lockstep.meet_for("the state of an optimizer")
+        self.lockstep.barrier("the state of an optimizer")
         return optimizer_state_dict(optimizer, self.buckets, is_recipient=self.comm.rank == 0)
 
     # ---------------------------------------------------------------- failures and the end
@@ -400,7 +400,7 @@ class Engine:
         self._is_closed = True
         target = (device or self.device) if keeps_parameters else None
         if self.comm.control.is_open:
-            self.lockstep.meet_for("the end of the engine")
+            self.lockstep.barrier("the end of the engine")
         self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()

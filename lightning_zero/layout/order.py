@@ -38,7 +38,7 @@ Why nobody waits in a circle:
    so that ranks which come to different points find it out though some of them wait for data.
 
 What a rank changes that others may gather, it changes when their pass has ended too: an optimizer's
-step and a write to `parameter.data` close a pass that is open, by a round (`leave`).
+step and a write to `parameter.data` close a pass that is open, by a round (`close_pass`).
 
 A boundary is a round in which nobody asks for a unit any more. Such rounds carry, besides, what any
 rank has touched, what a rank wishes (to stop, say) and marks of what is trained and of all that was
@@ -414,9 +414,9 @@ class Order:
 
     # ---------------------------------------------------------------- boundaries
 
-    def meet(self, request: int, name: str) -> None:
+    def serve_until(self, request: int, name: str) -> None:
         """Takes part in what other ranks still ask for, until none is behind `request`."""
-        topic = hash_of(name) if request == self.requests.together else None
+        topic = hash_of(name) if request == self.requests.barrier else None
         self._rounds.current_call = "" if topic is None else f"come to {name}, {called_from()}"
         one, kept = self._pass, None
         if one is not None and one.is_training and topic is not None:
@@ -455,25 +455,25 @@ class Order:
             return False
         return self._has_collectives or not one.is_begun or one.plan is None
 
-    def meet_for_collective(self, name: str) -> None:
-        """`meet_for` a collective of the user's inside of a pass."""
+    def barrier_before_collective(self, name: str) -> None:
+        """`barrier` a collective of the user's inside of a pass."""
         self._has_collectives = True
-        self.meet(self.requests.together, name)
+        self.serve_until(self.requests.barrier, name)
 
-    def leave(self, name: str) -> None:
-        """`meet` if a pass is open: before collectives that are no part of it. Collective."""
+    def close_pass(self, name: str) -> None:
+        """`serve_until` if a pass is open: before collectives that are no part of it. Collective."""
         if self._pass is not None or self._ended is not None:
-            self.meet(self.requests.together, name)
+            self.serve_until(self.requests.barrier, name)
             self._pass = None
 
-    def announce(self, name: str) -> None:
-        """Before a collective that all ranks come to: `meet`, which nobody waits for if need be."""
+    def announce_collective(self, name: str) -> None:
+        """Before a collective that all ranks come to: `serve_until`, which nobody waits for if need be."""
         if not self._is_settled:
-            self.meet(self.requests.together, name)
+            self.serve_until(self.requests.barrier, name)
             return
         topic = hash_of(name)
         self._rounds.current_call = f"come to {name}, {called_from()}"
-        self._rounds.begin(self._said(self.requests.together, topic), is_awaited=False)
+        self._rounds.begin(self._said(self.requests.barrier, topic), is_awaited=False)
         self._rounds.current_call = ""
         self._past = hash_of(self._past, topic)
 
@@ -500,14 +500,14 @@ class Order:
         ):
             self.note(name)
         else:
-            self.meet(self.requests.together, name)
+            self.serve_until(self.requests.barrier, name)
             self._num_boundaries = 0
         stop_request, self._received_stop_request = self._received_stop_request, None
         return stop_request
 
-    def meet_for(self, name: str) -> int | None:
-        """`meet` before something that all ranks do together: the lowest wish of any rank."""
-        self.meet(self.requests.together, name)
+    def barrier(self, name: str) -> int | None:
+        """`serve_until` before something that all ranks do together: the lowest wish of any rank."""
+        self.serve_until(self.requests.barrier, name)
         return self._received_stop_request
 
     # ---------------------------------------------------------------- rounds

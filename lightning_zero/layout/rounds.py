@@ -77,7 +77,7 @@ class Requests(NamedTuple):
     """The requests of ranks that ask for no unit; see `Order`."""
 
     begin: int  # a pass
-    together: int  # something else that all ranks do
+    barrier: int  # something else that all ranks do
     done: int  # has ended its step, or its backward
     left: int  # has left a loop of steps
 
@@ -253,7 +253,7 @@ class RoundClient:
         if lowest.is_loose != highest.is_loose:
             return True
         if lowest.is_loose:
-            return lowest.request == self._requests.together and is_other
+            return lowest.request == self._requests.barrier and is_other
         return is_other or not told.is_same("past")
 
     def _told_failure(self, rank: int) -> Exception | None:

@@ -490,7 +490,7 @@ class Watch:
         """Ranks whose devices have nothing left to do meet."""
         if self._engine.device.type == "cuda":
             streams.synchronize(self._engine.device)
-        self._engine.lockstep.meet_for("a window of the monitor")
+        self._engine.lockstep.barrier("a window of the monitor")
 
     def cut(self) -> None:
         """Something comes that is in no window: evaluation, a checkpoint, the end of an epoch."""
@@ -531,7 +531,7 @@ class Watch:
         if window is None:
             return None
         # Another rank may have failed, and would never come to the next collective.
-        self._engine.lockstep.meet_for("the metrics of the monitor")
+        self._engine.lockstep.barrier("the metrics of the monitor")
         comm = self._engine.comm
         report = self._memory or self._strategy.memory_report()  # a step without Lightning's hooks
         resident = allocated_and_peak_bytes(self._engine.device)

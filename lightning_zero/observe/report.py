@@ -75,7 +75,7 @@ def zero_strategy(trainer: pl.Trainer, callback: pl.Callback) -> ZeroStrategy:
 def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
     """What each rank keeps at this moment, by rank, on rank 0. Collective: every rank."""
     engine = strategy.engine
-    engine.lockstep.meet_for("the memory table")  # else ranks would wait for one that has failed
+    engine.lockstep.barrier("the memory table")  # else ranks would wait for one that has failed
     return engine.comm.control.collect_objects(strategy.memory_report())
 
 

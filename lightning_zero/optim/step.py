@@ -175,7 +175,7 @@ class OptimizerStep:
             return method(*args, **kwargs)
         call = f"{type(self.optimizer).__name__}.{name}()"
         lockstep = buckets[0].lockstep
-        lockstep.meet_for(call)
+        lockstep.barrier(call)
         self._drain()
         self._take_states()
         self._is_inside = True

@@ -356,7 +356,7 @@ class EngineStrategy(ProcessStrategy):
             return False
         if self._engine is not None:
             lockstep = self._engine.lockstep
-            (lockstep.meet_for if everyone else lockstep.meet_in_loop)(name)
+            (lockstep.barrier if everyone else lockstep.barrier_in_loop)(name)
         return True
 
     # ---------------------------------------------------------------- failure and the end
@@ -430,7 +430,7 @@ class EngineStrategy(ProcessStrategy):
         """Whether every rank gets the module when this run has ended. Collective."""
         if self._keeps_whole is None:
             # A rank may have a batch or a forward more.
-            self.engine.lockstep.meet_for("the end of the run")
+            self.engine.lockstep.barrier("the end of the run")
             if isinstance(self._whole_after_fit, bool):
                 self._keeps_whole = self._whole_after_fit
             else:  # only what a fit leaves is saved before it goes

@@ -89,7 +89,7 @@ class LockstepLoops:
         if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == Wish.STOP:
             rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
             with suppress(RanksApartError):  # so that none goes away before all know
-                self._lockstep.meet_for("the stop of all ranks")
+                self._lockstep.barrier("the stop of all ranks")
             raise with_status(SIGTERMException())
 
     def _note(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:

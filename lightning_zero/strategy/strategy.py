@@ -361,7 +361,7 @@ class ZeroStrategy(EngineStrategy):
     def _meet(self, name: str) -> None:
         """During a run: a rank that does so alone would wait for data of the others. Collective."""
         if (engine := self._engine) is not None:
-            engine.lockstep.meet_for(name)
+            engine.lockstep.barrier(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
