@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_zero.layout.order import Order
-from lightning_zero.layout.passes import hoisted
+from lightning_zero.layout.passes import hoist_all_gathers
 from lightning_zero.layout.rounds import RoundResult
 
 NUM_UNITS = 5
@@ -330,8 +330,8 @@ class AsksAtOnce(Order):
 
     def want(self, unit, *, is_backward):
         one = self._confirm()
-        if one.plan is not None and unit not in one.plan[one.cursor :]:
-            one.plan = None
+        if one.schedule is not None and unit not in one.schedule[one.cursor :]:
+            one.schedule = None
         super().want(unit, is_backward=is_backward)
 
 
@@ -372,18 +372,18 @@ class GoesAhead(Order):
     def begin(self, kind, flags=None):
         super().begin(kind, flags)
         one = self._pass
-        plan = self._learned.plan_of(one.key)
+        plan = self._recorded.schedule_of(one.key)
         if not one.is_begun and plan is not None:
-            one.is_begun, one.plan = True, plan
+            one.is_begun, one.schedule = True, plan
 
 
 class LearnsAlone(Order):
     """Breaks rule 4: gives its plan up by what this rank alone has seen."""
 
-    def _learn(self, heard, *, is_incomplete=False):
+    def _record(self, heard, *, is_incomplete=False):
         own = self._ended is not None and self._ended.has_deviated
         heard = heard._replace(highest=heard.highest._replace(has_deviated=own))
-        super()._learn(heard, is_incomplete=is_incomplete)
+        super()._record(heard, is_incomplete=is_incomplete)
 
 
 class ChangesAtOnce(Order):
@@ -466,7 +466,7 @@ TURN = 3  # of three units
     ],
 )
 def test_gathers_come_before_reductions_they_need_not_wait_for(log, ahead, plan):
-    assert hoisted(log, [1, 1, 1], ahead) == tuple(plan)
+    assert hoist_all_gathers(log, [1, 1, 1], ahead) == tuple(plan)
 
 
 def test_a_plan_is_made_in_time_that_grows_as_the_log_does():
@@ -478,5 +478,5 @@ def test_a_plan_is_made_in_time_that_grows_as_the_log_does():
             return super().__getitem__(unit)
 
     numels = Counted([1, 1, 1])
-    hoisted([0, 1, 2] * 100, numels, 2)
+    hoist_all_gathers([0, 1, 2] * 100, numels, 2)
     assert numels.num_looks <= 900

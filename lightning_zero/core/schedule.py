@@ -479,7 +479,7 @@ class Schedule:
         self._recorder.forget()
         errors: list[Exception] = []
         if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
-            _attempt(self.order.give_up_pass, errors)  # others may follow the same plan
+            _attempt(self.order.flush_schedule, errors)  # others may follow the same plan
         self.order.forget()
         self.unsharder.reset()
         for bucket in self._buckets:

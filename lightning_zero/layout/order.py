@@ -11,7 +11,7 @@ of pass it is, which parameters are trained, what the pass before it was.
   A rank that has ended its pass goes on answering until all have. So all events of all ranks are
   decided by rounds, and every rank logs the same ones.
 * A log that was the same twice running becomes the *plan* of its key, with gathers moved ahead of
-  the reductions in front of them (`hoisted` in passes.py). A pass with a plan has no rounds: every
+  the reductions in front of them (`hoist_all_gathers` in passes.py). A pass with a plan has no rounds: every
   rank issues the plan, each event when it needs it, or is ready for it, or needs one behind it.
 * A rank that needs a unit which is not in the rest of its plan issues that rest, with what there
   is, and asks for it. The others answer in the round at the end of their pass. Gradients that come
@@ -33,7 +33,7 @@ Why nobody waits in a circle:
 3. A rank waits for a round only when it has issued all events up to that round. Whoever has not
    come to it computes, or waits for data, which comes by 2.
 4. Whether a pass has a plan follows from its key and from the results of rounds, which are the same
-   on all ranks. A key that does not follow from the rounds before it (`Learned`) is compared in a
+   on all ranks. A key that does not follow from the rounds before it (`RecordedSchedules`) is compared in a
    round that is waited for before the first event; one that does, in a round that nobody waits for,
    so that ranks which come to different points find it out though some of them wait for data.
 
@@ -54,7 +54,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.passes import Learned, Pass, hash_of
+from lightning_zero.layout.passes import Pass, RecordedSchedules, hash_of
 from lightning_zero.layout.rounds import (
     ControlPlane,
     Requests,
@@ -124,7 +124,7 @@ class Order:
         self._rounds = RoundClient(
             control_plane, self.requests, names, 2 * num_buckets + len(names)
         )
-        self._learned = Learned(list(numels), ahead)
+        self._recorded = RecordedSchedules(list(numels), ahead)
         self.stop_request: Callable[[], int | None] = lambda: None
         self.is_loose = False
         self.restart()
@@ -137,7 +137,7 @@ class Order:
         self._ended: Pass | None = None  # until a boundary has been heard
         self._rounds.forget()
         self._look(None)
-        self._learned.forget()
+        self._recorded.forget()
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
         self._has_collectives = False  # of the user's, inside of a pass
         self.is_mid_event = False
@@ -149,7 +149,7 @@ class Order:
         self._rounds.num_writes = 0
         self._received_stop_request: int | None = None
 
-    def give_up_pass(self) -> None:
+    def flush_schedule(self) -> None:
         """Issues what is left of the plan. Collective.
 
         Ranks that follow it come to its end, and to a round: there they find out whether all have
@@ -184,21 +184,21 @@ class Order:
 
     def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
         """A pass of a `kind`, the same on every rank; `flags`: what is trained. Collective."""
-        is_settled, is_foretold = self._is_settled, False
+        is_settled, is_predicted = self._is_settled, False
         self._leave()
         self._look(flags)
         if flags is None:
             key = hash_of(kind)
         else:
-            key = hash_of(kind, self._flags_mark, self._learned.last_log)
-            is_foretold = is_settled and self._learned.foretell() == key
-            self._learned.follow(key)
+            key = hash_of(kind, self._flags_mark, self._recorded.last_log)
+            is_predicted = is_settled and self._recorded.predict_next_key() == key
+            self._recorded.add_key(key)
         one = self._pass = Pass(key, flags is not None, is_begun=False)
         said = self._said(self.requests.begin, key)
-        one.saying = self._rounds.begin(said, is_awaited=not is_foretold)
-        if is_foretold:
+        one.saying = self._rounds.begin(said, is_awaited=not is_predicted)
+        if is_predicted:
             one.is_begun = True
-            one.plan = self._learned.plan_of(key)
+            one.schedule = self._recorded.schedule_of(key)
 
     def _look(self, flags: Sequence[bool] | None) -> None:
         self._rounds.flags = bytes(flags or ())
@@ -222,14 +222,14 @@ class Order:
         while heard.request < self.requests.begin:
             self._answer(heard)
             heard = self._say(self.requests.begin, one.key, name)
-        self._learn(heard)
+        self._record(heard)
         one.is_begun = True
         one.log.clear()  # of a pass that has failed on this rank, and on others later
         one.has_logged_turn = False
         if not heard.is_same("key"):
             one.key = None
-        if one.is_learned:
-            one.plan = self._learned.plan_of(one.key)
+        if one.is_recorded:
+            one.schedule = self._recorded.schedule_of(one.key)
         return one
 
     def turn(self, flags: Sequence[bool], kind: str, eager: Sequence[int]) -> None:
@@ -244,8 +244,8 @@ class Order:
         assert one is not None
         if not one.eager:
             one.eager = list(eager)
-        if not self._gathers and one.plan is None:
-            one.plan, one.is_learned = tuple(map(self._reduction, eager)), False
+        if not self._gathers and one.schedule is None:
+            one.schedule, one.is_recorded = tuple(map(self._reduction, eager)), False
         elif not one.has_turned:
             self._advance_past(one, self._turn)
         one.has_turned = True
@@ -277,23 +277,23 @@ class Order:
 
     def conclude(self, *, is_complete: bool) -> None:
         """After `end`: all that was touched had been reduced before it, the same on every rank."""
-        if not is_complete and self._ended is not None and self._ended.plan is None:
+        if not is_complete and self._ended is not None and self._ended.schedule is None:
             self._ended.key = None  # its log lacks what comes now
-        self._learn(self._heard, is_incomplete=not is_complete)
+        self._record(self._heard, is_incomplete=not is_complete)
 
     def _leave(self) -> None:
         """This rank has ended its pass: issues what is left of the plan."""
         if self._pass is None:
             return
         one = self._confirm()
-        self._advance(one.num_planned)
+        self._advance(one.num_scheduled)
         self._ended, self._pass = one, None
 
-    def _learn(self, heard: Tally, *, is_incomplete: bool = False) -> None:
+    def _record(self, heard: Tally, *, is_incomplete: bool = False) -> None:
         """At a boundary: from the pass that it has ended, the same on every rank."""
         one, self._ended = self._ended, None
         if one is not None:
-            self._learned.learn(one, heard, is_incomplete=is_incomplete)
+            self._recorded.record(one, heard, is_incomplete=is_incomplete)
 
     # ---------------------------------------------------------------- events
 
@@ -320,11 +320,11 @@ class Order:
         Call it until the unit is whole.
         """
         one = self._confirm()
-        if one.plan is not None:
+        if one.schedule is not None:
             if self._advance_past(one, unit, is_wanted=True):
                 return
             one.has_deviated = True
-            self._advance(one.num_planned)
+            self._advance(one.num_scheduled)
         request = 2 * self._num - 1 - unit if is_backward else unit
         self._answer(self._say(request, None, f"the gather of unit {unit}"), is_kept=True)
 
@@ -359,23 +359,23 @@ class Order:
     def is_last_of_forward(self, unit: int) -> bool:
         """Backward begins with the unit that forward has gathered last: it may stay whole."""
         one = self._pass
-        if one is None or one.plan is None or one.has_turned or one.next != self._turn:
+        if one is None or one.schedule is None or one.has_turned or one.next != self._turn:
             return False
-        gathers = (e for e in reversed(one.plan[: one.cursor]) if e < self._turn)
+        gathers = (e for e in reversed(one.schedule[: one.cursor]) if e < self._turn)
         return next(gathers, None) == unit
 
     def _advance_past(self, one: Pass, event: int, *, is_wanted: bool = False) -> bool:
         """Issues the plan up to `event`, if that is in its rest."""
-        if one.plan is None or event not in one.upcoming():
+        if one.schedule is None or event not in one.upcoming():
             return False
-        self._advance(one.plan.index(event, one.cursor) + 1, is_wanted=is_wanted)
+        self._advance(one.schedule.index(event, one.cursor) + 1, is_wanted=is_wanted)
         return True
 
     def _advance(self, stop: int, *, is_wanted: bool = False) -> None:
         """Issues events of the plan up to `stop`; the last one may be the unit that is wanted."""
         one = self._confirm()
-        while one.plan is not None and one.cursor < stop:
-            event = one.plan[one.cursor]
+        while one.schedule is not None and one.cursor < stop:
+            event = one.schedule[one.cursor]
             one.cursor += 1
             is_kept = is_wanted and one.cursor == stop
             if event < self._turn:
@@ -387,7 +387,7 @@ class Order:
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
         one = self._ended or self._pass
         if one is not None:
-            one.note(event)
+            one.record(event)
         self.is_mid_event = True
         if event < self._turn:
             self._issuer.issue_unshard(event, is_kept=is_kept)
@@ -401,7 +401,7 @@ class Order:
         """Issues what a round has told: reductions that all are ready for, then the gather."""
         one, lowest, num_ready = self._ended or self._pass, heard.request, heard.lowest.num_ready
         is_unit = lowest < self.requests.begin
-        if one is not None and one.plan is None:
+        if one is not None and one.schedule is None:
             is_backward = (is_unit and lowest >= self._num) or num_ready
             if is_backward and not one.has_logged_turn:
                 one.log.append(self._turn)  # where all ranks have turned
@@ -428,18 +428,18 @@ class Order:
             self._answer(heard)
             if heard.request < self.requests.begin:
                 continue
-            self._learn(heard)
+            self._record(heard)
             if heard.request >= request:
                 break
             if heard.request == self.requests.begin:  # others begin a pass: it is followed
                 key = heard.lowest.key if heard.is_same("key") else None
-                self._pass = Pass(key, plan=self._learned.plan_of(key))
+                self._pass = Pass(key, schedule=self._recorded.schedule_of(key))
                 self._leave()
         self._rounds.current_call = ""
         if topic is not None:
             self._past = hash_of(self._past, topic)
         if kept is not None and one is not None:
-            kept.plan = self._learned.plan_of(kept.key)
+            kept.schedule = self._recorded.schedule_of(kept.key)
             kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
             self._pass = kept
         self._received_stop_request = heard.stop_request
@@ -453,7 +453,7 @@ class Order:
         one = self._pass
         if one is None or not self._gathers:
             return False
-        return self._has_collectives or not one.is_begun or one.plan is None
+        return self._has_collectives or not one.is_begun or one.schedule is None
 
     def barrier_before_collective(self, name: str) -> None:
         """`barrier` a collective of the user's inside of a pass."""
@@ -516,7 +516,7 @@ class Order:
         one = self._ended or self._pass
         ready = 0
         if one is not None:
-            is_all = one.plan is not None or request >= self.requests.done
+            is_all = one.schedule is not None or request >= self.requests.done
             ready = len(one.eager) if is_all else one.num_ready
         compares = not self.is_loose and self.requests.begin <= request <= self.requests.done
         return Vote(
