@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import CollectiveOrder
 from lightning_zero.layout.passes import hoist_all_gathers
 from lightning_zero.layout.rounds import RoundResult
 
@@ -143,9 +143,9 @@ class Saying:
 
 
 class Rank:
-    """A module of units, each with one bucket, in the hands of an `Order`."""
+    """A module of units, each with one bucket, in the hands of an `CollectiveOrder`."""
 
-    def __init__(self, world, rank, kind=Order):
+    def __init__(self, world, rank, kind=CollectiveOrder):
         self.world, self.rank = world, rank
         self.control_plane = ControlPlane(world, rank)
         self.order = kind(
@@ -194,13 +194,13 @@ class Rank:
     # what a module does
 
     def use(self, unit, *, is_backward=False, may_repeat=False):
-        self.order.use(unit, may_repeat=may_repeat)
+        self.order.mark_used(unit, may_repeat=may_repeat)
         while unit not in self.whole:
-            self.order.want(unit, is_backward=is_backward)
+            self.order.request_unshard(unit, is_backward=is_backward)
         gathers = self.world.issued[self.rank]
         self._await(max(i for i, event in enumerate(gathers) if event[:2] == ("gather", unit)))
         if self.order.next_unit is not None and self.order.next_unit not in self.whole:
-            self.order.gather_ahead()
+            self.order.prefetch()
         return unit
 
     def step(self, units, *, meets=False):
@@ -218,7 +218,7 @@ class Rank:
             self.use(unit)
             if not self.order.is_last_of_forward(unit):
                 self.whole.discard(unit)
-        self.order.turn([True], "backward", list(reversed(range(NUM_UNITS))))
+        self.order.begin_backward([True], "backward", list(reversed(range(NUM_UNITS))))
         expected = Counter(units)
         for number, unit in reversed(list(enumerate(units))):
             if meets and number == 0:
@@ -229,11 +229,11 @@ class Rank:
             self.touched.add(unit)
             expected[unit] -= 1
             if not expected[unit]:
-                self.order.ready(unit)
-        mask = self.order.end(self._mask, self.finish)
+                self.order.mark_ready(unit)
+        mask = self.order.finalize_backward(self._mask, self.finish)
         late, touched = mask[:NUM_UNITS], mask[NUM_UNITS:]
         rest = [b for b in range(NUM_UNITS) if late[b] or (touched[b] and b not in self.reduced)]
-        self.order.conclude(is_complete=not rest)
+        self.order.conclude_backward(is_complete=not rest)
         for unit in rest:
             self.issue_reduction(unit)
         self.finish()
@@ -262,11 +262,11 @@ class Rank:
 
     def evaluate(self, passes):
         """A loop of as many forwards as this rank likes."""
-        self.order.is_loose = True
+        self.order.allows_uneven_calls = True
         for units in passes:
             self.look(units)
         self.order.serve_until(self.order.requests.left, "the end of the loop")
-        self.order.is_loose = False
+        self.order.allows_uneven_calls = False
 
 
 MODES = ["same", "drop", "shuffled", "rare", "twice", "repeated"]
@@ -284,7 +284,7 @@ def units_of(rng, mode):
     return [0, 1, 1, *every] if mode == "repeated" else every
 
 
-def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
+def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, meets=False):
     """A training with an evaluation in it; the rounds that the last step has waited for."""
     rng = random.Random(seed)
     world = World(size, random.Random(seed + 1))
@@ -325,48 +325,48 @@ def test_ranks_that_are_alike_soon_wait_for_no_round_but_the_last(mode):
     assert run(4, 0, mode) == [0] * 4  # `end` begins its round, which has been said by then
 
 
-class AsksAtOnce(Order):
+class AsksAtOnce(CollectiveOrder):
     """Breaks rule 1: asks in a round before it has issued its plan."""
 
-    def want(self, unit, *, is_backward):
-        one = self._confirm()
+    def request_unshard(self, unit, *, is_backward):
+        one = self._wait_for_begin()
         if one.schedule is not None and unit not in one.schedule[one.cursor :]:
             one.schedule = None
-        super().want(unit, is_backward=is_backward)
+        super().request_unshard(unit, is_backward=is_backward)
 
 
-class LeavesEarly(Order):
+class LeavesEarly(CollectiveOrder):
     """Breaks rule 1: ends its pass before it has issued its plan."""
 
-    def _leave(self):
+    def _finish_pass(self):
         if self._pass is not None:
-            self._ended, self._pass = self._confirm(), None
+            self._ended, self._pass = self._wait_for_begin(), None
 
 
-class SkipsEvents(Order):
+class SkipsEvents(CollectiveOrder):
     """Breaks rule 1: issues only what it needs."""
 
     def _advance(self, stop, *, is_wanted=False):
-        one = self._confirm()
+        one = self._wait_for_begin()
         if is_wanted:
             one.cursor = max(one.cursor, stop - 1)
         super()._advance(stop, is_wanted=is_wanted)
 
 
-class HoldsBack(Order):
+class HoldsBack(CollectiveOrder):
     """Breaks rule 1 of passes without a plan: does not reduce what a round has told."""
 
-    def _answer(self, heard, *, is_kept=False):
+    def _execute(self, heard, *, is_kept=False):
         if self.rank_is_odd:
             heard = heard._replace(lowest=heard.lowest._replace(num_ready=0))
-        super()._answer(heard, is_kept=is_kept)
+        super()._execute(heard, is_kept=is_kept)
 
     @property
     def rank_is_odd(self):
         return self._control_plane.rank % 2
 
 
-class GoesAhead(Order):
+class GoesAhead(CollectiveOrder):
     """Breaks rule 4: follows its plan though others may still ask in the pass before."""
 
     def begin(self, kind, flags=None):
@@ -377,7 +377,7 @@ class GoesAhead(Order):
             one.is_begun, one.schedule = True, plan
 
 
-class LearnsAlone(Order):
+class LearnsAlone(CollectiveOrder):
     """Breaks rule 4: gives its plan up by what this rank alone has seen."""
 
     def _record(self, heard, *, is_incomplete=False):
@@ -386,7 +386,7 @@ class LearnsAlone(Order):
         super()._record(heard, is_incomplete=is_incomplete)
 
 
-class ChangesAtOnce(Order):
+class ChangesAtOnce(CollectiveOrder):
     """Changes what others may still gather in a pass that has ended on this rank."""
 
     def close_pass(self, name):
@@ -414,7 +414,7 @@ def _fail_in_a_loop(size, failing, seed):
         one = Rank(world, rank)
         for _ in range(4):
             one.step(range(NUM_UNITS))
-        one.order.is_loose = True
+        one.order.allows_uneven_calls = True
         try:
             for number in range(5):
                 one.order.begin("forward")
@@ -427,8 +427,8 @@ def _fail_in_a_loop(size, failing, seed):
             one.order.serve_until(one.order.requests.done, "the end")
         except (Failed, ValueError) as error:
             told[rank] = str(error)
-        one.order.forget()
-        one.order.is_loose = False
+        one.order.reset()
+        one.order.allows_uneven_calls = False
         one.whole.clear()
         for _ in range(4):
             one.step(range(NUM_UNITS))

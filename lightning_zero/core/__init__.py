@@ -20,7 +20,7 @@ Imports record, layout, tensors, comm and tiers.
 
 Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
 at a hook of `hooks`; `Gradients.accumulate` takes it, and knows when its bucket has all. Then
-`reducer` tells the order of all ranks (`Order.ready`), which calls `Schedule.issue_reduction` when
+`reducer` tells the order of all ranks (`CollectiveOrder.mark_ready`), which calls `Schedule.issue_reduction` when
 its turn has come: by way of `Reducer.reduce` it comes to `Gradients.reduce`. From then on the mean
 is `Gradients.main_grad`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
 of `schedule`. What a rank that raises does to itself: `Schedule.reset_all`; what becomes of the

@@ -96,7 +96,10 @@ class Lockstep:
         self._schedule = schedule
         self._order = order = schedule.order
         self._comm = comm
-        self.barrier, self.pass_boundary = order.barrier, order.pass_boundary  # see `Order`
+        self.barrier, self.pass_boundary = (
+            order.barrier,
+            order.pass_boundary,
+        )  # see `CollectiveOrder`
         self.note = order.note
         self.note_write = order.note_write
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
@@ -114,7 +117,7 @@ class Lockstep:
             raise RuntimeError(
                 "uneven_calls() was entered in the middle of a backward; do so before."
             )
-        if not self._order.is_loose:
+        if not self._order.allows_uneven_calls:
             self._order.close_pass("uneven_calls()")
         self._depth += 1
         self._loosen()
@@ -154,7 +157,7 @@ class Lockstep:
 
     def _loosen(self) -> None:
         """Ranks may leave one after the other."""
-        self._order.is_loose = self.is_in_loop or self._depth > 0
+        self._order.allows_uneven_calls = self.is_in_loop or self._depth > 0
 
     def _tell(self, error: BaseException) -> None:
         """Lets the other ranks fail too, once."""
@@ -163,7 +166,7 @@ class Lockstep:
         self._told = error
         if isinstance(error, RanksApartError):
             return  # they know more
-        if isinstance(error, Exception) and not self._order.is_mid_event:
+        if isinstance(error, Exception) and not self._order.is_issuing:
             try:
                 self._order.report_failure(error)
             except RanksApartError:

@@ -13,7 +13,7 @@ import torch
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import CollectiveOrder
 
 __all__ = ["Reducer"]
 
@@ -25,7 +25,11 @@ class Reducer:
     """The gradients of one engine, from the first of a backward to the mean."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], order: Order, comm: Communicator, config: ZeroConfig
+        self,
+        buckets: Sequence[Bucket],
+        order: CollectiveOrder,
+        comm: Communicator,
+        config: ZeroConfig,
     ) -> None:
         self._buckets = list(buckets)  # in layout order
         self._order = order
@@ -87,7 +91,7 @@ class Reducer:
         """`bucket` has all its gradients: it is reduced, when those before it in the order are."""
         self._arrived.append(bucket)
         if self.reduces:
-            self._order.ready(self._numbers[bucket])
+            self._order.mark_ready(self._numbers[bucket])
 
     def end(self) -> None:
         """After a backward: means are there, or what is local is shown. Collective."""
@@ -159,7 +163,7 @@ class Reducer:
         `completes`: average over replicas, too: no further micro-batch will follow.
         """
         buckets = self._buckets
-        mask = [bool(flag) for flag in self._order.end(self._mask, self.finish)]
+        mask = [bool(flag) for flag in self._order.finalize_backward(self._mask, self.finish)]
         is_late = dict(zip(buckets, mask, strict=False))
         is_partial = dict(zip(buckets, mask[len(buckets) :], strict=False))
         touched: dict[Bucket, list[bool]] = {}
@@ -170,7 +174,7 @@ class Reducer:
         reduced = set(self._reduced)
         rest = [b for b in self._sequence if b not in reduced and any(touched[b])]
         rest += [bucket for bucket in self._sequence if is_late[bucket]]
-        self._order.conclude(is_complete=not rest)
+        self._order.conclude_backward(is_complete=not rest)
         for bucket in rest:
             self._reduce(bucket)
         self.finish()
@@ -210,8 +214,8 @@ class Reducer:
             self._reduce_the_rest(completes=True)
             self._comm.free_scratch()
         elif self._comm.mesh.num_replicas > 1:
-            mask = self._order.end(self._mask, self.finish)
-            self._order.conclude(is_complete=True)
+            mask = self._order.finalize_backward(self._mask, self.finish)
+            self._order.conclude_backward(is_complete=True)
             for bucket, is_partial in zip(self._buckets, mask[len(self._buckets) :], strict=False):
                 if is_partial:
                     bucket.grads.average()

@@ -46,7 +46,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.unit import Call, Unit, Unsharder
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import CollectiveOrder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import BetweenStepsError, has_foreign, has_placement
 
@@ -138,13 +138,13 @@ class Schedule:
         config: ZeroConfig,
     ) -> None:
         self.units = list(units)
-        self.order = Order(
+        self.order = CollectiveOrder(
             comm.control,
             self,
             numels=[unit.numel for unit in units],
             num_buckets=len(buckets),
             names=[slot.name for bucket in buckets for slot in bucket.plan.layout.slots],
-            ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
         self.unsharder = Unsharder(units, self.order, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
@@ -240,7 +240,7 @@ class Schedule:
     def prepare(self, *, copies_buffers: bool = True) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
         if copies_buffers and self.shared.is_due:
-            self.order.confirm()  # else others might still ask this rank for a gather
+            self.order.wait_for_begin()  # else others might still ask this rank for a gather
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # their gathers have one order with what comes now
         for bucket in self._buckets:
@@ -343,7 +343,7 @@ class Schedule:
                 f"parameter {name} is lost: another rank failed and took its shard with it; load a "
                 "checkpoint into a new module."
             )
-        if self.training_state is TrainingState.IDLE and not self.order.is_loose:
+        if self.training_state is TrainingState.IDLE and not self.order.allows_uneven_calls:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward. To compute with it, as a call of a part of the module does, "
@@ -382,7 +382,7 @@ class Schedule:
         self.reducer.ends_step = reduces
         trainable = self.reducer.trainable()
         if self.reducer.reduces:
-            self.order.turn(trainable, "a backward", self.reducer.eager(trainable))
+            self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin(trainable)
         self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
@@ -480,7 +480,7 @@ class Schedule:
         errors: list[Exception] = []
         if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
             _attempt(self.order.flush_schedule, errors)  # others may follow the same plan
-        self.order.forget()
+        self.order.reset()
         self.unsharder.reset()
         for bucket in self._buckets:
             for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):

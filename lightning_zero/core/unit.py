@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order, gather_ahead
+from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
@@ -118,7 +118,7 @@ class Unsharder:
     """The units of one engine, the root first; the recorder hears of prefetches that come late."""
 
     def __init__(
-        self, units: Sequence[Unit], order: Order, recorder: Recorder, config: ZeroConfig
+        self, units: Sequence[Unit], order: CollectiveOrder, recorder: Recorder, config: ZeroConfig
     ) -> None:
         self.units = list(units)
         self.is_needed = any(unit.buckets for unit in units)  # some rest as shards
@@ -155,13 +155,17 @@ class Unsharder:
             return
         if not unit.is_unsharded:
             unit.buckets[0].check_outside_transform()  # ranks can agree on nothing inside of it
-        may_repeat = self._order.is_loose and not torch.is_grad_enabled() and not unit.is_unsharded
-        self._order.use(unit.index, may_repeat=may_repeat)
+        may_repeat = (
+            self._order.allows_uneven_calls
+            and not torch.is_grad_enabled()
+            and not unit.is_unsharded
+        )
+        self._order.mark_used(unit.index, may_repeat=may_repeat)
         if unit in self._unclaimed or not unit.is_unsharded:
             self._recorder.count(is_hit=unit.is_unsharded)
             self._drop_unclaimed(unit)
         while not unit.is_unsharded:
-            self._order.want(unit.index, is_backward=self._is_backward)
+            self._order.request_unshard(unit.index, is_backward=self._is_backward)
         self._unclaimed.pop(unit, None)
         for bucket in unit.buckets:
             bucket.wait_for_unshard()
@@ -177,7 +181,7 @@ class Unsharder:
         """Gathers what comes next, as far as the settings allow."""
         if self._order.next_unit is not None:
             ahead = sum([unit.numel for unit in self._unclaimed])
-            gather_ahead(self._order, self.units, self._unsharded, self._config, ahead)
+            prefetch(self._order, self.units, self._unsharded, self._config, ahead)
         if self._reads_files:
             self._read_ahead()
 

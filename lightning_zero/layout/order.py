@@ -64,7 +64,7 @@ from lightning_zero.layout.rounds import (
     called_from,
 )
 
-__all__ = ["Issuer", "Order", "Gathered", "gather_ahead"]
+__all__ = ["Issuer", "CollectiveOrder", "PrefetchUnit", "prefetch"]
 
 _MOST_BOUNDARIES = 8  # between batches, without a round
 
@@ -79,10 +79,10 @@ class Issuer(Protocol):
         """Issues the reduction of a bucket, with the gradients that there are."""
 
     def begin_pass(self) -> None:
-        """Calls `Order.begin`: a unit is used, and no pass is open."""
+        """Calls `CollectiveOrder.begin`: a unit is used, and no pass is open."""
 
 
-class Order:
+class CollectiveOrder:
     """The events of this rank. See [Note: Who waits for whom], and passes.py for what they are.
 
     A request is one integer, of which the lowest of all ranks goes first:
@@ -97,13 +97,13 @@ class Order:
         numels: Elements of each unit; 0 for one that is not gathered.
         num_buckets: That are reduced.
         names: Of the parameters, whose `requires_grad` are the flags of a pass.
-        ahead: Elements to gather ahead of use; None: one unit; 0: none.
+        prefetch_numel: Elements to gather ahead of use; None: one unit; 0: none.
 
     Attributes:
         requests: Those that ask for no unit.
         stop_request: Tells what this rank wishes; the lowest counts.
-        is_loose: Ranks may leave one after the other.
-        is_mid_event: This rank takes part in an event that it has not issued in full.
+        allows_uneven_calls: Ranks may leave one after the other.
+        is_issuing: This rank takes part in an event that it has not issued in full.
     """
 
     def __init__(
@@ -114,38 +114,40 @@ class Order:
         numels: Sequence[int],
         num_buckets: int,
         names: Sequence[str] = (),
-        ahead: int | None = None,
+        prefetch_numel: int | None = None,
     ) -> None:
         self._control_plane = control_plane
         self._issuer = issuer
-        self._num = self._turn = len(numels)  # units; the event at which a backward begins
+        self._num = self._backward_event = len(
+            numels
+        )  # units; the event at which a backward begins
         self._gathers = any(numels)
         self.requests = Requests(*range(2 * self._num, 2 * self._num + 4))
         self._rounds = RoundClient(
             control_plane, self.requests, names, 2 * num_buckets + len(names)
         )
-        self._recorded = RecordedSchedules(list(numels), ahead)
+        self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self.stop_request: Callable[[], int | None] = lambda: None
-        self.is_loose = False
+        self.allows_uneven_calls = False
         self.restart()
 
     # ---------------------------------------------------------------- after an exception
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing is under way, and nothing known. Local."""
         self._pass: Pass | None = None
         self._ended: Pass | None = None  # until a boundary has been heard
-        self._rounds.forget()
-        self._look(None)
-        self._recorded.forget()
+        self._rounds.reset()
+        self._set_flags(None)
+        self._recorded.reset()
         self._num_boundaries = _MOST_BOUNDARIES  # between batches, since a step's end
         self._has_collectives = False  # of the user's, inside of a pass
-        self.is_mid_event = False
+        self.is_issuing = False
 
     def restart(self) -> None:
-        """As `forget`, on all ranks, which have come together anew. Local."""
-        self.forget()
-        self._past = 0  # a hash of what was done together
+        """As `reset`, on all ranks, which have come together anew. Local."""
+        self.reset()
+        self._history = 0  # a hash of what was done together
         self._rounds.num_writes = 0
         self._received_stop_request: int | None = None
 
@@ -156,8 +158,8 @@ class Order:
         failed, and go on together.
         """
         one = self._pass
-        if one is not None and one.is_begun and not self.is_mid_event:
-            self._leave()
+        if one is not None and one.is_begun and not self.is_issuing:
+            self._finish_pass()
 
     def report_failure(self, error: Exception) -> None:
         """Tells the other ranks, in their next round, why this one fails; they raise it too.
@@ -167,9 +169,9 @@ class Order:
         Raises:
             RuntimeError: They cannot be told.
         """
-        self._leave()
+        self._finish_pass()
         self._rounds.report_failure(
-            error, self._said(-1, None)._replace(failed=self._control_plane.rank)
+            error, self._vote(-1, None)._replace(failed=self._control_plane.rank)
         )
 
     # ---------------------------------------------------------------- passes
@@ -179,14 +181,14 @@ class Order:
         return self._pass is not None and self._pass.is_training
 
     @property
-    def _is_settled(self) -> bool:
-        return self._pass is None and self._ended is None and not self.is_loose
+    def _is_synchronized(self) -> bool:
+        return self._pass is None and self._ended is None and not self.allows_uneven_calls
 
     def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
         """A pass of a `kind`, the same on every rank; `flags`: what is trained. Collective."""
-        is_settled, is_predicted = self._is_settled, False
-        self._leave()
-        self._look(flags)
+        is_settled, is_predicted = self._is_synchronized, False
+        self._finish_pass()
+        self._set_flags(flags)
         if flags is None:
             key = hash_of(kind)
         else:
@@ -194,22 +196,22 @@ class Order:
             is_predicted = is_settled and self._recorded.predict_next_key() == key
             self._recorded.add_key(key)
         one = self._pass = Pass(key, flags is not None, is_begun=False)
-        said = self._said(self.requests.begin, key)
+        said = self._vote(self.requests.begin, key)
         one.saying = self._rounds.begin(said, is_awaited=not is_predicted)
         if is_predicted:
             one.is_begun = True
             one.schedule = self._recorded.schedule_of(key)
 
-    def _look(self, flags: Sequence[bool] | None) -> None:
+    def _set_flags(self, flags: Sequence[bool] | None) -> None:
         self._rounds.flags = bytes(flags or ())
         self._flags_mark = None if flags is None else hash_of(self._rounds.flags)
 
-    def confirm(self) -> None:
+    def wait_for_begin(self) -> None:
         """Waits until all ranks have begun this pass, where that is not foretold."""
         if self._pass is not None:
-            self._confirm()
+            self._wait_for_begin()
 
-    def _confirm(self) -> Pass:
+    def _wait_for_begin(self) -> Pass:
         """Before an event: all ranks have begun the same pass, where that is not foretold."""
         one = self._pass
         if one is None:
@@ -220,19 +222,19 @@ class Order:
         name = "the beginning of a pass"
         heard, _ = self._rounds.wait(one.saying, name)
         while heard.request < self.requests.begin:
-            self._answer(heard)
-            heard = self._say(self.requests.begin, one.key, name)
+            self._execute(heard)
+            heard = self._run_round(self.requests.begin, one.key, name)
         self._record(heard)
         one.is_begun = True
         one.log.clear()  # of a pass that has failed on this rank, and on others later
-        one.has_logged_turn = False
+        one.has_logged_backward = False
         if not heard.is_same("key"):
             one.key = None
         if one.is_recorded:
             one.schedule = self._recorded.schedule_of(one.key)
         return one
 
-    def turn(self, flags: Sequence[bool], kind: str, eager: Sequence[int]) -> None:
+    def begin_backward(self, flags: Sequence[bool], kind: str, eager: Sequence[int]) -> None:
         """Backward begins: that of another pass, if none with these flags is open. Collective.
 
         `eager` are the buckets that will be reduced, in this order, if there is no plan: the same
@@ -246,12 +248,12 @@ class Order:
             one.eager = list(eager)
         if not self._gathers and one.schedule is None:
             one.schedule, one.is_recorded = tuple(map(self._reduction, eager)), False
-        elif not one.has_turned:
-            self._advance_past(one, self._turn)
-        one.has_turned = True
+        elif not one.in_backward:
+            self._advance_past(one, self._backward_event)
+        one.in_backward = True
 
-    def end(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
-        """Backward has ended: the boundary. Collective. `conclude` follows.
+    def finalize_backward(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
+        """Backward has ended: the boundary. Collective. `conclude_backward` follows.
 
         Args:
             mask: Tells what this rank has touched, when it has issued all it can.
@@ -260,32 +262,32 @@ class Order:
         Returns:
             What any rank has touched.
         """
-        self._leave()
-        said, name = self._said(self.requests.done, None), "the end of the backward on all ranks"
+        self._finish_pass()
+        said, name = self._vote(self.requests.done, None), "the end of the backward on all ranks"
         saying = self._rounds.begin(said, mask(), is_awaited=True)
         finish()
         heard, touched = self._rounds.wait(saying, name)
         while True:
-            self._answer(heard)
+            self._execute(heard)
             if heard.request >= self.requests.done:
                 break
-            said = self._said(self.requests.done, None)
+            said = self._vote(self.requests.done, None)
             heard, touched = self._rounds.run_round(said, name, mask())
         self._received_stop_request, self._num_boundaries = heard.stop_request, 0
-        self._heard = heard
+        self._result = heard
         return touched
 
-    def conclude(self, *, is_complete: bool) -> None:
-        """After `end`: all that was touched had been reduced before it, the same on every rank."""
+    def conclude_backward(self, *, is_complete: bool) -> None:
+        """After `finalize_backward`: all that was touched had been reduced before it, the same on every rank."""
         if not is_complete and self._ended is not None and self._ended.schedule is None:
             self._ended.key = None  # its log lacks what comes now
-        self._record(self._heard, is_incomplete=not is_complete)
+        self._record(self._result, is_incomplete=not is_complete)
 
-    def _leave(self) -> None:
+    def _finish_pass(self) -> None:
         """This rank has ended its pass: issues what is left of the plan."""
         if self._pass is None:
             return
-        one = self._confirm()
+        one = self._wait_for_begin()
         self._advance(one.num_scheduled)
         self._ended, self._pass = one, None
 
@@ -298,9 +300,9 @@ class Order:
     # ---------------------------------------------------------------- events
 
     def _reduction(self, bucket: int) -> int:
-        return self._turn + 1 + bucket
+        return self._backward_event + 1 + bucket
 
-    def use(self, unit: int, *, may_repeat: bool) -> None:
+    def mark_used(self, unit: int, *, may_repeat: bool) -> None:
         """This rank uses `unit` now.
 
         `may_repeat`: if the pass has used it already and will not again, another one begins, as
@@ -314,54 +316,59 @@ class Order:
             self.begin("another forward of a step")
         self._pass.used.add(unit)
 
-    def want(self, unit: int, *, is_backward: bool) -> None:
+    def request_unshard(self, unit: int, *, is_backward: bool) -> None:
         """Issues the gather of a unit that this rank needs now, or answers others once.
 
         Call it until the unit is whole.
         """
-        one = self._confirm()
+        one = self._wait_for_begin()
         if one.schedule is not None:
             if self._advance_past(one, unit, is_wanted=True):
                 return
             one.has_deviated = True
             self._advance(one.num_scheduled)
         request = 2 * self._num - 1 - unit if is_backward else unit
-        self._answer(self._say(request, None, f"the gather of unit {unit}"), is_kept=True)
+        self._execute(self._run_round(request, None, f"the gather of unit {unit}"), is_kept=True)
 
-    def ready(self, bucket: int) -> None:
+    def mark_ready(self, bucket: int) -> None:
         """All gradients of `bucket` are there: it is reduced when those before it are."""
-        one = self._confirm()
+        one = self._wait_for_begin()
         one.ready.add(bucket)
         self._reduce_ready(one)
 
     def _reduce_ready(self, one: Pass) -> None:
         """Issues reductions that are next in the plan and ready."""
-        while (event := one.next) is not None and event - self._turn - 1 in one.ready:
+        while (event := one.next) is not None and event - self._backward_event - 1 in one.ready:
             self._advance(one.cursor + 1)
 
     @property
     def next_unit(self) -> int | None:
         """The unit whose gather is the next event of the plan."""
         event = None if self._pass is None else self._pass.next
-        return None if event is None or event >= self._turn else event
+        return None if event is None or event >= self._backward_event else event
 
-    def gather_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Issues the gather of `next_unit`, which this rank will need."""
-        one = self._confirm()
+        one = self._wait_for_begin()
         self._advance(one.cursor + 1, is_wanted=True)
         self._reduce_ready(one)
 
     def upcoming(self) -> Iterator[int]:
         """Units that the plan will gather."""
         if self._pass is not None:
-            yield from (event for event in self._pass.upcoming() if event < self._turn)
+            yield from (event for event in self._pass.upcoming() if event < self._backward_event)
 
     def is_last_of_forward(self, unit: int) -> bool:
         """Backward begins with the unit that forward has gathered last: it may stay whole."""
         one = self._pass
-        if one is None or one.schedule is None or one.has_turned or one.next != self._turn:
+        if (
+            one is None
+            or one.schedule is None
+            or one.in_backward
+            or one.next != self._backward_event
+        ):
             return False
-        gathers = (e for e in reversed(one.schedule[: one.cursor]) if e < self._turn)
+        gathers = (e for e in reversed(one.schedule[: one.cursor]) if e < self._backward_event)
         return next(gathers, None) == unit
 
     def _advance_past(self, one: Pass, event: int, *, is_wanted: bool = False) -> bool:
@@ -373,14 +380,14 @@ class Order:
 
     def _advance(self, stop: int, *, is_wanted: bool = False) -> None:
         """Issues events of the plan up to `stop`; the last one may be the unit that is wanted."""
-        one = self._confirm()
+        one = self._wait_for_begin()
         while one.schedule is not None and one.cursor < stop:
             event = one.schedule[one.cursor]
             one.cursor += 1
             is_kept = is_wanted and one.cursor == stop
-            if event < self._turn:
-                one.is_in_vain |= not is_kept
-            elif event > self._turn and event - self._turn - 1 not in one.ready:
+            if event < self._backward_event:
+                one.has_unused_gathers |= not is_kept
+            elif event > self._backward_event and event - self._backward_event - 1 not in one.ready:
                 one.has_deviated = True
             self._issue(event, is_kept=is_kept)
 
@@ -388,24 +395,24 @@ class Order:
         one = self._ended or self._pass
         if one is not None:
             one.record(event)
-        self.is_mid_event = True
-        if event < self._turn:
+        self.is_issuing = True
+        if event < self._backward_event:
             self._issuer.issue_unshard(event, is_kept=is_kept)
-        elif event > self._turn:
+        elif event > self._backward_event:
             if one is not None:
-                one.reduced.append(event - self._turn - 1)
-            self._issuer.issue_reduction(event - self._turn - 1)
-        self.is_mid_event = False
+                one.reduced.append(event - self._backward_event - 1)
+            self._issuer.issue_reduction(event - self._backward_event - 1)
+        self.is_issuing = False
 
-    def _answer(self, heard: Tally, *, is_kept: bool = False) -> None:
+    def _execute(self, heard: Tally, *, is_kept: bool = False) -> None:
         """Issues what a round has told: reductions that all are ready for, then the gather."""
         one, lowest, num_ready = self._ended or self._pass, heard.request, heard.lowest.num_ready
         is_unit = lowest < self.requests.begin
         if one is not None and one.schedule is None:
             is_backward = (is_unit and lowest >= self._num) or num_ready
-            if is_backward and not one.has_logged_turn:
-                one.log.append(self._turn)  # where all ranks have turned
-                one.has_logged_turn = True
+            if is_backward and not one.has_logged_backward:
+                one.log.append(self._backward_event)  # where all ranks have turned
+                one.has_logged_backward = True
             while len(one.reduced) < min(num_ready, len(one.eager)):
                 self._issue(self._reduction(one.eager[len(one.reduced)]))
         if is_unit:
@@ -421,11 +428,11 @@ class Order:
         one, kept = self._pass, None
         if one is not None and one.is_training and topic is not None:
             kept = Pass(hash_of(one.key or 0, topic), is_training=True)  # goes on behind it
-            kept.has_turned, kept.ready = one.has_turned, one.ready
-        self._leave()
+            kept.in_backward, kept.ready = one.in_backward, one.ready
+        self._finish_pass()
         while True:
-            heard = self._say(request, topic, name)
-            self._answer(heard)
+            heard = self._run_round(request, topic, name)
+            self._execute(heard)
             if heard.request < self.requests.begin:
                 continue
             self._record(heard)
@@ -434,10 +441,10 @@ class Order:
             if heard.request == self.requests.begin:  # others begin a pass: it is followed
                 key = heard.lowest.key if heard.is_same("key") else None
                 self._pass = Pass(key, schedule=self._recorded.schedule_of(key))
-                self._leave()
+                self._finish_pass()
         self._rounds.current_call = ""
         if topic is not None:
-            self._past = hash_of(self._past, topic)
+            self._history = hash_of(self._history, topic)
         if kept is not None and one is not None:
             kept.schedule = self._recorded.schedule_of(kept.key)
             kept.eager = [bucket for bucket in one.eager if bucket not in one.reduced]
@@ -468,14 +475,14 @@ class Order:
 
     def announce_collective(self, name: str) -> None:
         """Before a collective that all ranks come to: `serve_until`, which nobody waits for if need be."""
-        if not self._is_settled:
+        if not self._is_synchronized:
             self.serve_until(self.requests.barrier, name)
             return
         topic = hash_of(name)
         self._rounds.current_call = f"come to {name}, {called_from()}"
-        self._rounds.begin(self._said(self.requests.barrier, topic), is_awaited=False)
+        self._rounds.begin(self._vote(self.requests.barrier, topic), is_awaited=False)
         self._rounds.current_call = ""
-        self._past = hash_of(self._past, topic)
+        self._history = hash_of(self._history, topic)
 
     def note_write(self, name: str) -> None:
         """All ranks write to their parts of parameter `name` here; see `note`. Local."""
@@ -485,7 +492,7 @@ class Order:
 
     def note(self, name: str) -> None:
         """All ranks come to `name` here; found out at the next round if not. Local."""
-        self._past = hash_of(self._past, name)
+        self._history = hash_of(self._history, name)
 
     def pass_boundary(self, name: str) -> int | None:
         """Between two batches: the lowest wish of any rank, as the last boundary has told it.
@@ -495,7 +502,7 @@ class Order:
         self._num_boundaries += 1
         if (
             self._control_plane.size > 1
-            and self._is_settled
+            and self._is_synchronized
             and self._num_boundaries <= _MOST_BOUNDARIES
         ):
             self.note(name)
@@ -512,43 +519,45 @@ class Order:
 
     # ---------------------------------------------------------------- rounds
 
-    def _said(self, request: int, key: int | None) -> Vote:
+    def _vote(self, request: int, key: int | None) -> Vote:
         one = self._ended or self._pass
         ready = 0
         if one is not None:
             is_all = one.schedule is not None or request >= self.requests.done
             ready = len(one.eager) if is_all else one.num_ready
-        compares = not self.is_loose and self.requests.begin <= request <= self.requests.done
+        compares = (
+            not self.allows_uneven_calls and self.requests.begin <= request <= self.requests.done
+        )
         return Vote(
             request,
             key,
             ready,
             self._flags_mark if compares else None,
-            self._past if compares else None,
+            self._history if compares else None,
             self.stop_request(),
             has_deviated=one is not None and one.has_deviated,
-            is_in_vain=one is not None and one.is_in_vain,
-            is_loose=self.is_loose,
+            has_unused_gathers=one is not None and one.has_unused_gathers,
+            allows_uneven_calls=self.allows_uneven_calls,
             failed=self._control_plane.size,
         )
 
-    def _say(self, request: int, key: int | None, name: str) -> Tally:
-        return self._rounds.run_round(self._said(request, key), name)[0]
+    def _run_round(self, request: int, key: int | None, name: str) -> Tally:
+        return self._rounds.run_round(self._vote(request, key), name)[0]
 
 
-class Gathered(Protocol):
+class PrefetchUnit(Protocol):
     """What is gathered and released together."""
 
     numel: int  # of all its buckets that rest as shards, padding included
     stays_unsharded: bool  # stays whole until the end of the step, as the root does
 
 
-def gather_ahead(
-    order: Order,
-    units: Sequence[Gathered],
-    whole: Collection[Gathered],
+def prefetch(
+    order: CollectiveOrder,
+    units: Sequence[PrefetchUnit],
+    whole: Collection[PrefetchUnit],
     config: ZeroConfig,
-    ahead: int,
+    prefetch_numel: int,
 ) -> None:
     """Gathers what comes next in the plan, as far as the settings allow; for engine and planner.
 
@@ -557,20 +566,20 @@ def gather_ahead(
         units: By number.
         whole: Those that are whole or on their way.
         config: Of the engine.
-        ahead: Elements that have been gathered ahead of their use.
+        prefetch_numel: Elements that have been gathered ahead of their use.
     """
     if not config.overlap_comm:
         return
     budget, limit = config.prefetch_bucket_size, config.max_live_parameters
     while (index := order.next_unit) is not None:
         unit = units[index]
-        ahead += unit.numel
+        prefetch_numel += unit.numel
         if unit in whole:
             return  # it may be in use, and be used once more
         if budget is None and len([one for one in whole if not one.stays_unsharded]) > 1:
             return  # one, where there is none yet
-        if budget is not None and ahead > budget:
+        if budget is not None and prefetch_numel > budget:
             return
         if limit is not None and sum([one.numel for one in whole]) + unit.numel > limit:
             return
-        order.gather_ahead()
+        order.prefetch()

@@ -1,4 +1,4 @@
-"""One pass of an `Order`, and the plans that are learned from the logs of passes.
+"""One pass of an `CollectiveOrder`, and the plans that are learned from the logs of passes.
 
 An event is one integer, of n units:
 
@@ -39,14 +39,14 @@ class Pass:
     is_begun: bool = True  # that one has been heard, or need not be before an event
     cursor: int = 0
     log: list[int] = field(default_factory=list)
-    has_turned: bool = False
-    has_logged_turn: bool = False
+    in_backward: bool = False
+    has_logged_backward: bool = False
     eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
     ready: set[int] = field(default_factory=set)
     reduced: list[int] = field(default_factory=list)
     used: set[int] = field(default_factory=set)  # units
     has_deviated: bool = False
-    is_in_vain: bool = False
+    has_unused_gathers: bool = False
 
     def record(self, event: int) -> None:
         """Writes an event that is issued into the log."""
@@ -91,18 +91,18 @@ class RecordedSchedules:
 
     Args:
         numels: Elements of each unit.
-        ahead: See `hoist_all_gathers`.
+        prefetch_numel: See `hoist_all_gathers`.
 
     Attributes:
         last_log: A hash of what the last training pass has issued.
     """
 
-    def __init__(self, numels: Sequence[int], ahead: int | None) -> None:
+    def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
         self._numels = numels
-        self._ahead = ahead
-        self.forget()
+        self._prefetch_numel = prefetch_numel
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._recordings: dict[int, _Recording] = {}
         self._next_key: dict[tuple[int, ...], int] = {}
         self._context: tuple[int, ...] = ()
@@ -145,12 +145,12 @@ class RecordedSchedules:
             known.log = log
             if known.num_equal >= known.num_needed:
                 known.schedule, known.trust = (
-                    hoist_all_gathers(log, self._numels, self._ahead),
+                    hoist_all_gathers(log, self._numels, self._prefetch_numel),
                     _TRUST,
                 )
             return
         has_deviated = heard.highest.has_deviated or is_incomplete  # any rank
-        change = -4 if has_deviated else -1 if heard.lowest.is_in_vain else 1
+        change = -4 if has_deviated else -1 if heard.lowest.has_unused_gathers else 1
         known.trust = min(known.trust + change, _MOST_TRUST)
         if known.trust < 0:
             known.schedule, known.log, known.num_equal = None, (), 0
@@ -158,7 +158,7 @@ class RecordedSchedules:
 
 
 def hoist_all_gathers(
-    log: Sequence[int], numels: Sequence[int], ahead: int | None
+    log: Sequence[int], numels: Sequence[int], prefetch_numel: int | None
 ) -> tuple[int, ...]:
     """The plan of a log: gathers come before the reductions that they need not wait for.
 
@@ -168,7 +168,7 @@ def hoist_all_gathers(
     Args:
         log: Events.
         numels: Elements of each unit.
-        ahead: A gather passes the reductions since the gather before it; with a number, also those
+        prefetch_numel: A gather passes the reductions since the gather before it; with a number, also those
             before earlier ones, as long as their units have no more elements. 0: none.
     """
     turn = len(numels)
@@ -187,9 +187,9 @@ def hoist_all_gathers(
         else:
             units.append(event)
             passed = since[-1]
-            if ahead is not None:
+            if prefetch_numel is not None:
                 sums = accumulate(numels[unit] for unit in reversed(units))
-                together = takewhile(lambda numel: numel <= ahead, sums)
+                together = takewhile(lambda numel: numel <= prefetch_numel, sums)
                 passed = sum(num for _, num in zip(together, reversed(since), strict=False))
             since.append(0)
             is_whole, last_of_forward = event == last_of_forward, None

@@ -1,4 +1,4 @@
-"""What ranks say to each other in one round of an `Order`, what all hear, what is wrong with it."""
+"""What ranks say to each other in one round of an `CollectiveOrder`, what all hear, what is wrong with it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ControlPlane(Protocol):
 
 
 class Requests(NamedTuple):
-    """The requests of ranks that ask for no unit; see `Order`."""
+    """The requests of ranks that ask for no unit; see `CollectiveOrder`."""
 
     begin: int  # a pass
     barrier: int  # something else that all ranks do
@@ -89,11 +89,11 @@ class Vote(NamedTuple):
     key: int | None  # of the pass, or of what is to be done together
     num_ready: int  # reductions that it is ready for
     flags: int | None  # a mark of what trains
-    past: int | None  # likewise of what was done together
+    history: int | None  # likewise of what was done together
     stop_request: int | None
     has_deviated: bool
-    is_in_vain: bool  # it has left gathers of the plan unused
-    is_loose: bool
+    has_unused_gathers: bool  # it has left gathers of the plan unused
+    allows_uneven_calls: bool
     failed: int  # this rank, if it has; else the number of ranks
 
     def numbers(self) -> list[int]:
@@ -142,7 +142,7 @@ class RoundClient:
 
     Args:
         control_plane: Between the ranks.
-        requests: Of `Order`.
+        requests: Of `CollectiveOrder`.
         names: Of the parameters, whose `requires_grad` are the flags.
         num_bytes: The longest mask.
 
@@ -167,7 +167,7 @@ class RoundClient:
         self._unawaited: list[Future[RoundResult]] = []  # sayings that nobody waits for
         control_plane.reserve(max(num_bytes, control_plane.size, _MOST_TEXT))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._unawaited.clear()
 
     def begin(self, said: Vote, mask: bytes = b"", *, is_awaited: bool) -> Future[RoundResult]:
@@ -236,7 +236,7 @@ class RoundClient:
             error = self._told_failure(told.lowest.failed)
         elif told.request < self._requests.begin:
             error = self._control_plane.desync_error(_alone(name)) if alarms else None
-        elif not told.highest.is_loose and not told.is_same("flags"):
+        elif not told.highest.allows_uneven_calls and not told.is_same("flags"):
             error = self._told_flags()
         elif self._are_apart(told):
             error, alarms = (
@@ -250,11 +250,11 @@ class RoundClient:
     def _are_apart(self, told: Tally) -> bool:
         lowest, highest = told
         is_other = lowest.request < highest.request or not told.is_same("key")
-        if lowest.is_loose != highest.is_loose:
+        if lowest.allows_uneven_calls != highest.allows_uneven_calls:
             return True
-        if lowest.is_loose:
+        if lowest.allows_uneven_calls:
             return lowest.request == self._requests.barrier and is_other
-        return is_other or not told.is_same("past")
+        return is_other or not told.is_same("history")
 
     def _told_failure(self, rank: int) -> Exception | None:
         text = self._failure.encode()[:_MOST_TEXT] if rank == self._control_plane.rank else b""

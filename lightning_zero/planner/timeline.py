@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
-from lightning_zero.layout.order import Order, gather_ahead
+from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.layout.stage import State
@@ -191,12 +191,12 @@ class Replay:
             for bucket in unit.buckets
             for slot in bucket.layout.slots
         }
-        self._order = Order(
+        self._order = CollectiveOrder(
             _Alone(),
             self,
             numels=[unit.numel for unit in self._list],
             num_buckets=len(self._buckets),
-            ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
         self._number_of = {bucket.name: number for number, bucket in enumerate(self._buckets)}
         self._sequence = list(reversed(self._number_of.values()))  # of reductions
@@ -257,7 +257,7 @@ class Replay:
             case Event.TURN:
                 self._is_backward = True
                 self._zero_gradients()
-                self._order.turn((), "a backward", self._eager())
+                self._order.begin_backward((), "a backward", self._eager())
                 self._unshard(self._units[ROOT])
             case Event.BACKWARD:
                 self._unshard(unit)
@@ -269,8 +269,8 @@ class Replay:
             case Event.GRAD:
                 self._receive_gradient(moment.name)
             case Event.END:
-                self._order.end(bytes, self._finish_reduction)
-                self._order.conclude(is_complete=True)
+                self._order.finalize_backward(bytes, self._finish_reduction)
+                self._order.conclude_backward(is_complete=True)
                 self._sequence = list(dict.fromkeys([*self._arrived_buckets, *self._reduced]))
                 self._finish_reduction()
                 self._scratch.clear()
@@ -293,7 +293,7 @@ class Replay:
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
             while unit not in self._whole:
-                self._order.want(unit.index, is_backward=self._is_backward)
+                self._order.request_unshard(unit.index, is_backward=self._is_backward)
             self._ahead.discard(unit)
             self._prefetch()
 
@@ -324,7 +324,7 @@ class Replay:
 
     def _prefetch(self) -> None:
         ahead = sum(unit.numel for unit in self._ahead)
-        gather_ahead(self._order, self._list, self._whole, self._config, ahead)
+        prefetch(self._order, self._list, self._whole, self._config, ahead)
 
     def _stays_unsharded_after_forward(self, unit: _Unit) -> bool:
         if unit.stays_unsharded or self._is_backward or self._config.reshard_after_forward is False:
@@ -353,7 +353,7 @@ class Replay:
         if not self._awaited[unit] and not unit.stays_unsharded and unit.has_all(self._arrived):
             self._release(unit)
         self._arrived_buckets.append(self._number_of[bucket.name])
-        self._order.ready(self._number_of[bucket.name])
+        self._order.mark_ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
         """As the Trainer does between forward and backward: shards of gradients are freed."""
