@@ -427,7 +427,7 @@ def test_a_setting_that_yaml_cannot_say_is_built_by_its_target():
 @pytest.mark.parametrize("value", ["head", "[head,'*.norm']"])
 def test_what_stays_in_float32_can_be_said_on_the_command_line(value):
     strategy = instantiate(composed(f"trainer.strategy.keep_float32={value}").trainer.strategy)
-    assert strategy.config.kept[0] == "head"
+    assert strategy.config.keep_float32_items[0] == "head"
 
 
 @pytest.mark.parametrize(("choice", "size"), [("world", None), ("node", "node"), (2, 2)])

@@ -205,9 +205,9 @@ def test_what_names_no_parameter_is_refused(build, value):
 
 
 def test_one_name_or_class_may_stand_for_a_list():
-    assert ZeroConfig(keep_float32="head").kept == ("head",)
-    assert ZeroConfig(keep_float32=[nn.Linear, "head"]).kept == (nn.Linear, "head")
-    assert ZeroConfig().kept == ()
+    assert ZeroConfig(keep_float32="head").keep_float32_items == ("head",)
+    assert ZeroConfig(keep_float32=[nn.Linear, "head"]).keep_float32_items == (nn.Linear, "head")
+    assert ZeroConfig().keep_float32_items == ()
 
 
 @pytest.mark.parametrize("value", ["disk", True, 3, ["cpu"], {"device": "disk"}])

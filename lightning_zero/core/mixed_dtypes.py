@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_zero.comm.watchdog import RanksApartError
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.layout.kept import CAST_AS_A_WHOLE
+from lightning_zero.layout.keep_float32 import CAST_LAYERS
 from lightning_zero.layout.names import saved_name
 
 __all__ = ["explain_dtype_error"]
@@ -71,7 +71,7 @@ def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple
 def _suspects(path: str, module: nn.Module) -> Iterator[str]:
     """Parameters of `module`, then those below that come out as they are: tables first."""
     below = [(n, m) for n, m in module.named_modules(prefix=path) if m is not module]
-    below = [(n, m) for n, m in below if not isinstance(m, CAST_AS_A_WHOLE)]
+    below = [(n, m) for n, m in below if not isinstance(m, CAST_LAYERS)]
     below.sort(key=lambda item: not isinstance(item[1], nn.Embedding))
     for name, part in [(path, module), *below]:
         yield from (saved_name(n) for n, _ in part.named_parameters(name, recurse=False))

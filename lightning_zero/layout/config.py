@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from lightning_zero.layout.kept import AUTOCAST
+from lightning_zero.layout.keep_float32 import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.sizes import whole_number
 from lightning_zero.layout.stage import STAGES, Stage, State
@@ -121,7 +121,7 @@ class ZeroConfig:
         keep_float32: Parameters that stay as they are beside `param_dtype`, one or several of:
             the name of a parameter, or of a module for all below it; the name of a module's class
             or of a base of it; a pattern of such names, as "*.router.*"; a class of modules.
-            "autocast": what computes under `torch.autocast` needs so, see kept.py; a mixed
+            "autocast": what computes under `torch.autocast` needs so, see keep_float32.py; a mixed
             precision of the Trainer adds this. BatchNorm and its like always stay.
         activation_checkpointing: Modules that keep their inputs only, and run again in backward:
             less memory for about a third more computation. True: repeated blocks, see units.py; or
@@ -193,7 +193,7 @@ class ZeroConfig:
         return cast("tuple[OffloadConfig | None, OffloadConfig | None]", both)
 
     @property
-    def kept(self) -> _Kinds:
+    def keep_float32_items(self) -> _Kinds:
         """What keeps its dtype beside `param_dtype`."""
         return cast("_Kinds", self.keep_float32 or ())
 
@@ -209,7 +209,7 @@ class ZeroConfig:
 
     def under_autocast(self) -> ZeroConfig:
         """The same where the module computes under `torch.autocast`."""
-        return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.kept))))
+        return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.keep_float32_items))))
 
     @property
     def states(self) -> Stage:

@@ -3,7 +3,7 @@
 A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
 of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
 combination of dtype, trainability and optimizer, and more where a size limit cuts it: beside
-parameters in 16 bits, all that keep float32 (kept.py) are one more. Parameters of
+parameters in 16 bits, all that keep float32 (keep_float32.py) are one more. Parameters of
 optimizers that look at whole tensors are placed whole, each with an owner that is chosen over the
 whole module.
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.flat import FlatLayout, assign_owners
-from lightning_zero.layout.kept import kept_parameters
+from lightning_zero.layout.keep_float32 import float32_parameters
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.layout.stage import STAGES, Stage, State
@@ -138,7 +138,7 @@ def make_plan(
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
     modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
     assert not isinstance(config.param_dtype, str)
-    kept = kept_parameters(modules, config.kept, config.param_dtype)
+    kept = float32_parameters(modules, config.keep_float32_items, config.param_dtype)
     cutter = _Cutter(named, config, world_size, optimizer_of or {}, whole_tensors)
     units = []
     for unit, names in members.items():

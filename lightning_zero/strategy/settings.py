@@ -164,7 +164,9 @@ class Settings:
     def _param_dtype(self, precision: ZeroPrecision | None) -> torch.dtype | None:
         chosen = self._given.param_dtype or (precision.param_dtype if precision else None)
         assert not isinstance(chosen, str)
-        if self._given.kept and (chosen is None or chosen.itemsize >= torch.float32.itemsize):
+        if self._given.keep_float32_items and (
+            chosen is None or chosen.itemsize >= torch.float32.itemsize
+        ):
             rank_zero_warn(
                 "keep_float32 has no effect: no parameter is cast, as precision='32-true' and "
                 "'bf16-true', or param_dtype='float32', have it."
