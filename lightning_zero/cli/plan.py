@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    again = find_checkpointed(source.module, config.runs_again)
+    again = find_checkpointed(source.module, config.checkpointed_modules)
     traces, note = _traces(source, whole, again, () if again else blocks, autocast)
     job = Job(
         source.module,

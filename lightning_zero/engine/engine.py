@@ -49,7 +49,7 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
-from lightning_zero.layout.recompute import checkpointed, find_checkpointed
+from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import optimizer_state_dict
@@ -130,7 +130,7 @@ class Engine:
             watchdog=watchdog,
             limits=WaitLimits(wait_report_s, lost_after_s),
         )
-        comm, device, examined, runs_again, warned = _begin_together(
+        comm, device, examined, checkpointed_modules, warned = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm
         )
         for text in warned if comm.rank == 0 else ():
@@ -144,7 +144,7 @@ class Engine:
         self.average_buckets: list[Bucket] = []
         self._syncs = True
         self._is_closed = False
-        self._end_checkpointing = checkpointed(module, runs_again)
+        self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
         try:
             self.buckets = self._take_over()
             rest = iter(self.buckets)
@@ -442,7 +442,7 @@ def _begin_together(
     """
     group_size = config.group_size(local_world_size=local_world_size())
     examined: list[tuple[Optimizer, Findings]] = []
-    runs_again: list[str] = []
+    checkpointed_modules: list[str] = []
     warned: list[str] = []
     facts: dict[str, dict[str, str]] = {}
     failure: Exception | None = None
@@ -454,7 +454,7 @@ def _begin_together(
         check_can_materialize(module)
         look = partial(examine, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in given]
-        runs_again = find_checkpointed(module, config.runs_again)
+        checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
         facts = {"the installed versions": software_facts()} | module_facts(module, config)
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
         for number, (optimizer, found) in enumerate(examined):
@@ -471,7 +471,7 @@ def _begin_together(
         compare=partial(compare, facts=facts, failure=failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
-    return comm, device, examined, runs_again, warned
+    return comm, device, examined, checkpointed_modules, warned
 
 
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:

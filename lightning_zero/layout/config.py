@@ -203,7 +203,7 @@ class ZeroConfig:
         return cast("_Kinds", self.unit_classes or ())
 
     @property
-    def runs_again(self) -> bool | _Kinds:
+    def checkpointed_modules(self) -> bool | _Kinds:
         """What runs again in backward; True: to be found."""
         return cast("bool | _Kinds", self.activation_checkpointing)
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import Plan, UnitPlan
-from lightning_zero.layout.recompute import checkpointed as run_again
+from lightning_zero.layout.recompute import apply_checkpointing
 
 __all__ = [
     "Event",
@@ -238,7 +238,7 @@ def _hooked(
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
     for buffer in module.buffers():
         recorder.counter.ignore(buffer)
-    end = run_again(module, checkpointed, keeps_rng=False)
+    end = apply_checkpointing(module, checkpointed, preserve_rng_state=False)
     try:
         yield
     finally:

@@ -361,7 +361,7 @@ def as_arguments(config: ZeroConfig) -> str:
             arguments.append(f'{name}=OffloadConfig("nvme", max_in_cpu_bytes=0)')
         elif offload is not None:
             arguments.append(f"{name}={offload.device!r}")
-    if (again := config.runs_again) is True:
+    if (again := config.checkpointed_modules) is True:
         arguments.append("activation_checkpointing=True")
     elif again:
         kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in again)
