@@ -145,11 +145,11 @@ def test_a_repeated_block_is_never_cut():
 
 def test_small_parameters_below_the_threshold_stay_whole():
     units = plan(gpt(), stage=3, param_persistence_threshold=1000).units
-    whole = [b for b in units[1].buckets if not b.stage.gathers_before_use]
+    whole = [b for b in units[1].buckets if not b.stage.shards_params]
     assert [
         slot.name for bucket in whole for slot in bucket.layout.slots if slot.numel >= 1000
     ] == []
-    assert any(bucket.stage.gathers_before_use for bucket in units[1].buckets)
+    assert any(bucket.stage.shards_params for bucket in units[1].buckets)
 
 
 def test_frozen_parameters_and_other_dtypes_have_buckets_of_their_own():
@@ -301,7 +301,7 @@ def whole_plan(module, whole, *, stage, world_size=8, **settings):
     """Optimizer 0 steps `whole`, by whole tensors; optimizer 1 the rest."""
     of = dict.fromkeys(module.parameters(), 1) | dict.fromkeys(whole, 0)
     config = ZeroConfig(stage=stage, **settings)
-    return make_plan(module, config, world_size=world_size, optimizer_of=of, whole_tensors=[0])
+    return make_plan(module, config, world_size=world_size, optimizer_of=of, full_optimizers=[0])
 
 
 def matrices(module):
@@ -329,17 +329,17 @@ def test_what_no_optimizer_steps_is_whole_where_one_may_ask_for_it_later():
     of = dict.fromkeys(matrices(module), 0)
     config = ZeroConfig(stage=3)
     plans = [
-        make_plan(module, config, world_size=4, optimizer_of=of, whole_tensors=whole)
+        make_plan(module, config, world_size=4, optimizer_of=of, full_optimizers=whole)
         for whole in ([0], [])
     ]
-    assert all(bucket.layout.holds_whole_tensors for bucket in plans[0].buckets)
-    assert not any(bucket.layout.holds_whole_tensors for bucket in plans[1].buckets)
+    assert all(bucket.layout.has_tensor_owners for bucket in plans[0].buckets)
+    assert not any(bucket.layout.has_tensor_owners for bucket in plans[1].buckets)
 
 
 def test_stage_0_places_nothing_whole_for_every_rank_steps_everything():
     module = gpt()
     buckets = whole_plan(module, list(module.parameters()), stage=0).buckets
-    assert not any(bucket.layout.holds_whole_tensors for bucket in buckets)
+    assert not any(bucket.layout.has_tensor_owners for bucket in buckets)
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         source.module,
         optimizers,
         num_micro_batches=num_micro_batches,
-        whole_tensors=find_whole_tensors(optimizers, config),
+        full_optimizers=find_whole_tensors(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
     plain, checkpointed = (replace(job, trace=trace) for trace in traces)

@@ -143,11 +143,11 @@ class Communicator:
         if self._group is not None:
             along = partial(dist.new_subgroups_by_enumeration, timeout=self._timeout)
             if mesh.num_replicas > 1:
-                shard, _ = along(mesh.groups())
+                shard, _ = along(mesh.shard_groups())
             if backend_for(self.device) != "gloo":
-                gather, _ = along(mesh.groups())
+                gather, _ = along(mesh.shard_groups())
             if mesh.num_replicas > 1:
-                replica, _ = along(mesh.replicas())
+                replica, _ = along(mesh.replica_groups())
                 self._replicas = self._along(replica, mesh.replica_rank, mesh.num_replicas)
             made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
             self._groups = [*made, self._group]

@@ -125,7 +125,7 @@ class Bucket:
         self.plan = plan
         self.parameters = list(parameters)
         self.comm = comm
-        self.shards_params = plan.stage.gathers_before_use
+        self.shards_params = plan.stage.shards_params
         self._enter(Phase.UNSHARDED)
         self.num_pins = 0
         self.orig_dtypes = [p.dtype for p in parameters]
@@ -271,7 +271,7 @@ class Bucket:
 
     def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
         """Issues a gather into `unsharded_params`, laid out as the bucket, of `source` or its own part."""
-        cuts = self.plan.layout.cuts
+        cuts = self.plan.layout.split_sizes
         return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
 
     def wait_for_unshard(self) -> None:
@@ -427,19 +427,19 @@ class Bucket:
         self.wait_for_sent()
         if self.shards_params:
             self.enter_idle_phase()
-        elif self.plan.stage.gathers_after_step:
+        elif self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
         self._stepping = stepping
 
     def end_step(self) -> None:
         """The new values are there; issues their gather where parameters rest whole. Collective."""
         self.shards.mark_written()
-        if self.plan.stage.gathers_after_step:
+        if self.plan.stage.all_gathers_after_step:
             self._pending = self.all_gather_into(self.unsharded_params.tensor)
 
     def _note_holders(self) -> None:
         """Before a step: whether others look at what it changes, and its gather completes."""
-        gathers, num_params = self.plan.stage.gathers_after_step, len(self.parameters)
+        gathers, num_params = self.plan.stage.all_gathers_after_step, len(self.parameters)
         self._is_aliased = gathers and self.num_holders(num_params=num_params) > 0
 
     def sync_aliases(self) -> None:
@@ -702,7 +702,7 @@ class Bucket:
 
     def unshard_again(self) -> None:
         """Gathers stepped parameters anew after `cancel_unshard`. Collective."""
-        if self.plan.stage.gathers_after_step:
+        if self.plan.stage.all_gathers_after_step:
             self.wait_for_unshard()  # one that `undo_step` has issued
             self.shards.cast_master()
             self.mark_in_flight()
@@ -936,7 +936,7 @@ class Masters:
             bucket.grads.set_param_grads()
         else:
             bucket.grads.restore_param_grads(hidden)
-        if is_changed and bucket.plan.stage.gathers_after_step:
+        if is_changed and bucket.plan.stage.all_gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()
 

@@ -211,7 +211,7 @@ class Gradients:
             out = torch.empty(self._numel, dtype=self.dtype, device=flat.device)
         else:
             out = self.main_grad
-        cuts = self._plan.layout.cuts
+        cuts = self._plan.layout.split_sizes
         self._reduction = out, self._comm.reduce_scatter(flat, out, name, cuts=cuts)
 
     def reduce_zeros(self, *, averages: bool) -> None:
@@ -223,7 +223,7 @@ class Gradients:
         layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
         whole = scratch.take(layout.numel, self._plan.dtype).zero_()
         out = torch.empty(self._numel, dtype=self.dtype, device=whole.device)
-        self._comm.reduce_scatter(whole, out, name, cuts=layout.cuts).wait()
+        self._comm.reduce_scatter(whole, out, name, cuts=layout.split_sizes).wait()
         scratch.give(whole)
         average = None
         if averages and self._offloaded is None and self._has_replicas:

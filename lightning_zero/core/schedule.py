@@ -244,7 +244,7 @@ class Schedule:
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # their gathers have one order with what comes now
         for bucket in self._buckets:
-            if self.unsharder.is_needed and bucket.plan.stage.gathers_after_step:
+            if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
                 # A worker must not gather while units are gathered: the order would differ by rank.
                 bucket.wait_for_step()
             if self._is_compiled and not bucket.shards_params:

@@ -94,9 +94,9 @@ class Shards:
         return self.plan.layout.owned(self.plan.layout.slots[index], self._rank)
 
     @property
-    def holds_whole_tensors(self) -> bool:
+    def has_tensor_owners(self) -> bool:
         """Every parameter is stepped by one rank, whole."""
-        return not self.replicates_optim and self.plan.layout.holds_whole_tensors
+        return not self.replicates_optim and self.plan.layout.has_tensor_owners
 
     def split_by_slot(self, part: Tensor) -> list[Tensor]:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""

@@ -278,7 +278,7 @@ def _zero_config(file: Section, dtype: torch.dtype | None, param_itemsize: int) 
     if (overlaps := zero.flag("overlap_comm")) is not None:
         settings["overlap_comm"] = overlaps
     group_size = zero.whole("mics_shard_size", least=-1) or -1  # of MiCS; -1 is all ranks
-    if group_size > 0 and stage.gathers_before_use:
+    if group_size > 0 and stage.shards_params:
         settings["sharding_group_size"] = group_size
     elif group_size > 0:
         zero.ignore("mics_shard_size", f"it needs stage 3; the file asks for {stage}")
@@ -362,11 +362,11 @@ def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConf
     if (ratio := section.number("ratio")) is not None:
         if ratio > 1:
             raise section.error("ratio", "a number from 0 to 1")
-        if stage.gathers_before_use:
+        if stage.shards_params:
             settings["ratio"] = ratio
         else:
             section.ignore("ratio", "it needs stage 3, as in DeepSpeed; all is offloaded")
-    if device == "nvme" and not stage.gathers_before_use:
+    if device == "nvme" and not stage.shards_params:
         why = (
             "below stage 3 DeepSpeed keeps the optimizer in CPU memory; ZeroStrategy's "
             "offload_optimizer='nvme' would not"

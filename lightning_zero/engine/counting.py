@@ -138,7 +138,7 @@ def _tier_in_memory(placement: Placement) -> Tier:
 def _whole_numel(placement: Placement, value: Tensor) -> int:
     """Elements that the whole tensor has of which `value` is this rank's part."""
     bucket = bucket_of(placement)
-    is_whole = bucket.replicates_optim or bucket.shards.holds_whole_tensors
+    is_whole = bucket.replicates_optim or bucket.shards.has_tensor_owners
     is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()
 
@@ -154,7 +154,7 @@ def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int
     return sum(
         _bytes_of_missing(bucket, index, optimizer)
         for bucket in buckets
-        if bucket.shards.holds_whole_tensors
+        if bucket.shards.has_tensor_owners
         for index, parameter in enumerate(bucket.parameters)
         if not bucket.shards.is_stepped[index] and parameter.requires_grad and parameter in members
     )

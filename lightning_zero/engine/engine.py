@@ -525,7 +525,7 @@ def _plan_together(
         config,
         world_size=comm.mesh.num_shards,
         optimizer_of=optimizer_of,
-        whole_tensors=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
+        full_optimizers=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
         budgets=_measure_budgets(config, comm),
     )
 

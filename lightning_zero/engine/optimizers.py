@@ -170,7 +170,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         )
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
-        is_whole = bucket.plan.layout.holds_whole_tensors
+        is_whole = bucket.plan.layout.has_tensor_owners
         bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not is_whole
         if bucket.shards.keeps_states_in_files or self._comm.rank or optimizer in self._warned:
             return

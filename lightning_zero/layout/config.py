@@ -63,14 +63,14 @@ NEEDS = {
             "offload_param",
         ),
         Need(
-            lambda stage: stage.gathers_before_use,
+            lambda stage: stage.shards_params,
             "stage 3",
             "in which parameters rest whole on the device",
             "stage=3",
         ),
     ),
     "allgather_bucket_size": Need(
-        lambda stage: stage.gathers_after_step,
+        lambda stage: stage.all_gathers_after_step,
         "stage 1 or 2",
         "which gathers nothing after a step",
         "stage=1 or stage=2",

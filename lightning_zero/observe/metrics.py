@@ -124,7 +124,7 @@ def metrics_of(
         metrics["zero/time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
     for kind in kinds:
         metrics |= _of_kind(kind)
-    if any(bucket.stage.gathers_before_use for bucket in plan.buckets):
+    if any(bucket.stage.shards_params for bucket in plan.buckets):
         metrics["zero/prefetch/hits"] = lambda s: s.recording.hits
         metrics["zero/prefetch/misses"] = lambda s: s.recording.misses
     if any(bucket.tiers.param is Tier.NVME for bucket in plan.buckets):

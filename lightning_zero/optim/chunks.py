@@ -96,7 +96,7 @@ def _part_of(own: range, start: int, stop: int) -> range:
 
 def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
     """By name, the stores that are files and pass through buffers."""
-    if bucket.plan.layout.holds_whole_tensors:
+    if bucket.plan.layout.has_tensor_owners:
         return {}  # a chunk would end within a tensor: its shard is read and written at once
     stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
     if bucket.shards.has_own_master:

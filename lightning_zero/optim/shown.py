@@ -69,7 +69,7 @@ def plain_states(optimizer: Optimizer) -> Iterator[None]:
 
 def is_sliced(bucket: Bucket) -> bool:
     """Whether states of its parameters are slices."""
-    return not bucket.replicates_optim and not bucket.shards.holds_whole_tensors
+    return not bucket.replicates_optim and not bucket.shards.has_tensor_owners
 
 
 def part_of(parameter: Tensor, value: object, known: object = None) -> object:

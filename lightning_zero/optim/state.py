@@ -206,7 +206,7 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
         return {name: _own_part(parameter, name, part, keys) for name, part in value.items()}
     if isinstance(value, ShardedTensor):
         return part_of(parameter, value)
-    is_cut = not bucket_of(placement).shards.holds_whole_tensors
+    is_cut = not bucket_of(placement).shards.has_tensor_owners
     if is_cut and _is_shaped_like(placement.shape, key, value, keys):
         assert isinstance(value, Tensor)
         return bucket_of(placement).shards.slice_state(placement.index, value)
@@ -423,7 +423,7 @@ def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]
     return [
         bucket
         for bucket in buckets
-        if bucket.shards.holds_whole_tensors and not members.isdisjoint(bucket.parameters)
+        if bucket.shards.has_tensor_owners and not members.isdisjoint(bucket.parameters)
     ]
 
 

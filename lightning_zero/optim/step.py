@@ -148,7 +148,7 @@ class OptimizerStep:
         if self.optimizer.state is not self._shown:
             return  # the engine asks, or the optimizer in its step
         for bucket in self._own_buckets():
-            if bucket.shards.holds_whole_tensors and bucket.comm.mesh.num_shards > 1:
+            if bucket.shards.has_tensor_owners and bucket.comm.mesh.num_shards > 1:
                 refuse_part(f"state_dict() of {type(self.optimizer).__name__}")
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -495,7 +495,7 @@ def check_whole(optimizer: Optimizer, found: Findings) -> None:
     for parameter in [] if found.is_elementwise else parameters_of(optimizer):
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
-        if not (bucket.replicates_optim or bucket.plan.layout.holds_whole_tensors):
+        if not (bucket.replicates_optim or bucket.plan.layout.has_tensor_owners):
             raise ValueError(
                 f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
                 "cut when the engine was built: nothing asked for it whole. Give this "

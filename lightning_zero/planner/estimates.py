@@ -138,7 +138,7 @@ class Job:
         trace: Of one micro-batch; None: activations are not counted.
         num_micro_batches: In one optimizer step.
         steps_by_bucket: Whether the optimizers' states may go to files.
-        whole_tensors: Which of the optimizers must step whole tensors, as `make_plan`.
+        full_optimizers: Which of the optimizers must step whole tensors, as `make_plan`.
         averages: Of the weights; see `Inventory`.
         fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
     """
@@ -148,7 +148,7 @@ class Job:
     trace: StepTrace | None = None
     num_micro_batches: int = 1
     steps_by_bucket: bool = True
-    whole_tensors: Collection[int] = ()
+    full_optimizers: Collection[int] = ()
     averages: Sequence[Tier] = ()
     fallback: States | None = None
 
@@ -237,7 +237,7 @@ class Estimate:
     @property
     def cost(self) -> tuple[float, bool, int, int]:
         """What is cheaper sorts first: less time, nothing to wait for in forward, fewer bytes."""
-        gathers = self.choice.config.states.gathers_before_use
+        gathers = self.choice.config.states.shards_params
         nbytes = sum(self.resting.tier_bytes(tier) for tier in Tier)
         return sum(self.seconds.values()), gathers, nbytes, self.choice.config.stage
 
@@ -259,7 +259,7 @@ def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
             for group in optimizer.param_groups
             for parameter in group["params"]
         },
-        whole_tensors=job.whole_tensors,
+        full_optimizers=job.full_optimizers,
     )
     return Inventory(
         plan,

@@ -123,7 +123,7 @@ class Inventory:
 
     def ranks(self) -> Ranks:
         """What rests on every rank."""
-        are_alike = all(bucket.layout.cuts is None for bucket in self.plan.buckets)
+        are_alike = all(bucket.layout.split_sizes is None for bucket in self.plan.buckets)
         numbers = [0] if are_alike else range(self.plan.world_size)
         return Ranks(tuple(self.resting(rank) for rank in numbers))
 
@@ -220,7 +220,7 @@ class Inventory:
         return found
 
     def _keeps_states_in_files(self, bucket: BucketPlan) -> bool:
-        may = self._steps_by_bucket and not bucket.layout.holds_whole_tensors
+        may = self._steps_by_bucket and not bucket.layout.has_tensor_owners
         return may and bucket.tiers.optim is Tier.NVME
 
     def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
@@ -244,7 +244,7 @@ class Inventory:
         return self._steps_by_bucket and any(
             self.stepped_files(bucket)
             for bucket in self.plan.buckets
-            if not bucket.layout.holds_whole_tensors
+            if not bucket.layout.has_tensor_owners
         )
 
     def stepped_files(self, bucket: BucketPlan, rank: int = 0) -> list[tuple[bool, bool, int]]:

@@ -147,7 +147,7 @@ class _Unit:
 
     def __init__(self, plan: UnitPlan, index: int) -> None:
         self.index = index
-        self.buckets = [b for b in plan.buckets if b.stage.gathers_before_use]
+        self.buckets = [b for b in plan.buckets if b.stage.shards_params]
         self.numel = sum(b.layout.numel for b in self.buckets)
         self.nbytes = sum(b.layout.numel * b.dtype.itemsize for b in self.buckets)
         self.stays_unsharded = index == 0

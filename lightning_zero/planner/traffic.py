@@ -83,7 +83,7 @@ def traffic_of(
     sums = [0] * 6
     for bucket in inventory.plan.buckets:
         gathers = num_gathers.get(bucket.name, 0) * num_micro_batches
-        gathers += bucket.stage.gathers_after_step and bucket.is_trainable
+        gathers += bucket.stage.all_gathers_after_step and bucket.is_trainable
         reductions = num_micro_batches if bucket.stage.reduces_every_backward else 1
         parts = (
             _wire(inventory, bucket, rank, gathers, reductions, on_gloo),

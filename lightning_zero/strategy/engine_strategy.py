@@ -190,7 +190,7 @@ class EngineStrategy(ProcessStrategy):
         """
         device = self.root_device
         is_running = run_state(self.lightning_module).status == TrainerStatus.RUNNING
-        if self.config.states.gathers_before_use and not is_running:
+        if self.config.states.shards_params and not is_running:
             device = _CPU
         with (
             torch.device("meta") if empty_init else device,
@@ -204,7 +204,7 @@ class EngineStrategy(ProcessStrategy):
         """Around `configure_model`: what it builds is sharded as it is built, where that helps."""
         on_cpu = self.root_device.type == "cpu"
         helps = self.world_size > 1 or (self.config.offload_param is not None and not on_cpu)
-        if not helps or not self.config.states.gathers_before_use:
+        if not helps or not self.config.states.shards_params:
             yield
             return
         self._building = Building(self.root_device, self._timeout, watchdog=self._watched_by)

@@ -251,7 +251,7 @@ def choose(
     )
     whole = find_whole_tensors(optimizers, base)
     job = Job(
-        module, optimizers, None, num_micro_batches, whole_tensors=whole, fallback=_TWO_MOMENTS
+        module, optimizers, None, num_micro_batches, full_optimizers=whole, fallback=_TWO_MOMENTS
     )
     estimates = [estimate(choice, job, machine) for choice in _candidates(base, place.is_apart)]
     fitting = cheapest(estimates)
@@ -311,7 +311,7 @@ def refuse_what_cannot_fit(
         return  # it goes where there is room
     machine = Machine(place.num_ranks, place.ranks_per_node, is_apart=place.is_apart)
     whole = find_whole_tensors(optimizers, config)
-    job = Job(module, optimizers, whole_tensors=whole, fallback=States())
+    job = Job(module, optimizers, full_optimizers=whole, fallback=States())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, room)
     if not missing:

@@ -42,7 +42,7 @@ def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
         module,
         optimizers,
         num_micro_batches=num_micro_batches,
-        whole_tensors=find_whole_tensors(optimizers, config),
+        full_optimizers=find_whole_tensors(optimizers, config),
     )
     return Choice("", "", config), job, Machine(world_size, world_size, is_apart=False)
 
@@ -145,7 +145,7 @@ def test_the_machine_with_most_is_counted_where_ranks_differ():
         module = MODELS["gpt"].build()
     optimizers = OPTIMIZERS["lamb"](module)
     config = ZeroConfig(stage=2, sharding_group_size=3, offload_optimizer="cpu")
-    job = Job(module, optimizers, whole_tensors=[0])
+    job = Job(module, optimizers, full_optimizers=[0])
     found = estimate(Choice("", "", config), job, Machine(6, 2))
     sums = [resting.tier_bytes(Tier.CPU) for resting in found.ranks.resting]
     assert len(set(sums)) == 3
