@@ -42,10 +42,10 @@ def plan(stage, world_size, **settings):
     return make_plan(module, ZeroConfig(stage, **settings), world_size=world_size)
 
 
-def metrics(stage, world_size=2, *, group_size=None, is_apart=False, **settings):
+def metrics(stage, world_size=2, *, group_size=None, has_device_memory=False, **settings):
     mesh = Mesh.of(0, world_size, group_size)
     planned = plan(stage, mesh.num_shards, **settings)
-    return metrics_of(planned, kinds_of(planned, mesh, is_apart=is_apart))
+    return metrics_of(planned, kinds_of(planned, mesh, has_device_memory=has_device_memory))
 
 
 def traffic(stage, *args, **kwargs):
@@ -59,7 +59,7 @@ def test_the_keys_follow_from_the_plan():
     assert traffic(1) == traffic(2) == traffic(3) == traffic(3, 4, group_size=2) == sharded
     assert traffic(3, 1) == set()
     assert traffic(3, offload_optimizer="cpu", offload_param="cpu") == traffic(3)
-    on_device = traffic(3, offload_optimizer="cpu", offload_param="cpu", is_apart=True)
+    on_device = traffic(3, offload_optimizer="cpu", offload_param="cpu", has_device_memory=True)
     assert on_device == traffic(3) | {"to_device", "to_cpu"}
     assert "zero/prefetch/hits" in metrics(3)
     assert "zero/prefetch/hits" not in metrics(2)

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.atomic import Place, locate
 from lightning_zero.checkpoint.export import plan, release
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.layout.foreign_names import printable
-from lightning_zero.layout.sizes import in_words
+from lightning_zero.layout.sizes import format_bytes
 
 __all__ = ["run"]
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
     with _bar(planned.nbytes, checkpoint) as progress:
         planned.write(out, progress)
-    print(f"{args.out}: {args.format}, {in_words(planned.nbytes)} of tensors")
+    print(f"{args.out}: {args.format}, {format_bytes(planned.nbytes)} of tensors")
     return 0
 
 

@@ -155,7 +155,7 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
         device_bytes,
         args.host_memory,
         args.disk,
-        is_apart=not args.on_cpu,
+        has_device_memory=not args.on_cpu,
         rates=replace(Rates(), **{NAMES[name]: rate * 1e9 for name, rate in rates.items()}),
     )
 

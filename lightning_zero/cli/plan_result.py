@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.sizes import in_words, unit_of
+from lightning_zero.layout.sizes import byte_unit, format_bytes
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.plots import (
     ALARM,
@@ -133,11 +133,11 @@ def as_text(
         f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
     )
     alone = (
-        f"DistributedDataParallel would hold {in_words(facts['data_parallel_bytes'])} of states on "
+        f"DistributedDataParallel would hold {format_bytes(facts['data_parallel_bytes'])} of states on "
         "each device."
     )
     saving = (
-        f"A checkpoint in the full form takes {in_words(facts['full_checkpoint_bytes'])} of CPU "
+        f"A checkpoint in the full form takes {format_bytes(facts['full_checkpoint_bytes'])} of CPU "
         "memory on rank 0 while it is saved; in the sharded form it takes a few buffers on each "
         "rank, and a copy of the shards of the rank where async_save is on."
     )
@@ -148,7 +148,7 @@ def as_text(
 
 
 def _table(rows: Sequence[Row], best: Any) -> str:
-    unit, size = unit_of(max(row.plain.device_bytes for row in rows))
+    unit, size = byte_unit(max(row.plain.device_bytes for row in rows))
     is_quick = all(row.plain.transfer_seconds[1] < 1 for row in rows)
 
     def short(number: float, digits: int = 3) -> str:
@@ -198,7 +198,7 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
         f"{link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of disks and "
         f"{memory:g} of CPU memory for these steps (--rates)."
     )
-    if machine.is_apart:
+    if machine.has_device_memory:
         yield (
             "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors "
             "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much."
@@ -219,17 +219,17 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
 def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
     if best is not None:
         how = " with activation checkpointing" if best["checkpointing"] else ""
-        needs = [f"{in_words(best['device_bytes'])} on each device"]
+        needs = [f"{format_bytes(best['device_bytes'])} on each device"]
         for name, where in (("host", "of CPU memory"), ("disk", "on disk")):
             if nbytes := best[f"{name}_bytes_per_node"]:
-                needs.append(f"{in_words(nbytes)} {where} for each machine")
+                needs.append(f"{format_bytes(nbytes)} {where} for each machine")
         yield paragraph(f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
         yield best["strategy"]
         return
     estimates = [row.used for row in rows]
     yield "nothing fits; nearest, with activation checkpointing where that is known:"
     for one in sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]:
-        missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())
+        missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.excess.items())
         yield paragraph(f"  {one.choice.name}: {missing} too little")
 
 
@@ -298,7 +298,7 @@ def draw(rows: Sequence[Row], winner: str | None, machine: Machine, title: str, 
     for row in rows:
         bars.setdefault((row.plain.choice.zero, *_parts(row).items()), []).append(row)
     rows = [row for alike in bars.values() for row in alike]
-    unit, size = unit_of(max(row.used.device_bytes for row in rows))
+    unit, size = byte_unit(max(row.used.device_bytes for row in rows))
     with axes_below(title, path, width=_WIDTH, height=height, margins=margins) as axes:
         _bars(axes, list(bars.values()), machine, size)
         axes.set_xlabel(f"{unit} on the device of one rank, at most in a step", labelpad=2)
@@ -341,7 +341,7 @@ def _bars(axes: Axes, bars: Sequence[Sequence[Row]], machine: Machine, size: int
         where = (
             "far to the right" if limit >= _MOST_OF_LIMIT * max(totals) else "red: more than that"
         )
-        label = f"there are {in_words(limit)}; {where}"
+        label = f"there are {format_bytes(limit)}; {where}"
         axes.axvline(limit / size, color=ALARM, linestyle="--", label=label, zorder=3)
     for place, total in zip(places, totals, strict=True):
         if total > end * 1.02:  # torn off

@@ -132,7 +132,7 @@ class Bucket:
         self._worker = worker
         self.device = queue.storage.device
         self.offloaded_grad: OffloadedGrad | None = None
-        if queue.storage.is_elsewhere(plan.tiers.grad):
+        if queue.storage.is_offloaded(plan.tiers.grad):
             numel = len(plan.layout.shard(comm.mesh.shard_rank))
             self.offloaded_grad = OffloadedGrad(
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
@@ -318,8 +318,8 @@ class Bucket:
 
     def wait_for_sent(self) -> None:
         """Before shards are written to, from which gathers may still copy to the device."""
-        is_apart = self.shards.storage.is_apart
-        self.comm.wait_for_sent(is_apart and self.plan.tiers.param is Tier.CPU)
+        has_device_memory = self.shards.storage.has_device_memory
+        self.comm.wait_for_sent(has_device_memory and self.plan.tiers.param is Tier.CPU)
 
     # ---------------------------------------------------------------- where parameters point
 

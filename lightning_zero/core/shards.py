@@ -279,7 +279,7 @@ class Shards:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
         self.num_writes += 1
         store = self._separate_master
-        if store is not None and self.storage.is_elsewhere(store.tier):
+        if store is not None and self.storage.is_offloaded(store.tier):
             self._print = Fingerprint(self.own_slice)
 
     # ---------------------------------------------------------------- optimizer states

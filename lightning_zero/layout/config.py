@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_zero.layout.keep_float32 import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.layout.sizes import whole_number
+from lightning_zero.layout.sizes import as_integer
 from lightning_zero.layout.stage import STAGES, Stage, State
 
 __all__ = ["MAY_BE_ZERO", "NEEDS", "SIZES", "Modules", "Need", "ZeroConfig"]
@@ -241,7 +241,7 @@ def _check_stage(_: str, stage: object) -> int:
 
 
 def _check_size(name: str, value: object) -> int:
-    return whole_number(name, value, least=0 if name in MAY_BE_ZERO else 1)
+    return as_integer(name, value, least=0 if name in MAY_BE_ZERO else 1)
 
 
 def _check_group_size(_: str, value: object) -> int | str:

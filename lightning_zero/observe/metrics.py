@@ -138,8 +138,8 @@ def metrics_of(
     return metrics
 
 
-def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
-    """Kinds of collectives and transfers that a step has; `is_apart`: the device has own memory."""
+def kinds_of(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[Kind]:
+    """Kinds of collectives and transfers that a step has; `has_device_memory`: the device has own memory."""
     tiers = _tiers(plan)
     is_cut = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
     is_used = {
@@ -147,8 +147,8 @@ def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
         Kind.REDUCE: mesh.num_shards > 1 and is_cut,
         Kind.AVERAGE: mesh.world_size > 1,  # of a norm, if of nothing else
         Kind.AGREE: mesh.world_size > 1,
-        Kind.TO_DEVICE: is_apart and len(tiers) > 1,
-        Kind.TO_CPU: is_apart and len(tiers) > 1,
+        Kind.TO_DEVICE: has_device_memory and len(tiers) > 1,
+        Kind.TO_CPU: has_device_memory and len(tiers) > 1,
         Kind.READ: Tier.NVME in tiers,
         Kind.WRITE: Tier.NVME in tiers,
     }

@@ -449,7 +449,7 @@ class Watch:
         self._has_grad_norms = wanted.has_grad_norms and not in_files
         self._has_spread = wanted.has_spread
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
-        self._kinds = kinds_of(engine.plan, engine.comm.mesh, is_apart=not is_on_cpu)
+        self._kinds = kinds_of(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
         self._metrics = metrics_of(engine.plan, self._kinds, overlaps_step=overlaps)
         self._kinds += [Kind.STEP] * overlaps
         self._num_steps = progress[1]

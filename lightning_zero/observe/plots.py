@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.sizes import unit_of
+from lightning_zero.layout.sizes import byte_unit
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.recordings import ON_CPU, Rows, chrome_trace, lanes_of
 from lightning_zero.record.spans import Kind, Recording, Span
@@ -199,7 +199,7 @@ def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
 
 def _draw_memory(axes: Axes, bars: _Bars) -> None:
     totals = [sum(parts.values()) for _, parts in bars]
-    unit, size = unit_of(max(totals))
+    unit, size = byte_unit(max(totals))
     for place, (label, parts) in enumerate(bars):
         left = 0.0
         for (tier, state), nbytes in parts.items():

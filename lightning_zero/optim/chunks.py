@@ -133,12 +133,12 @@ class BucketStep:
     def _bring_states(self) -> None:
         """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
         shards = self.bucket.shards
-        is_elsewhere = self.device.type == "cpu" and shards.storage.is_apart
-        if not is_elsewhere and not shards.keeps_states_in_files:
+        is_offloaded = self.device.type == "cpu" and shards.storage.has_device_memory
+        if not is_offloaded and not shards.keeps_states_in_files:
             return
         for index in self.grads:
             state = own_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
-            if is_elsewhere:
+            if is_offloaded:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device.type != "cpu":
                         state[key] = value.cpu()

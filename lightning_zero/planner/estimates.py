@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import (
-    MAX_MEANS_ON_THE_WAY,
+    MAX_GRADS_IN_FLIGHT,
     NUM_UPLOAD_BLOCKS,
     UPLOAD_BLOCK_BYTES,
     OffloadConfig,
@@ -115,7 +115,7 @@ class Machine:
         device_bytes: For each rank; None: no bound.
         host_bytes: CPU memory of one machine; None: no bound.
         disk_bytes: Of one machine; None: no bound.
-        is_apart: The device has memory of its own; else it is the CPU.
+        has_device_memory: The device has memory of its own; else it is the CPU.
         rates: How fast bytes travel.
     """
 
@@ -124,7 +124,7 @@ class Machine:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
-    is_apart: bool = True
+    has_device_memory: bool = True
     rates: Rates = field(default_factory=Rates)
 
 
@@ -185,7 +185,7 @@ class Estimate:
         """The most on the device; on the CPU, the most in memory."""
         own = self.resting.tier_bytes(Tier.DEVICE) + self._beside_states
         cpu = self.resting.tier_bytes(Tier.CPU) + self._buffers
-        return own if self.machine.is_apart else own + cpu
+        return own if self.machine.has_device_memory else own + cpu
 
     @property
     def _beside_states(self) -> int:
@@ -200,7 +200,7 @@ class Estimate:
         """CPU memory of one machine, for all its ranks."""
         per_node = self.machine.ranks_per_node
         nbytes = self.ranks.machine_bytes(Tier.CPU, per_node) + self._buffers * per_node
-        if not self.machine.is_apart:
+        if not self.machine.has_device_memory:
             nbytes += self.ranks.machine_bytes(Tier.DEVICE, per_node)
             nbytes += self._beside_states * per_node
         return nbytes
@@ -266,7 +266,7 @@ def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
         job.module,
         job.optimizers,
         offloads=config.offloads,
-        is_apart=machine.is_apart,
+        has_device_memory=machine.has_device_memory,
         accumulates=job.num_micro_batches > 1,
         steps_by_bucket=job.steps_by_bucket,
         averages=job.averages,
@@ -281,13 +281,13 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
         ValueError: The module cannot be planned; see `make_plan`.
     """
     inventory = take_inventory(choice, job, machine)
-    plan, ranks, on_gloo = inventory.plan, inventory.ranks(), not machine.is_apart
+    plan, ranks, on_gloo = inventory.plan, inventory.ranks(), not machine.has_device_memory
     peak = replay(
         plan,
         choice.config,
         job.trace or plain_trace(plan),
         on_gloo=on_gloo,
-        is_apart=machine.is_apart,
+        has_device_memory=machine.has_device_memory,
         accumulates=inventory.accumulates,
         rank=ranks.largest,
     )
@@ -298,7 +298,7 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
         num_micro_batches=job.num_micro_batches,
         rank=ranks.largest,
     )
-    staging = _staging_bytes(plan, inventory.accumulates) if machine.is_apart else 0
+    staging = _staging_bytes(plan, inventory.accumulates) if machine.has_device_memory else 0
     seconds = traffic.seconds(machine.rates, machine.ranks_per_node)
     return Estimate(choice, ranks, peak, staging, traffic, seconds, machine)
 
@@ -314,7 +314,7 @@ def _staging_bytes(plan: Plan, accumulates: bool) -> int:
         b.tiers.optim is not Tier.DEVICE and b.tiers.param is Tier.DEVICE for b in plan.buckets
     )
     of_blocks = NUM_UPLOAD_BLOCKS * UPLOAD_BLOCK_BYTES
-    return MAX_MEANS_ON_THE_WAY * max(means, default=0) + of_blocks * is_uploaded
+    return MAX_GRADS_IN_FLIGHT * max(means, default=0) + of_blocks * is_uploaded
 
 
 def cheapest(estimates: Sequence[Estimate], count: int = 1) -> list[Estimate]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.names import parameters_by_name
-from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffers
+from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffer_config
 from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.optimizers import KeptStates, States
@@ -89,7 +89,7 @@ class Inventory:
         module: It was made of; meta tensors will do.
         optimizers: The same as the engine's.
         offloads: For parameters and optimizer, as `ZeroConfig.offloads`.
-        is_apart: CPU memory is other memory than the device's.
+        has_device_memory: CPU memory is other memory than the device's.
         accumulates: Several micro-batches are summed before a step.
         steps_by_bucket: What the optimizers keep may go to files; False for those that can only
             step everything in one call. That of optimizers of whole tensors never does.
@@ -105,14 +105,14 @@ class Inventory:
         optimizers: Sequence[Optimizer],
         *,
         offloads: tuple[OffloadConfig | None, OffloadConfig | None] = (None, None),
-        is_apart: bool = True,
+        has_device_memory: bool = True,
         accumulates: bool = False,
         steps_by_bucket: bool = True,
         averages: Sequence[Tier] = (),
         fallback: States | None = None,
     ) -> None:
         self.plan = plan
-        self.is_apart = is_apart
+        self.has_device_memory = has_device_memory
         self.accumulates = accumulates
         self.named = parameters_by_name(module)
         self.states = KeptStates(optimizers, fallback)
@@ -170,15 +170,15 @@ class Inventory:
         layout, dtype = bucket.layout, self.plan.grad_dtype(bucket)
         if not bucket.stage.has_shard(State.OPTIM):  # the mean is whole, in the buffer itself
             return [(Tier.DEVICE, layout.numel * dtype.itemsize)]
-        is_elsewhere = bucket.tiers.grad.is_elsewhere(is_apart=self.is_apart)
-        tier = bucket.tiers.grad if is_elsewhere else Tier.DEVICE
+        is_offloaded = bucket.tiers.grad.is_offloaded(has_device_memory=self.has_device_memory)
+        tier = bucket.tiers.grad if is_offloaded else Tier.DEVICE
         mean = (tier, self._at_rest(numel, dtype, tier))
         if bucket.stage.has_shard(State.GRAD):
             return [mean]
         # Micro-batches are summed in the mean's dtype; else the whole buffer has the parameters'.
         of_whole = dtype if self.accumulates else bucket.dtype
         whole = (Tier.DEVICE, layout.numel * of_whole.itemsize)
-        is_in_place = of_whole == dtype and not is_elsewhere
+        is_in_place = of_whole == dtype and not is_offloaded
         return [whole] if is_in_place else [whole, mean]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
@@ -213,7 +213,7 @@ class Inventory:
             numel = len(layout.shard(rank)) if is_sharded else layout.numel
             dtype = bucket.master_dtype if bucket.begins_with_master else bucket.dtype
             for wanted in self._averages:
-                is_on_device = wanted is Tier.DEVICE or not self.is_apart
+                is_on_device = wanted is Tier.DEVICE or not self.has_device_memory
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE
                 tier = Tier.DEVICE if is_on_device else Tier.CPU
                 found.append((tier, self._at_rest(numel, dtype, tier)))
@@ -224,7 +224,7 @@ class Inventory:
         return may and bucket.tiers.optim is Tier.NVME
 
     def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
-        is_padded = tier.is_elsewhere(is_apart=self.is_apart)
+        is_padded = tier.is_offloaded(has_device_memory=self.has_device_memory)
         return padded_bytes(numel, dtype) if is_padded else numel * dtype.itemsize
 
     # ---------------------------------------------------------------- buffers of files
@@ -233,9 +233,9 @@ class Inventory:
         param, optimizer = self._offloads
         nbytes = 0
         if self.steps_files:
-            nbytes += step_buffers(param, optimizer).bytes_of_buffers
+            nbytes += step_buffer_config(param, optimizer).total_buffer_bytes
         if any(b.tiers.param is Tier.NVME for b in self.plan.buckets):
-            nbytes += (param or OffloadConfig()).bytes_of_buffers
+            nbytes += (param or OffloadConfig()).total_buffer_bytes
         return nbytes
 
     @property

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
+from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT
 from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
 from lightning_zero.layout.rounds import RoundCheck, RoundResult
@@ -89,7 +89,7 @@ def replay(
     trace: StepTrace,
     *,
     on_gloo: bool = False,
-    is_apart: bool = True,
+    has_device_memory: bool = True,
     accumulates: bool = False,
     rank: int = 0,
 ) -> Peak:
@@ -100,11 +100,18 @@ def replay(
         config: It was made with.
         trace: Of one micro-batch.
         on_gloo: Ranks talk over gloo on the CPU, which receives into buffers of its own.
-        is_apart: CPU memory is other memory than the device's.
+        has_device_memory: CPU memory is other memory than the device's.
         accumulates: A mean of earlier micro-batches is added to.
         rank: Whose shards, where they differ.
     """
-    run = Replay(plan, config, rank, on_gloo=on_gloo, is_apart=is_apart, accumulates=accumulates)
+    run = Replay(
+        plan,
+        config,
+        rank,
+        on_gloo=on_gloo,
+        has_device_memory=has_device_memory,
+        accumulates=accumulates,
+    )
     for _ in range(3):
         run.follow(trace.moments)  # learns the order, as the first steps do
     return run.follow(trace.moments)
@@ -173,7 +180,7 @@ class Replay:
         rank: int,
         *,
         on_gloo: bool,
-        is_apart: bool,
+        has_device_memory: bool,
         accumulates: bool,
     ) -> None:
         self._plan = plan
@@ -181,7 +188,7 @@ class Replay:
         self._config = config
         self._rank = rank
         self._on_gloo = on_gloo
-        self._is_apart = is_apart
+        self._is_apart = has_device_memory
         self._accumulates = accumulates
         self._list = [_Unit(unit, index) for index, unit in enumerate(plan.units)]
         self._units = {unit.name: own for unit, own in zip(plan.units, self._list, strict=True)}
@@ -361,7 +368,7 @@ class Replay:
             dtype, stage = self._plan.grad_dtype(bucket), bucket.stage
             is_alone = stage.has_shard(State.GRAD) or dtype != bucket.dtype  # not in the whole
             is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_alone
-            rests_here = not bucket.tiers.grad.is_elsewhere(is_apart=self._is_apart)
+            rests_here = not bucket.tiers.grad.is_offloaded(has_device_memory=self._is_apart)
             if is_shard and rests_here and not self._accumulates:
                 numel = len(bucket.layout.shard(self._rank))
                 self._freed[bucket.name] = numel * dtype.itemsize
@@ -376,7 +383,7 @@ class Replay:
             sent = mean
         else:
             sent = bucket.dtype.itemsize
-            is_landing = bucket.tiers.grad.is_elsewhere(is_apart=self._is_apart)
+            is_landing = bucket.tiers.grad.is_offloaded(has_device_memory=self._is_apart)
             if is_landing or self._accumulates:
                 self._out = shard * mean
         if self._on_gloo:
@@ -398,5 +405,5 @@ class Replay:
             self._receive.give(memory)
         self._received = []
         if self._out and self._is_apart:
-            self._landing = [*self._landing, self._out][-MAX_MEANS_ON_THE_WAY:]
+            self._landing = [*self._landing, self._out][-MAX_GRADS_IN_FLIGHT:]
         self._out = 0

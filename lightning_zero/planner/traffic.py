@@ -118,12 +118,21 @@ def _tiers(
     inventory: Inventory, bucket: BucketPlan, rank: int, gathers: int, reductions: int
 ) -> tuple[int, int, int, int, int]:
     """To and from CPU memory, read from and written to files, stepped on the CPU."""
-    numel, tiers, is_apart = len(bucket.layout.shard(rank)), bucket.tiers, inventory.is_apart
+    numel, tiers, has_device_memory = (
+        len(bucket.layout.shard(rank)),
+        bucket.tiers,
+        inventory.has_device_memory,
+    )
     param = numel * bucket.dtype.itemsize
     mean = numel * inventory.plan.grad_dtype(bucket).itemsize
     to_cpu = from_cpu = read = written = stepped = 0
     if bucket.stage.has_shard(State.PARAM):
-        from_cpu += gathers * param * tiers.param.is_elsewhere(is_apart=is_apart) * is_apart
+        from_cpu += (
+            gathers
+            * param
+            * tiers.param.is_offloaded(has_device_memory=has_device_memory)
+            * has_device_memory
+        )
         if tiers.param is Tier.NVME:
             read += gathers * padded_bytes(numel, bucket.dtype)
     if not bucket.is_trainable:
@@ -136,8 +145,8 @@ def _tiers(
         written += reductions * nbytes
         read += (reductions - 1) * nbytes
     if tiers.optim is not Tier.DEVICE:
-        to_cpu += reductions * mean * is_apart
-        from_cpu += param * (tiers.param is Tier.DEVICE) * is_apart
+        to_cpu += reductions * mean * has_device_memory
+        from_cpu += param * (tiers.param is Tier.DEVICE) * has_device_memory
         states = inventory.states.of(inventory.parameter(bucket, 0), bucket.master_dtype)
         stepped += mean + 2 * numel * (bucket.master_dtype.itemsize + states.element_bytes)
     return to_cpu, from_cpu, read, written, stepped

@@ -59,7 +59,7 @@ from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.sizes import in_words
+from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
@@ -341,7 +341,7 @@ def _why_sharded(engine: Engine) -> str | None:
         return "parameters or optimizer states are offloaded"
     needed, free = full_checkpoint_bytes(engine.buckets), available_memory_bytes()
     if engine.comm.rank == 0 and needed > free // 2:
-        return f"a full one takes {in_words(needed)} of {in_words(free)} of free CPU memory"
+        return f"a full one takes {format_bytes(needed)} of {format_bytes(free)} of free CPU memory"
     return None
 
 

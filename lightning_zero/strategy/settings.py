@@ -66,7 +66,7 @@ class Place:
     ranks_per_node: int
 
     @property
-    def is_apart(self) -> bool:
+    def has_device_memory(self) -> bool:
         """The device has memory of its own."""
         return self.device.type != "cpu"
 
@@ -245,25 +245,27 @@ def choose(
         place.num_ranks,
         place.ranks_per_node,
         device_bytes=int(_SHARE * room.device_free),
-        host_bytes=int(_SHARE * room.host_free) if place.is_apart else None,
+        host_bytes=int(_SHARE * room.host_free) if place.has_device_memory else None,
         disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
-        is_apart=place.is_apart,
+        has_device_memory=place.has_device_memory,
     )
     whole = find_whole_tensors(optimizers, base)
     job = Job(
         module, optimizers, None, num_micro_batches, full_optimizers=whole, fallback=_TWO_MOMENTS
     )
-    estimates = [estimate(choice, job, machine) for choice in _candidates(base, place.is_apart)]
+    estimates = [
+        estimate(choice, job, machine) for choice in _candidates(base, place.has_device_memory)
+    ]
     fitting = cheapest(estimates)
     best = fitting[0] if fitting else min(estimates, key=lambda e: e.device_bytes)
     return AutoChoice(best.choice.config, _reason(best, estimates, room, place.num_ranks))
 
 
-def _candidates(base: ZeroConfig, is_apart: bool) -> list[Choice]:
+def _candidates(base: ZeroConfig, has_device_memory: bool) -> list[Choice]:
     found = all_choices(base, stages=_STAGES)
     if not any(base.offloads):
         # On the CPU both tiers are the same memory.
-        return [c for c in found if is_apart or not c.offload.startswith("cpu")]
+        return [c for c in found if has_device_memory or not c.offload.startswith("cpu")]
     kept = {"offload_param": base.offload_param, "offload_optimizer": base.offload_optimizer}
     kept = {name: offload for name, offload in kept.items() if offload is not None}
     return [
@@ -309,7 +311,9 @@ def refuse_what_cannot_fit(
     """
     if any(offload is not None and offload.device == _AUTO for offload in config.offloads):
         return  # it goes where there is room
-    machine = Machine(place.num_ranks, place.ranks_per_node, is_apart=place.is_apart)
+    machine = Machine(
+        place.num_ranks, place.ranks_per_node, has_device_memory=place.has_device_memory
+    )
     whole = find_whole_tensors(optimizers, config)
     job = Job(module, optimizers, full_optimizers=whole, fallback=States())
     found = estimate(Choice("", "", config), job, machine)
@@ -333,7 +337,7 @@ def _missing(found: Estimate, room: Room) -> str:
     per_node = found.machine.ranks_per_node
     device = found.resting.tier_bytes(Tier.DEVICE)
     host = found.ranks.machine_bytes(Tier.CPU, per_node)
-    if not found.machine.is_apart:
+    if not found.machine.has_device_memory:
         device, host = 0, host + found.ranks.machine_bytes(Tier.DEVICE, per_node)
     if device > room.device_total:
         return f"{_gib(device)} on each device, which has {_gib(room.device_total)}"

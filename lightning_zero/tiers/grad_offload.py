@@ -1,7 +1,7 @@
 """Where the mean gradient of a bucket rests when its optimizer shard is not stepped on the device.
 
 A mean travels while backward goes on: from the device to page-locked CPU memory on a side stream,
-from there to its file, if it has one. At most `MAX_MEANS_ON_THE_WAY` are under way at once;
+from there to its file, if it has one. At most `MAX_GRADS_IN_FLIGHT` are under way at once;
 `settle` waits for one.
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
+from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT, Tier
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import Scratch
@@ -32,13 +32,13 @@ class GradQueue:
         self._queue: list[OffloadedGrad] = []
         # CPU memory of means on their way: page-locking it anew takes longer than the copy.
         self.scratch = Scratch(
-            torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_MEANS_ON_THE_WAY
+            torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_GRADS_IN_FLIGHT
         )
         self._stream = streams.make_stream(storage.device)
 
     def admit(self, grad: OffloadedGrad) -> None:
         """Makes room for `grad`: what is oldest must have landed."""
-        while len(self._queue) >= MAX_MEANS_ON_THE_WAY:
+        while len(self._queue) >= MAX_GRADS_IN_FLIGHT:
             self._queue[0].settle()
         self._queue.append(grad)
 
@@ -119,7 +119,7 @@ class OffloadedGrad:
         values, is_staged = mean, False
         if isinstance(self.store, InMemory) and not is_added:
             values = self.store.tensor
-        elif self._queue.storage.is_apart:
+        elif self._queue.storage.has_device_memory:
             values, is_staged = self._queue.scratch.take(self._numel, self._dtype), True
         event = None if values is mean else self._queue.copy(mean, values, self._name)
         self._transit = _Transit(values, mean, event, is_added, is_staged)

@@ -26,7 +26,7 @@ from lightning_zero.layout.offload import (
     OffloadConfig,
     Tier,
     padded_bytes,
-    step_buffers,
+    step_buffer_config,
 )
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
@@ -239,7 +239,7 @@ class Storage:
 
     Attributes:
         device: Where the module computes.
-        is_apart: The CPU tier is other memory than the device's. See [Note: Apart or together].
+        has_device_memory: The CPU tier is other memory than the device's. See [Note: Apart or together].
         buffer_bytes: Of the buffers through which files are read and written.
     """
 
@@ -253,12 +253,12 @@ class Storage:
         recorder: Recorder | None = None,
     ) -> None:
         self.device = device
-        self.is_apart = device.type != "cpu"
+        self.has_device_memory = device.type != "cpu"
         self.recorder = recorder or Recorder(device)
         self._rank = rank
         self._param = offload_param or OffloadConfig()
         self._optimizer = offload_optimizer or OffloadConfig()
-        self._step = step_buffers(offload_param, offload_optimizer)
+        self._step = step_buffer_config(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
         self.buffer_bytes = 0
         for config in (offload_param, offload_optimizer):
@@ -289,8 +289,8 @@ class Storage:
         """Where an optimizer shard that rests in `tier` is stepped."""
         return self.device if tier is Tier.DEVICE else torch.device("cpu")
 
-    def is_elsewhere(self, tier: Tier) -> bool:
-        return tier.is_elsewhere(is_apart=self.is_apart)
+    def is_offloaded(self, tier: Tier) -> bool:
+        return tier.is_offloaded(has_device_memory=self.has_device_memory)
 
     def keep_param(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
         """A store with these `values` (1-D), which it may take over."""
@@ -309,7 +309,7 @@ class Storage:
         return self._cpu_empty(numel, dtype, self._optimizer)
 
     def _cpu_empty(self, numel: int, dtype: torch.dtype, config: OffloadConfig) -> Tensor:
-        if not self.is_apart:
+        if not self.has_device_memory:
             return torch.empty(numel, dtype=dtype)
         pin = config.pin_memory and self.device.type == "cuda"
         return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
@@ -331,7 +331,7 @@ class Storage:
             store = InFile(self._store(config), name, values.numel(), values.dtype)
             store.write(0, values)
             return store
-        if tier is Tier.CPU and self.is_apart:
+        if tier is Tier.CPU and self.has_device_memory:
             values = self._cpu_empty(values.numel(), values.dtype, config).copy_(values)
         return InMemory(values, tier)
 
@@ -360,12 +360,12 @@ class Storage:
     @property
     def step_buffer_bytes(self) -> int:
         """Of one buffer of `pipeline`."""
-        return self._step.bytes_of_a_buffer
+        return self._step.buffer_size_bytes
 
     def _buffers(self, config: OffloadConfig) -> list[Tensor]:
         pin = config.pin_memory and self.device.type == "cuda"
-        self.buffer_bytes += config.bytes_of_buffers
-        return make_buffers(config.buffer_count, config.bytes_of_a_buffer, pin=pin)
+        self.buffer_bytes += config.total_buffer_bytes
+        return make_buffers(config.buffer_count, config.buffer_size_bytes, pin=pin)
 
     @property
     def bytes_read(self) -> int:

@@ -106,14 +106,16 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
 
 def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     """Bytes at rest and at the most. Of a device that talks over NCCL, but for its memory."""
-    is_apart = case.device != "cpu"
+    has_device_memory = case.device != "cpu"
     choice = Choice("", "", ZeroConfig(stage=case.stage))
     job = Job(module, [torch.optim.AdamW(module.parameters())])
     inventory = take_inventory(
-        choice, job, Machine(case.num_ranks, min(case.num_ranks, 8), is_apart=is_apart)
+        choice,
+        job,
+        Machine(case.num_ranks, min(case.num_ranks, 8), has_device_memory=has_device_memory),
     )
     trace = trace_step(module, step, units=[unit.name for unit in inventory.plan.units])
-    most = replay(inventory.plan, choice.config, trace, is_apart=is_apart)
+    most = replay(inventory.plan, choice.config, trace, has_device_memory=has_device_memory)
     resting = inventory.resting()
     states = sum(resting.tier_bytes(tier) for tier in Tier)
     return states, states + resting.module_buffer_bytes + most.total_bytes

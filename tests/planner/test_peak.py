@@ -69,12 +69,16 @@ def planned_peak(name, stage, offload, world_size):
     trained = [p for p in module.parameters() if p.requires_grad]
     plan = make_plan(module, config, world_size=world_size, optimizer_of=dict.fromkeys(trained, 0))
     inventory = Inventory(
-        plan, module, [torch.optim.AdamW(trained)], offloads=config.offloads, is_apart=False
+        plan,
+        module,
+        [torch.optim.AdamW(trained)],
+        offloads=config.offloads,
+        has_device_memory=False,
     )
     rest = inventory.resting()
     step = partial(loss_of, batch=MODELS[name].batch())
     trace = trace_step(module, step, units=[unit.name for unit in plan.units])
-    peak = replay(plan, config, trace, on_gloo=True, is_apart=False)
+    peak = replay(plan, config, trace, on_gloo=True, has_device_memory=False)
     in_memory = rest.tier_bytes(Tier.DEVICE) + rest.tier_bytes(Tier.CPU)
     return in_memory + rest.pool_bytes + rest.module_buffer_bytes + peak.total_bytes
 

@@ -44,7 +44,7 @@ def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
         num_micro_batches=num_micro_batches,
         full_optimizers=find_whole_tensors(optimizers, config),
     )
-    return Choice("", "", config), job, Machine(world_size, world_size, is_apart=False)
+    return Choice("", "", config), job, Machine(world_size, world_size, has_device_memory=False)
 
 
 def _count(rank, world_size, cases, num_micro_batches):
@@ -224,7 +224,9 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
         step = partial(loss_of, batch=MODELS[name].batch())
         trace = trace_step(module, step, units=[unit.name for unit in plan.units])
         job = Job(module, [torch.optim.AdamW(module.parameters())], trace)
-        traffic = estimate(Choice("", "", config), job, Machine(2, 2, is_apart=False)).traffic
+        traffic = estimate(
+            Choice("", "", config), job, Machine(2, 2, has_device_memory=False)
+        ).traffic
         assert (traffic.nvme_read, traffic.nvme_written) == found, (name, config)
 
 
