@@ -752,7 +752,7 @@ class _RestingPart:
 
     def check_room(self, call: str, num_bytes: int) -> None:
         if self._bucket.device.type == "cpu":
-            self._bucket.lockstep.check_room(call, num_bytes)
+            self._bucket.lockstep.check_cpu_memory(call, num_bytes)
 
 
 class Masters:

@@ -82,14 +82,14 @@ class PartialParameter:
 
     def sharded_data(self, index: int) -> Tensor:
         """`parameter.data`: the whole values, gathered. Collective."""
-        self._building.make_whole(self)
+        self._building.unshard(self)
         parameter = self.parameter
         assert parameter is not None
         return parameter.data
 
     def wait_for_update(self) -> None:
         """`parameter.data` is about to be set, perhaps to itself. Collective."""
-        self._building.make_whole(self)
+        self._building.unshard(self)
 
     def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values`. Collective."""
@@ -179,14 +179,14 @@ class Building:
     # ---------------------------------------------------------------- contexts
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def track_parameters(self) -> Iterator[None]:
         """Around constructors. Collective."""
         handles = [
             torch_module.register_module_parameter_registration_hook(self._on_parameter),
             torch_module.register_module_module_registration_hook(self._on_module),
         ]
         try:
-            with self._same_random_numbers(), self.cutting():
+            with self._same_random_numbers(), self.resharding():
                 yield
             self._meet()
         except BaseException:
@@ -197,7 +197,7 @@ class Building:
             for handle in handles:
                 handle.remove()
 
-    def cutting(self) -> AbstractContextManager[object]:
+    def resharding(self) -> AbstractContextManager[object]:
         """Around code that uses parameters one after another: what it has used is cut again."""
         return _Uses(self)
 
@@ -214,7 +214,7 @@ class Building:
                     torch.cuda.set_rng_state(state, self.device)
             yield
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
 
         Raises where ranks have built different parameters or values.
@@ -317,7 +317,7 @@ class Building:
             type(parameter),
             piece,
             0,
-            lambda _: self.make_whole(piece),
+            lambda _: self.unshard(piece),
         )
         set_placement(parameter, placement)
         parameter.data = piece.part
@@ -333,7 +333,7 @@ class Building:
 
     # ---------------------------------------------------------------- use
 
-    def make_whole(self, piece: PartialParameter) -> None:
+    def unshard(self, piece: PartialParameter) -> None:
         """Gathers `piece`, and what other ranks ask for before. Collective."""
         with self._busy():
             while piece.part is not None:

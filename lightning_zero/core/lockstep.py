@@ -53,7 +53,7 @@ def uneven_calls(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for one in found:
-            stack.enter_context(one.together())
+            stack.enter_context(one.uneven_step())
         yield
 
 
@@ -103,14 +103,14 @@ class Lockstep:
         self.note = order.note
         self.note_write = order.note_write
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
-        self._depth = 0  # nested `together`
+        self._depth = 0  # nested `uneven_step`
         self._told: BaseException | None = None  # the other ranks know of it
         comm.meet = self._order.announce_collective
         for bucket in buckets:
             bucket.lockstep = self
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def uneven_step(self) -> Iterator[None]:
         """One step without gradients, of as many forwards as each rank likes. Collective."""
         schedule = self._schedule
         if schedule.training_state is TrainingState.BACKWARD:
@@ -120,7 +120,7 @@ class Lockstep:
         if not self._order.allows_uneven_calls:
             self._order.close_pass("uneven_calls()")
         self._depth += 1
-        self._loosen()
+        self._update_order()
         try:
             schedule.open()
             yield
@@ -133,11 +133,11 @@ class Lockstep:
             raise
         finally:
             self._depth -= 1
-            self._loosen()
+            self._update_order()
         self._told = None
         schedule.close()
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_cpu_memory(self, call: str, num_bytes: int) -> None:
         """Raises, alike on every rank, where some cannot hold so much more. Collective.
 
         Args:
@@ -155,7 +155,7 @@ class Lockstep:
                 "trainer.save_checkpoint()."
             )
 
-    def _loosen(self) -> None:
+    def _update_order(self) -> None:
         """Ranks may leave one after the other."""
         self._order.allows_uneven_calls = self.is_in_loop or self._depth > 0
 
@@ -181,19 +181,19 @@ class Lockstep:
         self._schedule.compare_assigned()
         self._schedule.prepare()
         self.is_in_loop = True
-        self._loosen()
+        self._update_order()
 
     def end_loop(self) -> None:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
             self._order.serve_until(self._order.requests.left, "the end of the loop on all ranks")
             self._schedule.unsharder.reshard_all()
-            self.leave_loop()
+            self.exit_loop()
 
-    def leave_loop(self) -> None:
+    def exit_loop(self) -> None:
         """The loop is over, or has failed. Local."""
         self.is_in_loop = False
-        self._loosen()
+        self._update_order()
 
     def before_write(self) -> None:
         """Before a rank changes its elements of a parameter, which others may still gather.

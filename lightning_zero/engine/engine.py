@@ -353,7 +353,7 @@ class Engine:
         """
         self.worker.drain()  # it waits for no rank, and needs the groups that go
         self.optimizers.reset()
-        self.lockstep.leave_loop()
+        self.lockstep.exit_loop()
         if not self.comm.rally(deadline, error):
             return False
         self.schedule.recover()

@@ -276,7 +276,7 @@ class _StatePart:
 
     def check_room(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":
-            self.bucket.lockstep.check_room(call, num_bytes)
+            self.bucket.lockstep.check_cpu_memory(call, num_bytes)
 
     def read(self) -> Tensor:
         self.bucket.wait_for_all_steps()

@@ -208,7 +208,7 @@ class EngineStrategy(ProcessStrategy):
             yield
             return
         self._building = Building(self.root_device, self._timeout, watchdog=self._watched_by)
-        with self._building.watching():
+        with self._building.track_parameters():
             yield
 
     # ---------------------------------------------------------------- set-up
@@ -233,7 +233,7 @@ class EngineStrategy(ProcessStrategy):
                 with ConstantStates():
                     self.setup_optimizers(trainer)
             if self._building is not None:
-                self._building.settle()
+                self._building.finalize()
             if self._closed is not None:
                 self._closed.comm.close()
                 self._closed = None
@@ -249,7 +249,7 @@ class EngineStrategy(ProcessStrategy):
             yield
             return
         try:
-            with building.cutting():
+            with building.resharding():
                 yield
         except BaseException:
             building.abort()

@@ -396,7 +396,7 @@ class ZeroStrategy(EngineStrategy):
             return module.state_dict()
         if not is_for_file:
             num_bytes = sum(whole_bytes(bucket) for bucket in engine.buckets)
-            engine.lockstep.check_room("lightning_module_state_dict()", num_bytes)
+            engine.lockstep.check_cpu_memory("lightning_module_state_dict()", num_bytes)
         return full_state_dict(engine, is_everywhere=not is_for_file)
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
