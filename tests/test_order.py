@@ -316,12 +316,12 @@ def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, meets=False):
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
-def test_no_rank_waits_for_ever_whatever_branches_they_take(size, seed, mode, meets):
+def test_no_rank_hangs_whatever_branches_ranks_take(size, seed, mode, meets):
     run(size, seed, mode, meets=meets)
 
 
 @pytest.mark.parametrize("mode", ["same", "repeated"])
-def test_ranks_that_are_alike_soon_wait_for_no_round_but_the_last(mode):
+def test_ranks_with_equal_passes_soon_wait_only_for_the_last_round(mode):
     assert run(4, 0, mode) == [0] * 4  # `end` begins its round, which has been said by then
 
 
@@ -397,7 +397,7 @@ class ChangesAtOnce(CollectiveOrder):
     "kind",
     [AsksAtOnce, LeavesEarly, SkipsEvents, HoldsBack, GoesAhead, LearnsAlone, ChangesAtOnce],
 )
-def test_a_rule_that_is_broken_is_found_out(kind):
+def test_a_broken_rule_is_detected(kind):
     for seed in range(60):
         try:
             run(3, seed, ["rare", "drop", "shuffled"][seed % 3], kind, num_steps=30)
@@ -438,7 +438,7 @@ def _fail_in_a_loop(size, failing, seed):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_learn_why_one_fails_and_go_on(size):
+def test_all_ranks_receive_the_failure_of_one_and_continue(size):
     told = _fail_in_a_loop(size, 1, 0)
     assert told.pop(1) == "bad sample"
     expected = "rank 1 failed, and all ranks with it: ValueError: bad sample"
@@ -465,11 +465,11 @@ TURN = 3  # of three units
         ([], None, []),
     ],
 )
-def test_gathers_come_before_reductions_they_need_not_wait_for(log, ahead, plan):
+def test_all_gathers_are_hoisted_above_reductions(log, ahead, plan):
     assert hoist_all_gathers(log, [1, 1, 1], ahead) == tuple(plan)
 
 
-def test_a_plan_is_made_in_time_that_grows_as_the_log_does():
+def test_hoisting_takes_time_linear_in_the_log():
     class Counted(list):
         num_looks = 0
 

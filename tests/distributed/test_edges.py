@@ -469,7 +469,7 @@ def _put_wrong_data(rank, world_size):
     engine.close()
 
 
-def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_is_whole():
+def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_succeeds():
     run(_put_wrong_data)
 
 
@@ -549,7 +549,7 @@ def _fail_with_wrong_data(rank, world_size):
     assert module(x).shape == x.shape
 
 
-def test_data_of_a_wrong_shape_keeps_nothing_from_its_rest_after_an_exception_or_at_the_end():
+def test_data_of_a_wrong_shape_does_not_prevent_resharding_after_an_exception_or_at_the_end():
     run(_fail_with_wrong_data)
 
 
@@ -609,6 +609,6 @@ def _want_some(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_a_backward_to_chosen_parameters_gives_these_gradients_and_keeps_nothing_whole(stage):
+def test_a_backward_to_chosen_parameters_gives_these_gradients_and_reshards_everything(stage):
     torch.manual_seed(0)
     run(_want_some, stage)

@@ -37,7 +37,7 @@ def _say_and_hear(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_all_hear_the_lowest_number_and_every_bit(world_size):
+def test_all_ranks_receive_the_lowest_number_and_every_bit(world_size):
     run_ranks(world_size, _say_and_hear)
 
 
@@ -57,7 +57,7 @@ def _judge(rank, world_size):
     rounds.close()
 
 
-def test_a_judge_may_ask_for_more():
+def test_a_round_check_may_run_further_rounds():
     run_ranks(3, _judge)
 
 
@@ -152,7 +152,7 @@ def _fall_behind(rank, world_size):
     return seconds
 
 
-def test_a_forward_that_gathers_nothing_waits_for_nobody():
+def test_a_forward_without_all_gathers_waits_for_no_rank():
     early, _ = run_ranks(2, _fall_behind)
     assert early < 0.5
 
