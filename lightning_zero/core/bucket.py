@@ -49,7 +49,6 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import FlatBuffer, views_of, widest
-from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,
     GuardedParameter,
@@ -65,6 +64,7 @@ from lightning_zero.tensors.guarded import (
 )
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import leave_out
+from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 from lightning_zero.tiers.storage import ShardStore
@@ -86,7 +86,7 @@ class Bucket:
 
     Attributes:
         parameters: The module's own parameter objects, by slot.
-        cuts: By slot, which elements each rank steps.
+        shard_specs: By slot, which elements each rank steps.
         shards_params: PARAM rests as a shard.
         is_unsharded: The values of all elements are at hand or on their way.
         watcher: Is told when that changes.
@@ -137,9 +137,11 @@ class Bucket:
             self.offloaded_grad = OffloadedGrad(
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
             )
-        self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
+        self.shard_specs = [ShardSpec(slot, plan.layout, comm) for slot in plan.layout.slots]
         offloaded, wait = self.offloaded_grad, self.wait_for_step
-        self.grads = Gradients(plan, parameters, comm, grad_dtype, offloaded, self.cuts, wait)
+        self.grads = Gradients(
+            plan, parameters, comm, grad_dtype, offloaded, self.shard_specs, wait
+        )
         self._pending: Pending | None = None
         # A worker steps this bucket: waits for it, and returns why it has failed.
         self._stepping: Callable[[], BaseException | None] | None = None
@@ -489,7 +491,7 @@ class Bucket:
             part = self._parts.get(index)
             if part is None:
                 part = self._parts[index] = _RestingPart(self, index)
-            return ShardedTensor.of(part, self.cuts[index], "p.data", exact)
+            return ShardedTensor.of(part, self.shard_specs[index], "p.data", exact)
         return data_of(self.parameters[index])
 
     def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
@@ -514,15 +516,15 @@ class Bucket:
         were `parameter.data` until now keep their values.
         """
         self.reshard()  # what was gathered before its use is gathered again
-        slot, cut = self.plan.layout.slots[index], self.cuts[index]
+        slot, cut = self.plan.layout.slots[index], self.shard_specs[index]
         if isinstance(values, GuardedParameter):
             values = values.data
         given = values
         self._check_dtype(index, values)
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
-            if values.is_of(self._parts.get(index)):
+            if values.is_view_of(self._parts.get(index)):
                 return  # its own
-            is_own = self.phase is Phase.SHARDED and cut.is_as(values.cut)
+            is_own = self.phase is Phase.SHARDED and cut.matches(values.spec)
             values = values.local if is_own else values.full_tensor()
         if self.phase is Phase.UNSHARDING:
             self.wait_for_unshard()
@@ -555,7 +557,7 @@ class Bucket:
         """Until the next pass; what is put back is none, as far as every rank can see alike."""
         if index not in self._assigned:
             self._assigned[index] = self._parts.get(index)
-        elif isinstance(values, ShardedTensor) and values.is_of(self._assigned[index]):
+        elif isinstance(values, ShardedTensor) and values.is_view_of(self._assigned[index]):
             del self._assigned[index]
 
     def compare_assigned(self) -> None:
@@ -596,7 +598,7 @@ class Bucket:
             data = self.sharded_data(index)
             assert isinstance(data, ShardedTensor)
             device = torch.device("cpu") if is_for_file else self.device
-            values = data.full_values("copy", dtype).plain().to(device)
+            values = data.full_view("copy", dtype).plain().to(device)
         return self.make_plain(index, values)
 
     def make_plain(self, index: int, values: Tensor) -> nn.Parameter:
@@ -743,14 +745,14 @@ class _RestingPart:
         self._kept = self.read().clone()
 
     @property
-    def mark(self) -> int:
+    def version(self) -> int:
         if self._kept is not None:
             return self._kept._version
         self._bucket.wait_for_step()  # it counts in a worker
         shards = self._bucket.shards
         return shards.num_writes + shards.num_slot_writes[self._index]
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         if self._bucket.device.type == "cpu":
             self._bucket.lockstep.check_cpu_memory(call, num_bytes)
 

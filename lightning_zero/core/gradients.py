@@ -37,9 +37,9 @@ from lightning_zero.core.writes import is_same_memory
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.guarded import data_of
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
 from lightning_zero.tiers.storage import ShardStore
@@ -73,7 +73,7 @@ class Gradients:
         comm: Communicator,
         dtype: torch.dtype,
         offloaded: OffloadedGrad | None,
-        cuts: Sequence[Cut],
+        cuts: Sequence[ShardSpec],
         wait_for_step: Callable[[], None],
     ) -> None:
         """Of `parameters`, by slot, as `cuts`; the mean rests in `offloaded`, if not on the device.
@@ -609,7 +609,7 @@ class Gradients:
         own = grad
         if not self._is_whole_mean:
             cut = self._cuts[index]
-            if isinstance(grad, ShardedTensor) and cut.is_as(grad.cut):
+            if isinstance(grad, ShardedTensor) and cut.matches(grad.spec):
                 own = grad.local
             else:
                 whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
@@ -625,9 +625,9 @@ class _MeanPart:
     grads: Gradients
     index: int
     values: Tensor
-    mark: int = 0  # nothing that is gathered of it is kept
+    version: int = 0  # nothing that is gathered of it is kept
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         """Nothing: see `full_grad`."""
 
     def read(self) -> Tensor:

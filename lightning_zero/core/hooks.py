@@ -257,7 +257,7 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
         if isinstance(value, ShardedTensor) and parameter is not None:
             placement = placement_of(parameter)
             dtype = bucket_of(placement).orig_dtypes[placement.index]
-            state_dict[prefix + name] = value.full_values("state_dict", dtype)
+            state_dict[prefix + name] = value.full_view("state_dict", dtype)
 
 
 def _wants_grad(value: Any) -> bool:

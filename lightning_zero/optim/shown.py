@@ -86,7 +86,7 @@ def part_of(parameter: Tensor, value: object, known: object = None) -> object:
     if not isinstance(value, Tensor) or is_composite(value) or not is_sliced(bucket):
         return value
     if isinstance(value, ShardedTensor):
-        is_own = bucket.cuts[placement.index].is_as(value.cut)
+        is_own = bucket.shard_specs[placement.index].matches(value.spec)
         return value.local.clone() if is_own else _slice(bucket, placement.index, value)
     numel = len(bucket.owned(placement.index))
     is_number = not placement.shape and not is_elementwise_state(known, numel)
@@ -261,7 +261,7 @@ def _shown(parameter: Tensor, key: str, value: object) -> object:
         return value
     assert isinstance(value, Tensor)
     part = _StatePart(bucket, placement.index, key, value)
-    return ShardedTensor.of(part, bucket.cuts[placement.index], "optimizer.state", value)
+    return ShardedTensor.of(part, bucket.shard_specs[placement.index], "optimizer.state", value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,9 +272,9 @@ class _StatePart:
     index: int
     key: str
     value: Tensor  # in memory, or what reads a file
-    mark: int = 0  # nothing that is gathered of it is kept
+    version: int = 0  # nothing that is gathered of it is kept
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":
             self.bucket.lockstep.check_cpu_memory(call, num_bytes)
 
