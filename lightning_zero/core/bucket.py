@@ -58,8 +58,8 @@ from lightning_zero.tensors.guarded import (
     guard,
     placement_of,
     plain_class_of,
-    point,
     set_placement,
+    set_plain_data,
     unguard,
 )
 from lightning_zero.tensors.lazy import LazyTensor
@@ -183,9 +183,9 @@ class Bucket:
                 own_class=type(parameter),
                 bucket=self,
                 index=index,
-                make_whole=self.unshard_on_use,
-                put_grad=self.grads.assign,
-                hand_out=self._hand_out,
+                ensure_unsharded=self.unshard_on_use,
+                set_grad=self.grads.assign,
+                on_data_read=self._hand_out,
             )
             set_placement(parameter, placement)
             parameter.data = self.unsharded_params.views[index]
@@ -285,7 +285,7 @@ class Bucket:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        point(self.parameters, self.unsharded_params.views)
+        set_plain_data(self.parameters, self.unsharded_params.views)
         self._enter(Phase.UNSHARDED)
         if self.shards_params:
             self._detector.watch()
@@ -397,7 +397,7 @@ class Bucket:
     def restore_data_pointers(self) -> None:
         """Points the parameters where `phase` says, after they have pointed elsewhere."""
         is_shard = self.phase is Phase.SHARDED
-        point(
+        set_plain_data(
             self.parameters,
             self.shards.sharded_views() if is_shard else self.unsharded_params.views,
         )
@@ -655,7 +655,7 @@ class Bucket:
             old = self.unsharded_params.tensor
             self.unsharded_params.leave(copies=True)
             self.shards.rebind_to_unsharded(old)
-        point(self.parameters, self.unsharded_params.views)
+        set_plain_data(self.parameters, self.unsharded_params.views)
         taken, error = [], None
         for index, one in values.items():
             try:
@@ -877,7 +877,7 @@ class Masters:
         self._bucket.wait_for_unshard()
         self._bucket.num_pins += 1
         self.has_views_installed = True
-        point(self._bucket.parameters, views)
+        set_plain_data(self._bucket.parameters, views)
 
     def install_own_views(self) -> Tensor:
         """Points the parameters at parts of `fetch()`, by slot, until `uninstall_views`; returns it.

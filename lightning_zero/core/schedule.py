@@ -48,7 +48,11 @@ from lightning_zero.core.unit import Call, Unit, Unsharder
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.order import CollectiveOrder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.guarded import BetweenStepsError, has_foreign, has_placement
+from lightning_zero.tensors.guarded import (
+    BetweenStepsError,
+    has_placement,
+    has_unmanaged_parameters,
+)
 
 __all__ = ["TrainingState", "Schedule", "is_compiled"]
 
@@ -532,7 +536,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _check_all_hooked(module: nn.Module) -> None:
     """Raises for a trainable parameter that has come to `module` after its hooks."""
     with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
-        if not has_foreign(module):
+        if not has_unmanaged_parameters(module):
             return
         for name, parameter in module.named_parameters():
             if not has_placement(parameter) and parameter.requires_grad:

@@ -54,7 +54,7 @@ from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
 from lightning_zero.strategy.settings import Place, Settings
 from lightning_zero.strategy.slurm import RequeuedExit
-from lightning_zero.tensors.guarded import as_plain, has_placement
+from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
     ConstantStates,
     check_none_left_out,
@@ -455,7 +455,7 @@ class EngineStrategy(ProcessStrategy):
         forget_awaited(module)  # a set-up that failed has left it
         parameters = list(module.parameters())
         has_all = not any(has_placement(p) or p.is_meta for p in parameters)
-        with as_plain(parameters):
+        with unguarded(parameters):
             if self._layer_sync and run_state(module).fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
             if not has_all:

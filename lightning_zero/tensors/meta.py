@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.tensors.guarded import Holder, Placement, guard, set_placement, unguard
+from lightning_zero.tensors.guarded import ParameterHolder, Placement, guard, set_placement, unguard
 
 __all__ = [
     "ConstantStates",
@@ -177,9 +177,9 @@ def _guard(parameter: nn.Parameter) -> None:
         shape=shape,
         dtype=parameter.dtype,
         own_class=type(parameter),
-        bucket=cast("Holder", owner),
+        bucket=cast("ParameterHolder", owner),
         index=0,
-        make_whole=owner.refuse,
+        ensure_unsharded=owner.refuse,
     )
     set_placement(parameter, placement)
     guard([parameter])
