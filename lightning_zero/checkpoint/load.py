@@ -40,7 +40,7 @@ from lightning_zero.layout.names import saved_name, with_compiled_names
 from lightning_zero.optim.state import load_optimizer_state_dict
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
-from lightning_zero.tensors.meta import await_values, expecting_values, is_left_out
+from lightning_zero.tensors.meta import accepting_pending_values, is_dropped, set_pending_values
 
 __all__ = ["load_masters", "load_module", "load_optimizer", "load_weights"]
 
@@ -80,16 +80,16 @@ def load_weights(
         _verify(module, path)
     opened = open_checkpoint(path, weights_only=weights_only)
     awaited: dict[str, Tensor] = {}
-    with expecting_values(module):
+    with accepting_pending_values(module):
         result = load_module(module, opened["state_dict"], strict=strict, awaited=awaited)
-        await_values(module, awaited)
+        set_pending_values(module, awaited)
     return result
 
 
 def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
     # Which parameters are in parts while a module is built may differ by rank.
     held = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
-    held = [p for p in held if not is_left_out(p)]
+    held = [p for p in held if not is_dropped(p)]
     if held:
         comm = bucket_of(placement_of(held[0])).comm
         raise_damage_of_any(path, comm.rank, comm.size, comm.control.gather_objects)
@@ -112,7 +112,7 @@ def load_module(
     the memory of one tensor's part, and of the buckets of modules with loading code of their own.
 
     `awaited` gets, by name, what is meant for parameters and buffers on the meta device, for
-    `await_values`; without it those are an error.
+    `set_pending_values`; without it those are an error.
 
     Returns:
         The missing and the unexpected names.

@@ -63,7 +63,7 @@ from lightning_zero.tensors.guarded import (
     unguard,
 )
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tensors.meta import leave_out
+from lightning_zero.tensors.meta import drop_parameter
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
@@ -210,7 +210,7 @@ class Bucket:
             if self.plan.dtype.is_floating_point:
                 parameter.grad_dtype = dtype
             if device is None:
-                leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
+                drop_parameter(parameter, slot.name, dtype, torch.Size(slot.shape))
             else:
                 parameter.data = views[index].to(device, dtype, copy=True)
         self._detach_views()

@@ -58,7 +58,7 @@ from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
-from lightning_zero.tensors.meta import awaited_values, forget_awaited
+from lightning_zero.tensors.meta import clear_pending_values, pending_values
 from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -180,7 +180,7 @@ class Engine:
         for index, filled in materialize(self.module, plans, self.device, self.comm):
             built[index] = self._bucket(plans[index], queue, filled)
             del filled  # it may be whole, and the next one will be
-        forget_awaited(self.module)
+        clear_pending_values(self.module)
         return [built[index] for index in range(len(plans))]
 
     def _bucket(self, plan: BucketPlan, queue: GradQueue, filled: FlatBuffer | None) -> Bucket:
@@ -196,7 +196,7 @@ class Engine:
             unshard_out_of_order=self._make_whole,
             filled=filled,
         )
-        awaited = {i: v for i, p in enumerate(parameters) if (v := awaited_values(p)) is not None}
+        awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
         if awaited:
             bucket.masters.load(values_reader(awaited))
         return bucket

@@ -18,7 +18,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.optim.trial import Findings
-from lightning_zero.tensors.meta import awaited_values
+from lightning_zero.tensors.meta import pending_values
 
 __all__ = ["config_facts", "module_facts", "optimizer_facts", "software_facts"]
 
@@ -70,7 +70,7 @@ def _holders(name: str) -> Iterator[str]:
 def _tensor_facts(tensor: Tensor) -> dict[str, str]:
     if is_lazy(tensor):
         return {"shape": "lazy"}
-    if awaited_values(tensor) is not None:
+    if pending_values(tensor) is not None:
         values = "to be loaded"
     else:
         values = "none yet (meta device)" if tensor.is_meta else "there"

@@ -57,10 +57,10 @@ from lightning_zero.strategy.slurm import RequeuedExit
 from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
     ConstantStates,
-    check_none_left_out,
-    forget_awaited,
-    forget_left_out,
-    is_left_out,
+    check_none_dropped,
+    clear_dropped,
+    clear_pending_values,
+    is_dropped,
 )
 from lightning_zero.tensors.ties import tie_shared
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -220,7 +220,7 @@ class EngineStrategy(ProcessStrategy):
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
         self._has_rallied = self._keeps_whole = None  # a failure of the run before is over
-        check_none_left_out(self.model)
+        check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
@@ -279,7 +279,7 @@ class EngineStrategy(ProcessStrategy):
             watchdog=self._watched_by,
         )
         self.optimizers = self.optimizers  # see the setter
-        forget_left_out(trainer.lightning_module)
+        clear_dropped(trainer.lightning_module)
         load_masters(self._engine, self._masters_to_load)
         self._masters_to_load = {}
         self._loops.begin(trainer, self._engine.lockstep)
@@ -452,7 +452,7 @@ class EngineStrategy(ProcessStrategy):
         module = self.lightning_module
         if module is None:
             return
-        forget_awaited(module)  # a set-up that failed has left it
+        clear_pending_values(module)  # a set-up that failed has left it
         parameters = list(module.parameters())
         has_all = not any(has_placement(p) or p.is_meta for p in parameters)
         with unguarded(parameters):
@@ -516,7 +516,7 @@ def _masters_bytes(bucket: Bucket) -> int:
 def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
     """Raises where an engine holds it (unless `is_ours`), or it has and will have no parameters."""
     for name, parameter in module.named_parameters():
-        is_held = has_placement(parameter) and not is_left_out(parameter)
+        is_held = has_placement(parameter) and not is_dropped(parameter)
         if is_held and not is_ours:
             raise ValueError(
                 f"parameter {name} is already held by another engine; one module trains under one "

@@ -87,7 +87,7 @@ from lightning_zero.strategy.saving import (
 )
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.strategy.start import tidy_folders
-from lightning_zero.tensors.meta import await_values, expecting_values
+from lightning_zero.tensors.meta import accepting_pending_values, set_pending_values
 
 __all__ = ["ZeroStrategy"]
 
@@ -522,11 +522,11 @@ class ZeroStrategy(EngineStrategy):
         module = self.lightning_module
         assert module is not None
         awaited: dict[str, Tensor] = {}
-        with expecting_values(module):
+        with accepting_pending_values(module):
             load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
             if awaited and run_state(module).fn == TrainerFn.FITTING:
                 check_restorable(checkpoint)
-            await_values(module, awaited)
+            set_pending_values(module, awaited)
         masters = checkpoint.get(MASTERS_KEY, {})
         if self._engine is None:
             self._masters_to_load = masters

@@ -15,7 +15,7 @@ from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_wei
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
 from lightning_zero.core.bucket import Masters
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tensors.meta import await_values
+from lightning_zero.tensors.meta import set_pending_values
 from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
 
@@ -427,7 +427,7 @@ def test_parameters_without_memory_are_loaded_when_they_have_some():
     load_module(module, expected, awaited=awaited)
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     assert awaited.keys() == named.keys()
-    await_values(module, awaited)
+    set_pending_values(module, awaited)
     engine = Engine(module, device=torch.device("cpu"))
     engine.close()
     for name, tensor in module.state_dict().items():
