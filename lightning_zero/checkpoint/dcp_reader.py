@@ -43,7 +43,7 @@ from lightning_zero.checkpoint.torch_file import (
     span,
 )
 from lightning_zero.layout.foreign_names import printable
-from lightning_zero.tensors.composite import put_together
+from lightning_zero.tensors.composite import unflatten_composites
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
@@ -337,7 +337,7 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
         return {"state_dict": tree}
     for state in states:
         # Absent if saved before the first step.
-        entries = state["state"] = put_together(state.get("state", {}))
+        entries = state["state"] = unflatten_composites(state.get("state", {}))
         if any(isinstance(key, int) for g in state["param_groups"] for key in g["params"]):
             # By number, as torch's optimizers: the format has no numbers as names.
             state["state"] = {int(key): entry for key, entry in entries.items()}

@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.comm.control import Channel
-from lightning_zero.tensors.composite import take_apart
+from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = ["Format", "ExportPlan", "plan", "release"]
@@ -288,7 +288,9 @@ _HELD_BY_NAME = {
 def _write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
     sources: dict[object, str] = {}
     content = {
-        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
+        key: _as_shards(flatten_composites(value), sources, progress)
+        if key in _HELD_BY_NAME
+        else value
         for key, value in checkpoint.items()
     }
     ShardedSave.prepare(content, path, {}, Channel(0, 1, None)).run()

@@ -32,7 +32,7 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.optim.shown import own_states, plain_states
 from lightning_zero.optim.state import Outline, is_elementwise, outline_owned_states
-from lightning_zero.tensors.composite import take_apart
+from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
 
@@ -188,7 +188,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
                 continue
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
             source = f"of {name} in optimizer {number}"
-            entry = take_apart(dict(own_of.get(parameter, {})))
+            entry = flatten_composites(dict(own_of.get(parameter, {})))
             if parameter in outlines:
                 own = entry if bucket.shards.is_stepped[index] else None
                 state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)

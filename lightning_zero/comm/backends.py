@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_zero.comm.world import has_world
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
-from lightning_zero.tensors.buffer import Scratch
+from lightning_zero.tensors.buffer import ScratchPool
 
 __all__ = ["Backend", "Cuts", "DeviceBackend", "GlooBackend", "Source", "backend_for"]
 
@@ -104,7 +104,7 @@ class GlooBackend(Backend):
         self._group = group
         self._rank = rank
         self._size = size
-        self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
+        self.scratch = ScratchPool(torch.device("cpu"))  # gloo receives into CPU memory only
         # Tags pair messages: gathers count in even numbers, reductions in odd ones.
         self._gather_tag = 0
         self._reduce_tag = 1
@@ -137,7 +137,7 @@ class GlooBackend(Backend):
         parts = _parts(whole, self._size, cuts)
         own = parts[self._rank]
         received = [
-            own if peer == self._rank else self.scratch.take(own.numel(), own.dtype)
+            own if peer == self._rank else self.scratch.acquire(own.numel(), own.dtype)
             for peer in range(self._size)
         ]
         self._reduce_tag += 2
@@ -147,7 +147,7 @@ class GlooBackend(Backend):
             _mean_in_rank_order(received, out)
             for peer, part in enumerate(received):
                 if peer != self._rank:
-                    self.scratch.give(part)
+                    self.scratch.release(part)
 
         return _UnderWay(works, (whole, out), finish)
 

@@ -38,7 +38,7 @@ from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import Scratch
+from lightning_zero.tensors.buffer import ScratchPool
 
 __all__ = ["Communicator", "Pending"]
 
@@ -96,7 +96,7 @@ class Communicator:
         self.meet = lambda name: None
         self.rallies = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
-        self.scratch = Scratch(device)
+        self.scratch = ScratchPool(device)
         self._timeout = timeout
         self._group: Any = None  # of all ranks, for data
         self._groups: list[Any] = []  # that one and those along the axes; as they are destroyed

@@ -48,7 +48,7 @@ from lightning_zero.core.writes import (
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import FlatBuffer, views_of, widest
+from lightning_zero.tensors.buffer import FlatBuffer, promoted_dtype, views_of
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,
     GuardedParameter,
@@ -216,12 +216,12 @@ class Bucket:
         self._detach_views()
         self.shards.drop()
         if self.num_holders(num_params=0):
-            self.unsharded_params.leave(copies=False)
+            self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()
 
     def _full_precision_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
-        dtype = widest(self.plan.dtype, self.orig_dtypes)
+        dtype = promoted_dtype(self.plan.dtype, self.orig_dtypes)
         exact = self.unsharded_params
         if dtype != self.plan.dtype:
             exact = filled or FlatBuffer(self.plan.layout, dtype, self.device)
@@ -358,7 +358,7 @@ class Bucket:
         ):
             if num_holders_before is None:
                 self._warn_of_holders()
-            self.unsharded_params.leave(copies=False)
+            self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()
 
     def num_holders(self, *, num_params: int) -> int:
@@ -653,7 +653,7 @@ class Bucket:
         values = {index: data_of(self.parameters[index]) for index in replaced}
         if self.num_holders(num_params=len(self.parameters) - len(replaced)):
             old = self.unsharded_params.tensor
-            self.unsharded_params.leave(copies=True)
+            self.unsharded_params.replace_memory(copies=True)
             self.shards.rebind_to_unsharded(old)
         set_plain_data(self.parameters, self.unsharded_params.views)
         taken, error = [], None

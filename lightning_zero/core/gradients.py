@@ -221,10 +221,10 @@ class Gradients:
         users see and zero what there was. The others may go on to average over replicas.
         """
         layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
-        whole = scratch.take(layout.numel, self._plan.dtype).zero_()
+        whole = scratch.acquire(layout.numel, self._plan.dtype).zero_()
         out = torch.empty(self._numel, dtype=self.dtype, device=whole.device)
         self._comm.reduce_scatter(whole, out, name, cuts=layout.split_sizes).wait()
-        scratch.give(whole)
+        scratch.release(whole)
         average = None
         if averages and self._offloaded is None and self._has_replicas:
             if self.is_partial and self.main_grad is not None:
@@ -482,7 +482,7 @@ class Gradients:
         if self.unsharded_grads is None:
             dtype = self.dtype if self._is_whole_mean else self._plan.dtype
             layout, device = self._plan.layout, self._comm.device
-            memory = self._comm.scratch.take(layout.numel, dtype) if self._is_sharded else None
+            memory = self._comm.scratch.acquire(layout.numel, dtype) if self._is_sharded else None
             self.unsharded_grads = FlatBuffer(layout, dtype, device, memory=memory)
         if self._is_in_place and self._holds_mean:
             assert self.main_grad is not None
@@ -497,7 +497,7 @@ class Gradients:
     def _close(self) -> None:
         """Gives the memory of local gradients back, where they do not rest whole."""
         if self._is_sharded and self.unsharded_grads is not None:
-            self._comm.scratch.give(self.unsharded_grads.tensor)
+            self._comm.scratch.release(self.unsharded_grads.tensor)
             self.unsharded_grads = None
 
     def _is_own(self, index: int, grad: Tensor) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import BucketPlan
-from lightning_zero.tensors.buffer import FlatBuffer, widest
+from lightning_zero.tensors.buffer import FlatBuffer, promoted_dtype
 from lightning_zero.tensors.meta import fill_sentinel, has_sentinel, pending_values, swap_memory
 
 __all__ = ["check_can_materialize", "materialize"]
@@ -159,7 +159,9 @@ class _Materializer:
         plan = self._plans[index]
         if index not in self.filled:
             own = [self._named[slot.name].dtype for slot in plan.layout.slots]
-            self.filled[index] = FlatBuffer(plan.layout, widest(plan.dtype, own), self._device)
+            self.filled[index] = FlatBuffer(
+                plan.layout, promoted_dtype(plan.dtype, own), self._device
+            )
         memory = self.filled[index].views[position]
         if memory.dtype != parameter.dtype:
             memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.tensors.buffer import widest
+from lightning_zero.tensors.buffer import promoted_dtype
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
@@ -97,7 +97,7 @@ def clip_by_value(
 
 def _dtype(buckets: Iterable[Bucket]) -> torch.dtype:
     """In which ranks add: the widest of gradients, also of a rank that owns none of them."""
-    return widest(torch.float32, [bucket.grads.dtype for bucket in buckets])
+    return promoted_dtype(torch.float32, [bucket.grads.dtype for bucket in buckets])
 
 
 def _own_norms(
@@ -106,7 +106,9 @@ def _own_norms(
     """Norms of the parts that this rank owns, one at a time: some are read from a file."""
     for part in _owned_parts(bucket, comm, parameters):
         if part.numel():
-            norm = torch.linalg.vector_norm(part, order, dtype=widest(torch.float32, [part.dtype]))
+            norm = torch.linalg.vector_norm(
+                part, order, dtype=promoted_dtype(torch.float32, [part.dtype])
+            )
             yield norm.to(comm.device)
 
 

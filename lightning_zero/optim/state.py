@@ -33,11 +33,11 @@ from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.optim.clone import parameters_of, step_toy
 from lightning_zero.optim.shown import is_sliced, own_states, part_of, plain_states
 from lightning_zero.tensors.composite import (
+    flatten_composites,
     is_composite,
     map_tensors,
     plain_tensors,
-    put_together,
-    take_apart,
+    unflatten_composites,
 )
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.lazy import LazyTensor
@@ -379,7 +379,7 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
     own_buckets[0].wait_for_all_steps()
     states = own_states(optimizer)
     own = {
-        (number, index): tree_map(Outline.of, take_apart(states[parameter]))
+        (number, index): tree_map(Outline.of, flatten_composites(states[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
         if bucket.shards.is_stepped[index] and parameter in states
@@ -414,7 +414,7 @@ def _gather_owned_states(
                 tensor = next(rest)
                 return tensor.cpu() if leaf.is_on_cpu and not leaf.shape else tensor
 
-            yield parameter, put_together(tree_map(restore, outlines[parameter]))
+            yield parameter, unflatten_composites(tree_map(restore, outlines[parameter]))
 
 
 def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT, Tier
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import Scratch
+from lightning_zero.tensors.buffer import ScratchPool
 from lightning_zero.tiers.nvme import Transfer
 from lightning_zero.tiers.storage import InFile, InMemory, ShardStore, Storage
 
@@ -31,7 +31,7 @@ class GradQueue:
         self.storage = storage
         self._queue: list[OffloadedGrad] = []
         # CPU memory of means on their way: page-locking it anew takes longer than the copy.
-        self.scratch = Scratch(
+        self.scratch = ScratchPool(
             torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_GRADS_IN_FLIGHT
         )
         self._stream = streams.make_stream(storage.device)
@@ -120,7 +120,7 @@ class OffloadedGrad:
         if isinstance(self.store, InMemory) and not is_added:
             values = self.store.tensor
         elif self._queue.storage.has_device_memory:
-            values, is_staged = self._queue.scratch.take(self._numel, self._dtype), True
+            values, is_staged = self._queue.scratch.acquire(self._numel, self._dtype), True
         event = None if values is mean else self._queue.copy(mean, values, self._name)
         self._transit = _Transit(values, mean, event, is_added, is_staged)
         if values is mean:
@@ -164,7 +164,7 @@ class OffloadedGrad:
 
     def _give_back(self, transit: _Transit) -> None:
         if transit.is_staged:
-            self._queue.scratch.give(transit.values)
+            self._queue.scratch.release(transit.values)
 
     def _land(self, transit: _Transit) -> None:
         store = self.store

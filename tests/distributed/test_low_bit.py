@@ -13,7 +13,7 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.checkpoint import load_optimizer, open_checkpoint
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.state import optimizer_state_dict
-from lightning_zero.tensors.composite import plain_tensors, take_apart
+from lightning_zero.tensors.composite import flatten_composites, plain_tensors
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.low_bit import KINDS, LIBRARIES, BlockModule, Blocks, builder_of
@@ -30,7 +30,7 @@ X = torch.linspace(-2, 2, 48).view(6, 8)
 
 def assert_equal_bits(one, other):
     """Two trees of states, with what is inside of quantised tensors."""
-    one, other = take_apart(one), take_apart(other)
+    one, other = flatten_composites(one), flatten_composites(other)
     if isinstance(other, dict):
         assert set(one) == set(other)
         for key, value in other.items():
