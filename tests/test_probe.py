@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
+from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
 from tests.whole_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 
 CPU = torch.device("cpu")
-ELEMENTWISE = Findings(StepKind.BY_BUCKET, is_elementwise=True)
-OF_TENSORS = Findings(StepKind.BY_BUCKET, is_elementwise=False)
-AT_ONCE = Findings(StepKind.AT_ONCE, is_elementwise=False)
+ELEMENTWISE = ProbeResult(StepKind.BY_BUCKET, is_elementwise=True)
+OF_TENSORS = ProbeResult(StepKind.BY_BUCKET, is_elementwise=False)
+AT_ONCE = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
 SHAPE = st.lists(st.integers(2, 300), min_size=1, max_size=2).map(tuple)
 SHAPES = st.lists(SHAPE, min_size=1, max_size=4)
 
@@ -256,7 +256,7 @@ def _raise_on_nan(self, group, p, numbers):
         (_scale_where_huge_by_number, OF_TENSORS),
         (_raise_on_nan, OF_TENSORS),
         (_move, OF_TENSORS),
-        (_count, Findings(StepKind.AT_ONCE, is_elementwise=True)),
+        (_count, ProbeResult(StepKind.AT_ONCE, is_elementwise=True)),
     ],
 )
 def test_dependence_is_seen_whatever_the_values(prepare, expected):
@@ -385,7 +385,7 @@ def test_a_probe_changes_nothing_of_the_optimizer():
             super().step()
 
     optimizer = Remembering(parameters((3, 4)))
-    assert found(optimizer) == Findings(StepKind.AT_ONCE, is_elementwise=True)
+    assert found(optimizer) == ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     assert (optimizer.seen, float(optimizer.number)) == ([], 0.0)
 
 

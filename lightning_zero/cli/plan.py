@@ -37,7 +37,7 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.recompute import find_checkpointed, outermost
 from lightning_zero.layout.units import find_blocks
-from lightning_zero.optim.trial import find_whole_tensors
+from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (
     SHAPES,
     Decoder,
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         source.module,
         optimizers,
         num_micro_batches=num_micro_batches,
-        full_optimizers=find_whole_tensors(optimizers, config),
+        full_optimizers=find_full_optimizers(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
     plain, checkpointed = (replace(job, trace=trace) for trace in traces)

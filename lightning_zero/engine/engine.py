@@ -51,9 +51,9 @@ from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
 from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import optimizer_state_dict
-from lightning_zero.optim.trial import Findings
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
@@ -430,7 +430,7 @@ def _begin_together(
     *,
     device: torch.device | None,
     open_comm: Callable[..., Communicator],
-) -> tuple[Communicator, torch.device, list[tuple[Optimizer, Findings]], list[str], list[str]]:
+) -> tuple[Communicator, torch.device, list[tuple[Optimizer, ProbeResult]], list[str], list[str]]:
     """Looks at what an engine was given, and opens its groups if all ranks were given the same.
 
     Collective: every rank, also where what it was given cannot be used, so that none waits for it.
@@ -441,7 +441,7 @@ def _begin_together(
         the device is the same on every rank.
     """
     group_size = config.group_size(local_world_size=local_world_size())
-    examined: list[tuple[Optimizer, Findings]] = []
+    examined: list[tuple[Optimizer, ProbeResult]] = []
     checkpointed_modules: list[str] = []
     warned: list[str] = []
     facts: dict[str, dict[str, str]] = {}
@@ -511,7 +511,7 @@ def _plan_together(
     module: nn.Module,
     config: ZeroConfig,
     comm: Communicator,
-    examined: Sequence[tuple[Optimizer, Findings]],
+    examined: Sequence[tuple[Optimizer, ProbeResult]],
 ) -> Plan:
     """The plan; offload "auto" uses the memory of the rank that has least. Collective."""
     optimizer_of = {

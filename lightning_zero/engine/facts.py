@@ -17,7 +17,7 @@ from lightning_zero._version import __version__
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.optim.trial import Findings
+from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.tensors.meta import pending_values
 
 __all__ = ["config_facts", "module_facts", "optimizer_facts", "software_facts"]
@@ -78,7 +78,7 @@ def _tensor_facts(tensor: Tensor) -> dict[str, str]:
 
 
 def optimizer_facts(
-    number: int, optimizer: Optimizer, found: Findings, names: Mapping[nn.Parameter, str]
+    number: int, optimizer: Optimizer, found: ProbeResult, names: Mapping[nn.Parameter, str]
 ) -> dict[str, dict[str, str]]:
     """Of one optimizer, the `number`th of the engine. `names`: in the order of the module."""
     title = f"optimizer {number}"

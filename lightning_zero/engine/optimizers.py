@@ -22,10 +22,10 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
 from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import join_optimizer_state, shard_initial_state
-from lightning_zero.optim.step import OptimizerStep, check_whole
-from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
+from lightning_zero.optim.step import OptimizerStep, check_full_tensors
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -53,7 +53,7 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 def examine(
     optimizer: Optimizer, *, module: nn.Module, config: ZeroConfig, device: torch.device
-) -> Findings:
+) -> ProbeResult:
     """Finds out how `optimizer` can step the shards of `module`.
 
     Raises:
@@ -69,9 +69,9 @@ def examine(
                 "the module that is trained."
             )
     if config.assume_elementwise:
-        return Findings(StepKind.AT_ONCE, is_elementwise=True)
+        return ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     is_sharded = config.states.has_shard(State.OPTIM)
-    as_ever = Findings(StepKind.AT_ONCE, is_elementwise=False)
+    as_ever = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
     try:
         found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
@@ -103,7 +103,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         comm: Communicator,
         *,
         worker: StepWorker | None,
-        examine: Callable[[Optimizer], Findings],
+        examine: Callable[[Optimizer], ProbeResult],
     ) -> None:
         self._buckets = buckets
         self._reducer = reducer
@@ -125,12 +125,12 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     def attach(self, optimizer: Optimizer) -> None:
         """As `take`, for one that the engine was made without: see `Engine.attach`. Collective."""
-        found: Findings | None = None
+        found: ProbeResult | None = None
         facts: Facts = {}
         failure: Exception | None = None
         try:
             found = self._examine(optimizer)
-            check_whole(optimizer, found)
+            check_full_tensors(optimizer, found)
             names = {
                 parameter: slot.name
                 for bucket in self._buckets
@@ -143,7 +143,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         assert found is not None, "else there is a failure, which `compare` has raised"
         self.take(optimizer, found)
 
-    def take(self, optimizer: Optimizer, found: Findings) -> None:
+    def take(self, optimizer: Optimizer, found: ProbeResult) -> None:
         """Makes `optimizer`, of which `found` is known, step this rank's slices from now on."""
         kind = found.kind
         is_overlapped = kind is StepKind.BY_BUCKET or self._worker is None
@@ -162,7 +162,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             OptimizerStep(
                 optimizer,
                 found,
-                examine=self._examine,
+                probe=self._examine,
                 reducer=self._reducer,
                 storage=self._storage,
                 worker=self._worker,

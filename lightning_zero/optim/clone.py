@@ -36,7 +36,7 @@ __all__ = [
     "parameters_of",
     "raw_step",
     "settings_of",
-    "step_toy",
+    "probe_state",
 ]
 
 
@@ -100,7 +100,7 @@ def enter_training(optimizer: Optimizer) -> None:
             train()
 
 
-def step_toy(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
+def probe_state(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
     """The state that a copy of `optimizer` has of a parameter with these values after one step.
 
     `group`: whose settings it has. Gradients are ones.

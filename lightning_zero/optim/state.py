@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.shards import is_elementwise_state
-from lightning_zero.optim.clone import parameters_of, step_toy
+from lightning_zero.optim.clone import parameters_of, probe_state
 from lightning_zero.optim.shown import is_sliced, own_states, part_of, plain_states
 from lightning_zero.tensors.composite import (
     flatten_composites,
@@ -314,11 +314,11 @@ class _ElementwiseKeys:
         for shape, entry in self._entries:
             if isinstance(value := entry.get(key), Tensor):
                 return value.shape == shape
-        return key in self._of_toy
+        return key in self._probed_keys
 
     @cached_property
-    def _of_toy(self) -> set[str]:
-        state = step_toy(self._optimizer, torch.zeros(2))
+    def _probed_keys(self) -> set[str]:
+        state = probe_state(self._optimizer, torch.zeros(2))
         return {key for key, value in state.items() if is_elementwise_state(value, 2)}
 
 

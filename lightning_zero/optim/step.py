@@ -7,7 +7,7 @@ then steps bucket after bucket with stand-ins (clone.py), small ones together: t
 stepped bucket travels while the next one is stepped, and what rests in files or in other memory is
 on its way before its step. The body that follows finds no gradients and does nothing. An optimizer
 that counts calls in its groups cannot be called once for each bucket; it runs its body once over
-all of them instead. `trial` finds out which kind an optimizer is.
+all of them instead. `probe` finds out which kind an optimizer is.
 
 [Note: Steps beside the next forward] With `overlap_step` a worker runs the same loop over buckets,
 in the order in which the next forward needs them. Every use of a bucket waits until the loop has
@@ -41,6 +41,7 @@ from lightning_zero.optim.clone import (
     parameters_of,
 )
 from lightning_zero.optim.methods import OnParts, WithoutGradients, wrap_methods
+from lightning_zero.optim.probe import ProbeResult, StepKind
 from lightning_zero.optim.shown import (
     ShownStates,
     as_plain_dicts,
@@ -55,18 +56,17 @@ from lightning_zero.optim.state import (
     shard_initial_state,
     store_states,
 )
-from lightning_zero.optim.trial import Findings, StepKind
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.pipeline import Task
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["MOST_TOGETHER", "OptimizerStep", "check_whole"]
+__all__ = ["MAX_NUMEL_PER_CALL", "OptimizerStep", "check_full_tensors"]
 
 # Elements that one call steps, by type of device; one bucket may have more. On a CPU a step takes
 # longer than the call, and gathers travel meanwhile.
-MOST_TOGETHER = {"cuda": 2**25}
+MAX_NUMEL_PER_CALL = {"cuda": 2**25}
 
 
 class OptimizerStep:
@@ -75,9 +75,9 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        found: Findings,
+        found: ProbeResult,
         *,
-        examine: Callable[[Optimizer], Findings],
+        probe: Callable[[Optimizer], ProbeResult],
         reducer: Reducer,
         storage: Storage,
         worker: StepWorker | None,
@@ -85,8 +85,8 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._shown: Any = ShownStates(optimizer.state, self._drain)
         self._kind = found.kind
-        self._found = found
-        self._examine = examine
+        self._result = found
+        self._probe = probe
         self._known_settings = [_settings_of(optimizer)]  # with which it has been looked at
         self._known_members: set[nn.Parameter] = set()  # that have been looked at
         self._reducer = reducer
@@ -421,16 +421,16 @@ class OptimizerStep:
             jobs += [Task(chunk.ranges) for chunk in chunks if chunk.files]
         self._storage.pipeline.prefetch(jobs)
 
-    def _look_again(self) -> None:
+    def _probe_again(self) -> None:
         """At an optimizer with other parameters, or with options that were on or off before."""
-        found = self._examine(self.optimizer)
+        found = self._probe(self.optimizer)
         if found.kind is StepKind.AT_ONCE and self._kind is StepKind.BY_BUCKET:
             raise ValueError(
                 f"{type(self.optimizer).__name__} counts its steps since its options were changed, "
                 "so it can only step all parameters in one call; set them before the engine is "
                 "built (in Lightning, in configure_optimizers)."
             )
-        self._found = dataclasses.replace(self._found, is_elementwise=found.is_elementwise)
+        self._result = dataclasses.replace(self._result, is_elementwise=found.is_elementwise)
         self._known_settings.append(_settings_of(self.optimizer))
 
     def _members(self) -> set[nn.Parameter]:
@@ -447,8 +447,8 @@ class OptimizerStep:
                     "averaged. Add parameters to the module before the engine is built."
                 )
         if not is_known:
-            self._look_again()
-        check_whole(self.optimizer, self._found)
+            self._probe_again()
+        check_full_tensors(self.optimizer, self._result)
         self._known_members = members
         return members
 
@@ -490,7 +490,7 @@ class _Evaluated:
         return self._loss
 
 
-def check_whole(optimizer: Optimizer, found: Findings) -> None:
+def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
     """Refuses, by a ValueError, an optimizer that would step slices as if they were tensors."""
     for parameter in [] if found.is_elementwise else parameters_of(optimizer):
         placement = placement_of(parameter)
@@ -514,7 +514,7 @@ def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[Chun
         own_numel = step.chunk.stop - step.chunk.start
         numel += own_numel
         is_alike = bool(steps) and steps[0].of.device == step.of.device
-        is_much = numel > MOST_TOGETHER.get(step.of.device.type, 0)
+        is_much = numel > MAX_NUMEL_PER_CALL.get(step.of.device.type, 0)
         if not is_alike or is_much or steps[0].chunk.files or step.chunk.files:
             if steps:
                 yield first, steps

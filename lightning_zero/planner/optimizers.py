@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optim.clone import step_toy
+from lightning_zero.optim.clone import probe_state
 
 __all__ = [
     "OPTIMIZER_NAMES",
@@ -187,7 +187,7 @@ def _toy_like(shape: _Shape) -> _Shape:
 
 def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> States:
     """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
-    state = step_toy(optimizer, torch.ones(shape, dtype=dtype), index)
+    state = probe_state(optimizer, torch.ones(shape, dtype=dtype), index)
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []
     for key, value in state.items():

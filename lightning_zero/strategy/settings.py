@@ -30,7 +30,7 @@ from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.engine.facts import config_facts
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
-from lightning_zero.optim.trial import find_whole_tensors
+from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import States
 from lightning_zero.strategy.precision import ZeroPrecision
@@ -249,7 +249,7 @@ def choose(
         disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
         has_device_memory=place.has_device_memory,
     )
-    whole = find_whole_tensors(optimizers, base)
+    whole = find_full_optimizers(optimizers, base)
     job = Job(
         module, optimizers, None, num_micro_batches, full_optimizers=whole, fallback=_TWO_MOMENTS
     )
@@ -314,7 +314,7 @@ def refuse_what_cannot_fit(
     machine = Machine(
         place.num_ranks, place.ranks_per_node, has_device_memory=place.has_device_memory
     )
-    whole = find_whole_tensors(optimizers, config)
+    whole = find_full_optimizers(optimizers, config)
     job = Job(module, optimizers, full_optimizers=whole, fallback=States())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, room)

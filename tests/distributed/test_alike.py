@@ -15,7 +15,7 @@ from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.comm.alike import check_alike
 from lightning_zero.core import building
 from lightning_zero.engine.facts import optimizer_facts
-from lightning_zero.optim.trial import Findings, StepKind
+from lightning_zero.optim.probe import ProbeResult, StepKind
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -392,7 +392,7 @@ def test_options_without_words_of_their_own_are_told_by_their_class():
     module = layers(2, 2)
     optimizer = SGD([{"params": module.parameters(), "f": print, "g": lambda: 0}], lr=0.1)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found = Findings(StepKind.AT_ONCE, is_elementwise=True)
+    found = ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     options = optimizer_facts(0, optimizer, found, names)["group 0 of optimizer 0 (SGD)"]
     assert options["f"] == "<built-in function print>"
     assert options["g"] == "function"

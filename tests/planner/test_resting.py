@@ -11,7 +11,7 @@ from lightning_zero import ZeroConfig
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import make_plan
-from lightning_zero.optim.trial import find_whole_tensors
+from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (
     Choice,
     Job,
@@ -42,7 +42,7 @@ def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
         module,
         optimizers,
         num_micro_batches=num_micro_batches,
-        full_optimizers=find_whole_tensors(optimizers, config),
+        full_optimizers=find_full_optimizers(optimizers, config),
     )
     return Choice("", "", config), job, Machine(world_size, world_size, has_device_memory=False)
 
