@@ -30,8 +30,8 @@ from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.optim.shown import own_states, plain_states
-from lightning_zero.optim.state import Outline, is_elementwise, outline_owned_states
+from lightning_zero.optim.state import TensorSpec, gather_owned_state_specs, is_elementwise
+from lightning_zero.optim.state_view import raw_states, without_state_view
 from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
@@ -170,10 +170,10 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`.
     """
     number = engine.optimizers.index(optimizer)
-    outlines = outline_owned_states(optimizer, engine.buckets)
-    with plain_states(optimizer):  # its options: states are saved as the optimizer keeps them
+    outlines = gather_owned_state_specs(optimizer, engine.buckets)
+    with without_state_view(optimizer):  # its options: states are saved as the optimizer keeps them
         packed = optimizer.state_dict()
-    own_of = own_states(optimizer)
+    own_of = raw_states(optimizer)
     ids = {
         parameter: packed_id
         for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True)
@@ -230,7 +230,7 @@ def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any
 
     def shard(leaf: object) -> object:
         nonlocal number
-        if not isinstance(leaf, Outline):
+        if not isinstance(leaf, TensorSpec):
             return leaf
         if leaf.number is not None:
             next(values, None)

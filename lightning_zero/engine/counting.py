@@ -16,7 +16,7 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
-from lightning_zero.optim.shown import own_states
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
@@ -123,7 +123,7 @@ def held_bytes(bucket: Bucket) -> int:
 
 
 def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
-    for parameter, state in own_states(optimizer).items():
+    for parameter, state in raw_states(optimizer).items():
         placement = placement_of(parameter)
         for value in plain_tensors(state):
             yield placement, value
@@ -162,12 +162,12 @@ def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int
 
 def _bytes_of_missing(bucket: Bucket, index: int, optimizer: Optimizer) -> int:
     shape, own = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]
-    alike = [known for known in own_states(optimizer) if len(known.shape) == len(shape)]
+    alike = [known for known in raw_states(optimizer) if len(known.shape) == len(shape)]
     if not alike:
         return 0
     nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
     nbytes = 0
-    for tensor in plain_tensors(own_states(optimizer)[nearest]):
+    for tensor in plain_tensors(raw_states(optimizer)[nearest]):
         sizes = tuple(tensor.shape)
         if len(sizes) == len(shape):
             alike_sizes = zip(sizes, nearest.shape, shape, strict=True)

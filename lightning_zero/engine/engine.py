@@ -52,8 +52,8 @@ from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
 from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
-from lightning_zero.optim.shown import own_states
 from lightning_zero.optim.state import optimizer_state_dict
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
@@ -406,7 +406,7 @@ class Engine:
         self.optimizers.detach()
         self.optimizers.reset()
         # Before states are dropped, which the compute stream reads meanwhile.
-        self.worker.close(plain_tensors([list(own_states(o).values()) for o in self.optimizers]))
+        self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
         failure = self.schedule.reset_all() or failure

@@ -23,8 +23,8 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
-from lightning_zero.optim.shown import own_states
-from lightning_zero.optim.state import join_optimizer_state, shard_initial_state
+from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.optim.step import OptimizerStep, check_full_tensors
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
@@ -229,13 +229,13 @@ class AttachedOptimizers(Sequence[Optimizer]):
         self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory(device))
         for optimizer in self:
             if self._lacks_states or device is None:
-                own_states(optimizer).clear()
+                raw_states(optimizer).clear()
             elif keeps_shards:
-                states = own_states(optimizer)
+                states = raw_states(optimizer)
                 for parameter, state in states.items():
                     states[parameter] = map_tensors(partial(_read_to, device), state)
             else:
-                join_optimizer_state(optimizer, self._buckets, device)
+                unshard_optimizer_state(optimizer, self._buckets, device)
 
     def _fit_in_memory(self, device: torch.device) -> bool:
         """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective.
@@ -247,7 +247,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             for bucket in self._buckets
             for store in bucket.shards.state_stores.values()
         )
-        states = [list(own_states(optimizer).values()) for optimizer in self]
+        states = [list(raw_states(optimizer).values()) for optimizer in self]
         on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         if nbytes and device.type == "cpu":

@@ -27,8 +27,8 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
-from lightning_zero.optim.shown import own_states
-from lightning_zero.optim.state import check_slice
+from lightning_zero.optim.state import check_sliced_states
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import LazyTensor
@@ -137,7 +137,7 @@ class BucketStep:
         if not is_offloaded and not shards.keeps_states_in_files:
             return
         for index in self.grads:
-            state = own_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
+            state = raw_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
             if is_offloaded:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -160,7 +160,7 @@ class ChunkStep:
         self.chunk = chunk
         self._shards = of.bucket.shards
         self._name = of.bucket.plan.name
-        self._state = own_states(of.clone.optimizer)
+        self._state = raw_states(of.clone.optimizer)
         self._memory: dict[str, Tensor] = {}  # by name, what rests in files
         self._master: Tensor | None = None  # where it is stepped
         self._arrival: streams.Event | None = None
@@ -240,7 +240,7 @@ class ChunkStep:
         if not self.of.is_in_chunks:
             if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
-                check_slice(self.of.clone.optimizer, parameter)
+                check_sliced_states(self.of.clone.optimizer, parameter)
             return
         shards, start = self._shards, self.chunk.start
         own = shards.own_ranges[index]

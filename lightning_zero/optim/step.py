@@ -42,19 +42,19 @@ from lightning_zero.optim.clone import (
 )
 from lightning_zero.optim.methods import OnParts, WithoutGradients, wrap_methods
 from lightning_zero.optim.probe import ProbeResult, StepKind
-from lightning_zero.optim.shown import (
-    ShownStates,
-    as_plain_dicts,
-    is_sliced,
-    own_states,
-    refuse_part,
-)
 from lightning_zero.optim.state import (
-    bring_states,
-    check_slice,
+    check_sliced_states,
     load_optimizer_state_dict,
     shard_initial_state,
-    store_states,
+    swap_in_states,
+    swap_out_states,
+)
+from lightning_zero.optim.state_view import (
+    StateView,
+    as_plain_dicts,
+    is_sliced,
+    raise_partial_states,
+    raw_states,
 )
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.composite import plain_tensors
@@ -83,7 +83,7 @@ class OptimizerStep:
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self._shown: Any = ShownStates(optimizer.state, self._drain)
+        self._view: Any = StateView(optimizer.state, self._drain)
         self._kind = found.kind
         self._result = found
         self._probe = probe
@@ -106,7 +106,7 @@ class OptimizerStep:
         ]
         self._wrapped = [*wrap_methods(optimizer, self._run_method), "load_state_dict"]
         optimizer.__dict__["load_state_dict"] = self._load_state_dict
-        self._show_states()
+        self._install_state_view()
 
     def reset(self) -> None:
         """After an exception, which may have come between the two hooks."""
@@ -115,7 +115,7 @@ class OptimizerStep:
         self._stepping = []
         self._return_numbers()
         if not self._is_detached:
-            self._show_states()
+            self._install_state_view()
 
     def detach(self) -> None:
         """The optimizer steps by itself again; its states are this rank's parts."""
@@ -123,38 +123,38 @@ class OptimizerStep:
             handle.remove()
         for name in self._wrapped:
             self.optimizer.__dict__.pop(name, None)
-        if self.optimizer.state is self._shown:
-            self.optimizer.state = own_states(self.optimizer)
+        if self.optimizer.state is self._view:
+            self.optimizer.state = raw_states(self.optimizer)
         self._is_detached = True
 
     # ---------------------------------------------------------------- what users see
 
-    def _take_states(self) -> None:
-        """`optimizer.state` is the plain dict. See [Note: States shown]."""
+    def _uninstall_state_view(self) -> None:
+        """`optimizer.state` is the plain dict. See [Note: State view]."""
         state: Any = self.optimizer.state
-        if state is not self._shown and state is not self._shown.own:  # a user has put it there
+        if state is not self._view and state is not self._view.raw:  # a user has put it there
             shard_initial_state(self.optimizer)
-            self._shown.own = self.optimizer.state
-        self.optimizer.state = self._shown.own
+            self._view.raw = self.optimizer.state
+        self.optimizer.state = self._view.raw
 
-    def _show_states(self) -> None:
+    def _install_state_view(self) -> None:
         """`optimizer.state` shows sharded tensors."""
-        if self.optimizer.state is not self._shown:
-            self._shown.own = self.optimizer.state
-            self.optimizer.state = self._shown
+        if self.optimizer.state is not self._view:
+            self._view.raw = self.optimizer.state
+            self.optimizer.state = self._view
 
     def _before_state_dict(self, *_: Any) -> None:
         self._drain()
-        if self.optimizer.state is not self._shown:
+        if self.optimizer.state is not self._view:
             return  # the engine asks, or the optimizer in its step
         for bucket in self._own_buckets():
             if bucket.shards.has_tensor_owners and bucket.comm.mesh.num_shards > 1:
-                refuse_part(f"state_dict() of {type(self.optimizer).__name__}")
+                raise_partial_states(f"state_dict() of {type(self.optimizer).__name__}")
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """In the place of the optimizer's: each rank takes its own part of whole states."""
         self._drain()
-        if self.optimizer.state is self._shown:
+        if self.optimizer.state is self._view:
             load_optimizer_state_dict(self.optimizer, self._own_buckets(), state_dict)
         else:  # called by that function, with this rank's parts
             type(self.optimizer).load_state_dict(self.optimizer, state_dict)
@@ -177,7 +177,7 @@ class OptimizerStep:
         lockstep = buckets[0].lockstep
         lockstep.barrier(call)
         self._drain()
-        self._take_states()
+        self._uninstall_state_view()
         self._is_inside = True
         self._stepping = buckets
         try:
@@ -194,13 +194,13 @@ class OptimizerStep:
         for bucket in self._stepping:
             bucket.masters.enter_step(has_grads=False)
             if bucket.shards.keeps_states_in_files:
-                bring_states(self.optimizer, bucket)
+                swap_in_states(self.optimizer, bucket)
         parts: dict[bool, list[Tensor]] = {False: [], True: []}  # by whether they are slices
         for bucket in self._stepping:
             if bucket.replicates_optim:
                 continue
             for parameter in bucket.parameters:
-                states = plain_tensors(own_states(self.optimizer).get(parameter, {}))
+                states = plain_tensors(raw_states(self.optimizer).get(parameter, {}))
                 known = [value for value in states if value.dim()]
                 parts[is_sliced(bucket)] += [parameter.data, *known]
         with WithoutGradients(members, call), OnParts(parts[True], parts[False], call):
@@ -216,12 +216,12 @@ class OptimizerStep:
         for bucket in stepped:
             bucket.masters.leave_step(is_changed=True)
             if bucket.shards.keeps_states_in_files:
-                store_states(self.optimizer, bucket)
+                swap_out_states(self.optimizer, bucket)
         for bucket in stepped:
             bucket.sync_aliases()
         for parameter in (p for bucket in stepped for p in bucket.parameters):
-            check_slice(self.optimizer, parameter)
-        self._show_states()
+            check_sliced_states(self.optimizer, parameter)
+        self._install_state_view()
 
     # ---------------------------------------------------------------- around a closure
 
@@ -252,7 +252,7 @@ class OptimizerStep:
         return run_closure
 
     def _enter_all(self, *, has_grads: bool) -> None:
-        self._take_states()
+        self._uninstall_state_view()
         self._is_inside = True
         self._stepping = self._own_buckets()
         for bucket in self._stepping:
@@ -280,7 +280,7 @@ class OptimizerStep:
             kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
         self._reducer.before_step()
         members = self._members()  # an error leaves the states shown
-        self._take_states()
+        self._uninstall_state_view()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
                 bucket
@@ -294,7 +294,7 @@ class OptimizerStep:
                 self._step_by_bucket()
             except BaseException:
                 self._is_inside = False
-                self._show_states()
+                self._install_state_view()
                 raise
             finally:
                 self._is_inside_bucket = False
@@ -349,7 +349,7 @@ class OptimizerStep:
             bucket.grads.set_param_grads()
         for bucket in stepped:
             bucket.sync_aliases()
-        self._show_states()
+        self._install_state_view()
 
     def _step_by_bucket(self) -> None:
         clone = OptimizerClone(self.optimizer)
