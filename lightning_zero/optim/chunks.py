@@ -35,7 +35,7 @@ from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.pipeline import FileRange
 from lightning_zero.tiers.storage import InFile
 
-__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_together"]
+__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_chunks"]
 
 MASTER, PARAM, GRAD = "master", "param", "grad"
 
@@ -126,11 +126,11 @@ class BucketStep:
             is_stepped = bucket.shards.is_stepped[index] and parameter in clone.group_of
             if grad is not None and is_stepped:
                 self.grads[index] = grad
-        self._bring_states()
+        self._move_states()
         self.known: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
 
-    def _bring_states(self) -> None:
+    def _move_states(self) -> None:
         """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
         shards = self.bucket.shards
         is_offloaded = self.device.type == "cpu" and shards.storage.has_device_memory
@@ -153,7 +153,7 @@ class BucketStep:
 
 
 class ChunkStep:
-    """One step of one chunk: `begin`, `take` what is stepped, `keep` what has come of it."""
+    """One step of one chunk: `start_load`, `load` what is stepped, `store` what has come of it."""
 
     def __init__(self, of: BucketStep, chunk: Chunk) -> None:
         self.of = of
@@ -166,7 +166,7 @@ class ChunkStep:
         self._arrival: streams.Event | None = None
         self._slices: dict[int, tuple[range, Slice]] = {}  # by slot, with its elements
 
-    def begin(self) -> None:
+    def start_load(self) -> None:
         """A master that rests in other memory begins to travel to where it is stepped."""
         if MASTER in self.chunk.files:
             return
@@ -177,7 +177,7 @@ class ChunkStep:
         if resting.device.type == "cuda" and device.type == "cpu":
             self._arrival = streams.current(resting.device).record_event()
 
-    def take(self, views: list[Tensor]) -> list[Slice]:
+    def load(self, views: list[Tensor]) -> list[Slice]:
         """What is to be stepped, with gradients and states. `views`: as of `Chunk.tensors`."""
         self._memory = self.chunk.tensors(views)
         if MASTER in self._memory:
@@ -191,7 +191,7 @@ class ChunkStep:
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Stepped values and states go where they rest."""
         assert self._master is not None
         for index, (part, stepped) in self._slices.items():
@@ -265,7 +265,7 @@ class ChunkStep:
             }
 
 
-def step_together(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
+def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     """Takes `steps`, of one optimizer and one device, in one call of the optimizer.
 
     `views`: uint8, of what rests in files; empty where there are several.
@@ -275,11 +275,11 @@ def step_together(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     is_host = steps[0].of.device.type == "cpu"
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
-        slices = [one for step in steps for one in step.take(views)]
+        slices = [one for step in steps for one in step.load(views)]
         if slices:
             steps[0].of.clone.step(slices)
         for step in steps:
-            step.keep()
+            step.store()
 
 
 def _write(target: Tensor, values: Tensor) -> None:

@@ -207,8 +207,8 @@ class _Dependence:
 
         `start`: Values of all parameters before the first step.
         """
-        if self._flow.lost is not None:
-            return f"its step uses {self._flow.lost}, behind which it cannot be followed"
+        if self._flow.untraceable is not None:
+            return f"its step uses {self._flow.untraceable}, behind which it cannot be followed"
         begin = 0
         for tensor in self._tensors.values():
             old, begin = start[begin : begin + tensor.numel()], begin + tensor.numel()

@@ -33,14 +33,14 @@ from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
-from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_together
+from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_chunks
 from lightning_zero.optim.clone import (
     OptimizerClone,
-    is_number_elsewhere,
-    numbers_on_cpu,
+    is_device_scalar,
     parameters_of,
+    scalars_to_cpu,
 )
-from lightning_zero.optim.methods import OnParts, WithoutGradients, wrap_methods
+from lightning_zero.optim.methods import ElementwiseOnly, NoGradientAccess, wrap_methods
 from lightning_zero.optim.probe import ProbeResult, StepKind
 from lightning_zero.optim.state import (
     check_sliced_states,
@@ -113,7 +113,7 @@ class OptimizerStep:
         self._is_inside = self._is_inside_bucket = False
         self._depth = 0
         self._stepping = []
-        self._return_numbers()
+        self._restore_scalars()
         if not self._is_detached:
             self._install_state_view()
 
@@ -203,7 +203,7 @@ class OptimizerStep:
                 states = plain_tensors(raw_states(self.optimizer).get(parameter, {}))
                 known = [value for value in states if value.dim()]
                 parts[is_sliced(bucket)] += [parameter.data, *known]
-        with WithoutGradients(members, call), OnParts(parts[True], parts[False], call):
+        with NoGradientAccess(members, call), ElementwiseOnly(parts[True], parts[False], call):
             yield
 
     def _leave(self) -> None:
@@ -304,25 +304,25 @@ class OptimizerStep:
         else:
             for bucket in self._stepping:
                 bucket.masters.enter_step()
-            self._bring_numbers()
+            self._move_scalars()
             self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
 
-    def _bring_numbers(self) -> None:
+    def _move_scalars(self) -> None:
         """Settings, and what a loss scaler lends. See [Note: Numbers on their way]."""
         first = (bucket.parameters[0] for bucket in self._stepping)  # they point at masters
         if all(parameter.device.type != "cpu" for parameter in first):
             return
         own = self.optimizer.__dict__
         names = own.keys() & {"grad_scale", "found_inf"}
-        own.update(numbers_on_cpu({name: own[name] for name in names}))
+        own.update(scalars_to_cpu({name: own[name] for name in names}))
         for group in self.optimizer.param_groups:
-            numbers = {key: value for key, value in group.items() if is_number_elsewhere(value)}
-            copies = numbers_on_cpu(numbers)
+            numbers = {key: value for key, value in group.items() if is_device_scalar(value)}
+            copies = scalars_to_cpu(numbers)
             group.update(copies)
             self._brought += [(group, key, numbers[key], copies[key]) for key in numbers]
 
-    def _return_numbers(self) -> None:
+    def _restore_scalars(self) -> None:
         """The settings are the user's own tensors again, with what has become of them."""
         for group, key, number, copy in self._brought:
             if group.get(key) is copy:  # else the step has set it anew
@@ -337,7 +337,7 @@ class OptimizerStep:
         if self._depth:
             self._depth -= 1
             return
-        self._return_numbers()
+        self._restore_scalars()
         if self._kind is not StepKind.AROUND_CLOSURE:
             self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
         if self._kind is not StepKind.BY_BUCKET:
@@ -386,15 +386,17 @@ class OptimizerStep:
         calls = list(_calls(work))
         in_files: list[Task] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
-        in_memory += [step.begin for _, steps in calls[:1] for step in steps]
+        in_memory += [step.start_load for _, steps in calls[:1] for step in steps]
         for call, (number, steps) in enumerate(calls, start=1):
             in_memory.append(partial(end_before, number))
-            in_memory += [step.begin for _, others in calls[call : call + 1] for step in others]
+            in_memory += [
+                step.start_load for _, others in calls[call : call + 1] for step in others
+            ]
             if steps[0].chunk.files:
                 in_files.append(Task(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
                 in_memory = []
             else:
-                in_memory.append(partial(step_together, steps, []))
+                in_memory.append(partial(step_chunks, steps, []))
         if in_files:
             self._storage.pipeline.run(in_files)
         for run in in_memory:
@@ -529,4 +531,4 @@ def _run_all(
 ) -> None:
     for run in before:
         run()
-    step_together(steps, views)
+    step_chunks(steps, views)

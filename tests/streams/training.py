@@ -215,9 +215,9 @@ def _break(what: str) -> None:
     elif what == "copies":
         Communicator.wait_for_copies = lambda self: None
     elif what == "numbers":
-        clone.numbers_on_cpu = dict
+        clone.scalars_to_cpu = dict
     elif what == "numbers at once":
-        step.numbers_on_cpu = dict
+        step.scalars_to_cpu = dict
     elif what == "arrival":
         begin = chunks.ChunkStep.begin
 
