@@ -130,7 +130,7 @@ def _opened(path, kind):
 
 
 @LIBRARY
-def test_a_run_goes_on_from_either_form_with_the_same_states(tmp_path, library):
+def test_a_run_resumes_from_full_and_sharded_checkpoints_with_the_same_states(tmp_path, library):
     torch.serialization.add_safe_globals([Blocks])
     kinds, source = KINDS[library][:2], None
     for epoch, (stage, world_size, form) in enumerate(CHAIN):
@@ -154,7 +154,7 @@ def test_a_run_goes_on_from_either_form_with_the_same_states(tmp_path, library):
             np.testing.assert_allclose(results[0][kind][key], value, atol=2e-3, err_msg=key)
 
 
-def test_an_optimizer_that_is_promised_to_be_elementwise_and_is_not_ends_with_its_name():
+def test_an_optimizer_wrongly_promised_elementwise_fails_with_its_name():
     run_ranks(2, _break_promise)
 
 

@@ -214,7 +214,7 @@ def _train(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", slow_but((3,), (1, 2, 3)))
-def test_what_is_done_in_place_to_outputs_and_inputs_of_units_trains_as_in_plain_torch(stage):
+def test_in_place_changes_of_unit_inputs_and_outputs_train_as_in_plain_torch(stage):
     run_ranks(2, _train, stage)
 
 
@@ -234,5 +234,5 @@ def _units_left_whole(rank: int, world_size: int) -> list[str]:
     return seen
 
 
-def test_a_unit_that_writes_to_its_input_is_freed_when_each_backward_has_left_it():
+def test_a_unit_that_writes_to_its_input_is_resharded_after_each_backward():
     assert run_ranks(1, _units_left_whole) == [[]]
