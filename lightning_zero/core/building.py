@@ -14,7 +14,7 @@ valid.
 [Note: Equal values] Cut parts make one tensor only where all ranks have built the same values. So
 they draw the same random numbers while they build, and compare sums over the bits at the end. What
 they have registered, in which order and of which shape, is compared before anything is gathered
-whose size depends on it: see [Note: Alike] in comm/alike.py.
+whose size depends on it: see [Note: Consistency] in comm/consistency.py.
 
 Alternatives considered: building on the meta device and calling `reset_parameters` gives other
 values than constructors that initialise in their own way; taking rank 0's values for each
@@ -36,8 +36,8 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.tensors.guarded import (

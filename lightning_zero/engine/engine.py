@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import WaitLimits, as_timeout, failing_together, has_world
 from lightning_zero.core.bucket import Bucket

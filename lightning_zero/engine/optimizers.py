@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.alike import Facts, compare
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import ComparedFields, compare
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepWorker
@@ -126,7 +126,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def attach(self, optimizer: Optimizer) -> None:
         """As `take`, for one that the engine was made without: see `Engine.attach`. Collective."""
         found: ProbeResult | None = None
-        facts: Facts = {}
+        facts: ComparedFields = {}
         failure: Exception | None = None
         try:
             found = self._examine(optimizer)

@@ -51,7 +51,7 @@ from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.modules import replace_held
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_of_any
-from lightning_zero.comm.alike import check_alike
+from lightning_zero.comm.consistency import check_equal
 from lightning_zero.comm.world import (
     DEFAULT_TIMEOUT,
     WaitLimits,
@@ -284,7 +284,7 @@ class ZeroStrategy(EngineStrategy):
         fields = self._settings.facts() | {"precision": str(self.precision_plugin.precision)}
         with self._waiting("the settings of all ranks"):
             everyone = gather_objects({"ZeroStrategy": fields})
-        check_alike(everyone)
+        check_equal(everyone)
 
     @property
     @override
