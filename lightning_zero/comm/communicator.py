@@ -65,7 +65,9 @@ class Communicator:
     rank: int  # in the world, as agreements count
     size: int  # of the world
     mesh: Mesh  # which ranks share shards with this one, and which hold the same
-    rallies: bool  # after an exception on one rank all are brought together by `rally`, or end
+    can_regroup: (
+        bool  # after an exception on one rank all are brought together by `regroup`, or end
+    )
     recorder: Recorder  # of what goes on in this process
     control: Control  # what ranks tell each other
     # Brings the ranks together before a collective on request, and finds out those that do not
@@ -94,7 +96,7 @@ class Communicator:
         self.size = world_size()
         self.device = device
         self.meet = lambda name: None
-        self.rallies = watchdog is not None
+        self.can_regroup = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = ScratchPool(device)
         self._timeout = timeout
@@ -106,7 +108,7 @@ class Communicator:
         self._is_cut = False  # nothing collective is possible
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
-        name = "" if self.rallies else next_name(self.rank)  # before one rank alone can fail
+        name = "" if self.can_regroup else next_name(self.rank)  # before one rank alone can fail
         self._open_group()
         self.control = Control(self.recorder, rank=self.rank, size=self.size, timeout=timeout)
         if watchdog is None:
@@ -271,7 +273,7 @@ class Communicator:
         self._cut()  # also where nobody could be told
         self._close_data()
 
-    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+    def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """After an exception, `error`: waits until every rank has come here, makes fresh groups.
 
         Returns whether all came in time. If not, no collective is possible any more.
@@ -283,7 +285,7 @@ class Communicator:
         if not self._is_aborted:
             self.control.watchdog.await_alike(error)
         self.abort(error)
-        if not self.control.watchdog.rally(deadline):
+        if not self.control.watchdog.regroup(deadline):
             return False
         self._close_groups()
         self._forgotten.clear()
@@ -313,7 +315,7 @@ class Communicator:
     def forget(self, pending: Pending) -> None:
         """Drops a collective without waiting for others.
 
-        Its tensors live on until the next rally, as its data may still arrive.
+        Its tensors live on until the next regroup, as its data may still arrive.
         """
         if self.size == 1:
             pending.wait()
@@ -323,7 +325,7 @@ class Communicator:
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""
         self._close_groups()
-        if not self.rallies:  # the watch is its own
+        if not self.can_regroup:  # the watch is its own
             self.control.watchdog.leave()
             self.control.watchdog.stop()
 

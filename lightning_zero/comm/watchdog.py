@@ -71,7 +71,7 @@ _ALIKE_S = 1.0  # from an exception of one rank until the others are told, which
 _SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's are cut, too
 _LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
 _AT_END = "has come to the end of its script"
-_TOGETHER, _LOST = "together", "lost"  # how a rally ends
+_TOGETHER, _LOST = "together", "lost"  # how a regroup ends
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -104,7 +104,7 @@ class Watchdog:
         rank: Of this process.
         size: Number of ranks.
         limits: How long a rank may keep others waiting; None: the defaults of `WaitLimits`.
-        rallies: Until `leave`, the ranks come together after a failure in `rally` or not at all, so
+        can_regroup: Until `leave`, the ranks come together after a failure in `regroup` or not at all, so
             that nobody may wait elsewhere. Otherwise collectives on other groups that begin after
             a failure are left alone, as long as all ranks live.
         how_ended: Tells how a process has ended that this one has started, such as "ended with exit
@@ -118,7 +118,7 @@ class Watchdog:
         rank: int,
         size: int,
         limits: WaitLimits | None = None,
-        rallies: bool = False,
+        can_regroup: bool = False,
         how_ended: Callable[[int], str | None] = lambda pid: None,
     ) -> None:
         self._rank = rank
@@ -127,7 +127,7 @@ class Watchdog:
         self._waits = Waits(threading.get_ident())
         self._limits = limits = limits or WaitLimits()
         self._reports = Reports(self._name, rank, size, limits.report_s, self._waits)
-        self._rallies = rallies
+        self._can_regroup = can_regroup
         self._how_ended = how_ended
         # Weak: an engine that nobody closes goes all the same.
         self._cuts: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -311,7 +311,7 @@ class Watchdog:
                 time.sleep(0.02)
                 num_raised = self._order(partial(self._count, key, 0))
 
-    def rally(self, deadline: timedelta) -> bool:
+    def regroup(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has come here, also without any connection.
 
         Returns whether all came in time: the same on every rank that comes.
@@ -529,7 +529,7 @@ class Watchdog:
         return None
 
     def _decide(self, epoch: int, until: float) -> str | None:
-        """How the rally has ended; the first rank to see that decides for all."""
+        """How the regroup has ended; the first rank to see that decides for all."""
         if self._store is None:
             return _LOST
         wish = None
@@ -537,13 +537,13 @@ class Watchdog:
             wish = _LOST
         elif int(self._store.get(f"{self._name}/come/{epoch}")) >= self._size:
             wish = _TOGETHER
-        key = f"{self._name}/rally/{epoch}"
+        key = f"{self._name}/regroup/{epoch}"
         if wish is not None:
             return str(self._store.compare_set(key, "", wish).decode())
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def _depart(self, end: str | None = None) -> None:
-        """Nobody shall wait for this rank in a rally, nor miss it; `end`: how its script ends."""
+        """Nobody shall wait for this rank in a regroup, nor miss it; `end`: how its script ends."""
         self._decide(self._epoch, 0.0)
         if self._store is None:
             return
@@ -598,7 +598,7 @@ class Watchdog:
 
     def _look_at_main(self) -> None:
         wait = self._waits.of_main()
-        judged_at, verdict = self._judged_at, self.verdict  # a rally ends them meanwhile
+        judged_at, verdict = self._judged_at, self.verdict  # a regroup ends them meanwhile
         if judged_at is not None and verdict is not None:
             if wait is not None and not wait.is_engines and wait.needs(verdict.rank):
                 self._wake_main(wait, verdict, judged_at)
@@ -609,7 +609,7 @@ class Watchdog:
 
     def _wake_main(self, wait: Wait, verdict: Verdict, judged_at: float) -> None:
         """The engine's own groups are cut; a wait elsewhere will never end either."""
-        is_together_or_not = self._rallies and self._is_needed
+        is_together_or_not = self._can_regroup and self._is_needed
         is_dead = verdict is self._death
         if not (is_together_or_not or is_dead or wait.since < judged_at):
             return

@@ -208,7 +208,7 @@ class Schedule:
             return
         self._recorder.phase(Kind.FORWARD)
         self.compare_assigned()
-        copies = is_step or not self._comm.rallies or not self.shared.are_alike
+        copies = is_step or not self._comm.can_regroup or not self.shared.are_alike
         if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
             # In the middle of a pass; others might still ask this rank for a gather.
             self.order.barrier("the buffers of rank 0")
@@ -482,7 +482,7 @@ class Schedule:
         self._see_no_collectives()
         self._recorder.forget()
         errors: list[Exception] = []
-        if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
+        if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
             _attempt(self.order.flush_schedule, errors)  # others may follow the same plan
         self.order.reset()
         self.unsharder.reset()

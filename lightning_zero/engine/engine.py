@@ -354,7 +354,7 @@ class Engine:
         self.worker.drain()  # it waits for no rank, and needs the groups that go
         self.optimizers.reset()
         self.lockstep.exit_loop()
-        if not self.comm.rally(deadline, error):
+        if not self.comm.regroup(deadline, error):
             return False
         self.schedule.recover()
         for bucket in self.average_buckets:

@@ -165,7 +165,7 @@ class ProcessStrategy(ParallelStrategy):
             rank=self.global_rank,
             size=self.world_size,
             limits=self._limits,
-            rallies=True,
+            can_regroup=True,
             how_ended=how_child_ended,
         )
 

@@ -584,46 +584,46 @@ def test_a_rank_whose_store_does_not_answer_reports_so_itself(lost_after_s):
         assert "has not answered for 1 s (lost_after_s)" in text
 
 
-def _rally_late(rank, world_size):
+def _regroup_late(rank, world_size):
     watchdog = Watchdog("late", rank=rank, size=world_size)
     if rank == 1:
         time.sleep(1.5)  # until long after the deadline of the other
     watchdog.abort(ArithmeticError("out of luck") if rank == 0 else None)
-    outcome = watchdog.rally(timedelta(seconds=0.5))
+    outcome = watchdog.regroup(timedelta(seconds=0.5))
     watchdog.stop()
     return outcome
 
 
-def test_a_rank_that_comes_to_a_rally_too_late_does_not_believe_that_all_came():
-    assert run_ranks(2, _rally_late) == [False, False]
+def test_a_regroup_that_one_rank_enters_too_late_fails_on_all():
+    assert run_ranks(2, _regroup_late) == [False, False]
 
 
-def _rally_alone(rank, world_size):
+def _regroup_alone(rank, world_size):
     watchdog = Watchdog("alone", rank=rank, size=world_size)
     if rank == 1:
         watchdog.end_with_process()
         return None
     watchdog.abort(ArithmeticError("out of luck"))
     start = time.monotonic()
-    outcome = watchdog.rally(timedelta(seconds=20))
+    outcome = watchdog.regroup(timedelta(seconds=20))
     watchdog.stop()
     return outcome, time.monotonic() - start
 
 
-def test_nobody_rallies_with_a_rank_whose_script_is_over():
-    (outcome, seconds), _ = run_ranks(2, _rally_alone)
+def test_no_rank_regroups_with_a_rank_whose_script_has_ended():
+    (outcome, seconds), _ = run_ranks(2, _regroup_alone)
     assert not outcome
     assert seconds < 5
 
 
-def _rally(rank, world_size):
+def _regroup(rank, world_size):
     watchdog = Watchdog("twice", rank=rank, size=world_size)
     outcomes = []
     for _ in range(2):
         if rank == 1:
             watchdog.abort(ArithmeticError("out of luck"))
         error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
-        outcomes.append((error, watchdog.rally(timedelta(seconds=20))))
+        outcomes.append((error, watchdog.regroup(timedelta(seconds=20))))
     watchdog.stop()
     return outcomes
 
@@ -634,8 +634,8 @@ def _wait_for_verdict(watchdog):
         raise RuntimeError("Connection closed by peer")
 
 
-def test_ranks_rally_again_and_again_and_start_afresh_each_time():
-    first, second = run_ranks(2, _rally)
+def test_ranks_regroup_repeatedly_and_start_afresh_each_time():
+    first, second = run_ranks(2, _regroup)
     for error, has_rallied in first:
         assert error == (
             "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
