@@ -25,15 +25,15 @@ from torch import Tensor
 
 from lightning_zero.comm.backends import (
     Backend,
-    Cuts,
     DeviceBackend,
     GlooBackend,
     Source,
+    SplitSizes,
     backend_for,
 )
 from lightning_zero.comm.control import Channel, Control
 from lightning_zero.comm.watchdog import Watchdog, next_name
-from lightning_zero.comm.world import WaitLimits, cut_connections, has_world, world_size
+from lightning_zero.comm.world import WaitLimits, disconnect_groups, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
@@ -105,7 +105,7 @@ class Communicator:
         self._backend = Backend()  # along the shard axis
         self._replicas: Backend | None = None  # along the replica axis
         self._is_aborted = False  # by this rank
-        self._is_cut = False  # nothing collective is possible
+        self._is_disconnected = False  # nothing collective is possible
         self._forgotten: list[Pending] = []
         self._channels: list[Channel] = []
         name = "" if self.can_regroup else next_name(self.rank)  # before one rank alone can fail
@@ -116,7 +116,7 @@ class Communicator:
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the process ends the watch
         self.control.watchdog = watchdog
-        watchdog.on_failure(self._cut)
+        watchdog.on_failure(self._disconnect)
         try:
             if compare is not None:
                 compare(self.control)
@@ -161,7 +161,11 @@ class Communicator:
         return DeviceBackend(gather_group, group, rank, size, self.device, self.recorder)
 
     def all_gather(
-        self, whole: Tensor, name: str = "", source: Source | None = None, cuts: Cuts = None
+        self,
+        whole: Tensor,
+        name: str = "",
+        source: Source | None = None,
+        split_sizes: SplitSizes = None,
     ) -> Pending:
         """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
 
@@ -170,15 +174,15 @@ class Communicator:
             name: Bucket, for profiler and recorder.
             source: This rank's shard, where it is not in `whole` yet: 1-D, perhaps in CPU memory;
                 or what fills a 1-D tensor with it, on any stream.
-            cuts: Elements of each rank's shard; None: all alike.
+            split_sizes: Elements of each rank's shard; None: all alike.
         """
         sent = _sent(whole.nbytes, self.mesh.num_shards)
         if source is not None:
-            self._backend.fill(whole, source, cuts, name)
-        return self._issue(Kind.GATHER, name, sent, self._backend.all_gather, whole, cuts)
+            self._backend.fill(whole, source, split_sizes, name)
+        return self._issue(Kind.GATHER, name, sent, self._backend.all_gather, whole, split_sizes)
 
     def reduce_scatter(
-        self, whole: Tensor, out: Tensor, name: str = "", cuts: Cuts = None
+        self, whole: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
     ) -> Pending:
         """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
 
@@ -186,13 +190,13 @@ class Communicator:
             whole: 1-D, all shards. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
             name: See `all_gather`.
-            cuts: See there.
+            split_sizes: See there.
         """
         # Elsewhere than peer to peer they travel in the dtype of the sum.
         dtype = whole.dtype if isinstance(self._backend, GlooBackend) else out.dtype
         sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
         issue = self._backend.reduce_scatter
-        return self._issue(Kind.REDUCE, name, sent, issue, whole, out, cuts)
+        return self._issue(Kind.REDUCE, name, sent, issue, whole, out, split_sizes)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks that hold the same one."""
@@ -270,7 +274,7 @@ class Communicator:
             return
         self._is_aborted = True
         self.control.watchdog.abort(error)
-        self._cut()  # also where nobody could be told
+        self._disconnect()  # also where nobody could be told
         self._close_data()
 
     def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
@@ -292,20 +296,20 @@ class Communicator:
         self._open_group()
         self.control.open()
         self._open_axes()
-        self._is_aborted = self._is_cut = False
-        self.control.watchdog.on_failure(self._cut)
+        self._is_aborted = self._is_disconnected = False
+        self.control.watchdog.on_failure(self._disconnect)
         return True
 
-    def _cut(self) -> None:
+    def _disconnect(self) -> None:
         """Whoever waits for another rank waits no longer. From any thread."""
-        self._is_cut = True
-        cuts = [self.control.cut]
+        self._is_disconnected = True
+        actions = [self.control.disconnect]
         if self.control.watchdog.is_lost:  # else a session under way comes to its end
-            cuts += [channel.cut for channel in self._channels]
-        cuts.append(partial(cut_connections, self._groups))
-        for cut in cuts:
+            actions += [channel.disconnect for channel in self._channels]
+        actions.append(partial(disconnect_groups, self._groups))
+        for action in actions:
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
-                cut()
+                action()
 
     def wait_for_sent(self, is_from_cpu: bool) -> None:
         """Before CPU memory is written to from which gathers copied: waits for the copies."""
@@ -330,7 +334,7 @@ class Communicator:
             self.control.watchdog.stop()
 
     def _close_groups(self) -> None:
-        self.control.watchdog.forget(self._cut)
+        self.control.watchdog.forget(self._disconnect)
         self._close_data()
         self.control.close()
 
@@ -340,7 +344,7 @@ class Communicator:
         self._backend, self._replicas = Backend(), None
         for group in self._groups:
             # Those of NCCL are gone once they are cut.
-            if dist.is_initialized() and not (self._is_cut and self.device.type == "cuda"):
+            if dist.is_initialized() and not (self._is_disconnected and self.device.type == "cuda"):
                 dist.destroy_process_group(group)
         self._group, self._groups = None, []
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.watchdog import RanksApartError, Watchdog, end_at_exit, summary
-from lightning_zero.comm.world import cut_connections, has_world
+from lightning_zero.comm.world import disconnect_groups, has_world
 from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
@@ -194,11 +194,11 @@ class Control:
 
     # ---------------------------------------------------------------- abort and the end
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Whoever waits here waits no longer. Local, from any thread."""
         group = self._group
         if group is not None:
-            cut_connections([group])
+            disconnect_groups([group])
 
     def close(self) -> None:
         """Destroys the group. Local: ranks may come here at different times."""
@@ -269,7 +269,7 @@ class Rounds:
         self.close()
         if thread is not None and thread.is_alive():
             if last is not None and not last.done():
-                cut_connections([self._group])
+                disconnect_groups([self._group])
             thread.join(_EXIT_S)
 
     def close(self) -> None:
@@ -372,11 +372,11 @@ class Channel:
             self._destroy()
             self._lock.release()
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Whoever waits here waits no longer. From any thread."""
         group = self._group
         if group is not None:
-            cut_connections([group])
+            disconnect_groups([group])
 
     def gather(self, value: _T) -> list[_T] | None:
         """Every rank's value, on rank 0; None elsewhere."""

@@ -47,7 +47,7 @@ from lightning_zero.comm.peers import (
     store_of_ranks,
 )
 from lightning_zero.comm.reports import News, Reports, Wait, Waits
-from lightning_zero.comm.world import WaitLimits, cut_connections, world_size
+from lightning_zero.comm.world import WaitLimits, disconnect_groups, world_size
 from lightning_zero.layout.rounds import DESYNC_HINT
 
 __all__ = [
@@ -130,15 +130,15 @@ class Watchdog:
         self._can_regroup = can_regroup
         self._how_ended = how_ended
         # Weak: an engine that nobody closes goes all the same.
-        self._cuts: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._lock = threading.Lock()  # of `_cuts`, and while they are called
+        self._failure_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._lock = threading.Lock()  # of `_failure_callbacks`, and while they are called
         # Where the ranks stand.
         self._epoch = 0  # number of the rallies that have brought all together
         self._aborts: dict[int, Verdict] = {}  # the first one of each epoch
         self._death: Verdict | None = None
         self._apart: RanksApartError | None = None
         self._judged_at: float | None = None
-        self._is_cut = False  # nothing collective is possible on any group of this process
+        self._is_disconnected = False  # nothing collective is possible on any group of this process
         self._is_needed = True  # the others must not go
         # Of the thread.
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -186,20 +186,22 @@ class Watchdog:
     @property
     def is_lost(self) -> bool:
         """Whether the ranks can never come together again."""
-        return self._death is not None or self._is_cut
+        return self._death is not None or self._is_disconnected
 
-    def on_failure(self, cut: Callable[[], None]) -> None:
-        """From now on `cut`, a method, is called at a verdict, from another thread.
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """From now on `callback`, a method, is called at a verdict, from another thread.
 
         It ends every wait, and is held no longer than its object lives.
         """
         with self._lock:
-            self._cuts.append(weakref.WeakMethod(cut))
+            self._failure_callbacks.append(weakref.WeakMethod(callback))
 
-    def forget(self, cut: Callable[[], None]) -> None:
+    def forget(self, callback: Callable[[], None]) -> None:
         """Not any more. Waits for a call that is under way."""
         with self._lock:
-            self._cuts = [known for known in self._cuts if known() not in (None, cut)]
+            self._failure_callbacks = [
+                known for known in self._failure_callbacks if known() not in (None, callback)
+            ]
 
     def describe_by(self, describe: Callable[[], str]) -> None:
         """From now on `describe`, a method, tells what the engine does, from another thread."""
@@ -512,9 +514,9 @@ class Watchdog:
             return  # of an epoch to come
         self._judged_at = time.monotonic()
         with self._lock:
-            for known in self._cuts:
-                if (cut := known()) is not None:
-                    cut()
+            for known in self._failure_callbacks:
+                if (callback := known()) is not None:
+                    callback()
 
     # ---------------------------------------------------------------- rallies and ends
 
@@ -614,9 +616,9 @@ class Watchdog:
         if not (is_together_or_not or is_dead or wait.since < judged_at):
             return
         waited_s = time.monotonic() - max(judged_at, wait.since)
-        if waited_s > _SETTLE_S and not self._is_cut:
-            self._is_cut = True
-            cut_connections(list(dist.distributed_c10d._world.pg_map))
+        if waited_s > _SETTLE_S and not self._is_disconnected:
+            self._is_disconnected = True
+            disconnect_groups(list(dist.distributed_c10d._world.pg_map))
         if waited_s > _LAST_RESORT_S:
             # In the store, say, while a group is made: nothing wakes it before its timeout.
             _say(f"{self._explain(verdict)}; it waits in {wait.name}, and is ended.")

@@ -2,7 +2,7 @@
 
 For what comes before an engine and its groups, and for what Lightning itself asks of a strategy.
 Without a process group the world is this process alone. They wait as long as it was made to. Other
-groups end here only: `cut_connections`.
+groups end here only: `disconnect_groups`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "as_timeout",
     "broadcast_object",
     "check_backend",
-    "cut_connections",
+    "disconnect_groups",
     "failing_together",
     "gather_objects",
     "has_world",
@@ -253,7 +253,7 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def cut_connections(groups: Iterable[Any]) -> None:
+def disconnect_groups(groups: Iterable[Any]) -> None:
     """Ends what is under way on groups, on this rank: gloo's connections close, NCCL aborts.
 
     NCCL's groups end all together: one alone may wait for a kernel that waits for another's

@@ -274,7 +274,7 @@ class Bucket:
     def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
         """Issues a gather into `unsharded_params`, laid out as the bucket, of `source` or its own part."""
         cuts = self.plan.layout.split_sizes
-        return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
+        return self.comm.all_gather(whole, self.plan.name, source=source, split_sizes=cuts)
 
     def wait_for_unshard(self) -> None:
         """Waits for a gather under way; the parameters are whole and plain."""

@@ -212,7 +212,7 @@ class Gradients:
         else:
             out = self.main_grad
         cuts = self._plan.layout.split_sizes
-        self._reduction = out, self._comm.reduce_scatter(flat, out, name, cuts=cuts)
+        self._reduction = out, self._comm.reduce_scatter(flat, out, name, split_sizes=cuts)
 
     def reduce_zeros(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this one. Collective; waits.
@@ -223,7 +223,7 @@ class Gradients:
         layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
         whole = scratch.acquire(layout.numel, self._plan.dtype).zero_()
         out = torch.empty(self._numel, dtype=self.dtype, device=whole.device)
-        self._comm.reduce_scatter(whole, out, name, cuts=layout.split_sizes).wait()
+        self._comm.reduce_scatter(whole, out, name, split_sizes=layout.split_sizes).wait()
         scratch.release(whole)
         average = None
         if averages and self._offloaded is None and self._has_replicas:

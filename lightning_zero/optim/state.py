@@ -460,5 +460,5 @@ def _gather_bucket(
         values = plain_tensors(raw_states(optimizer)[parameter])
         for view, value in zip(views[parameter], values, strict=True):
             view.copy_(value)
-    comm.all_gather(buffer, f"states of {bucket.plan.name}", cuts=cuts).wait()
+    comm.all_gather(buffer, f"states of {bucket.plan.name}", split_sizes=cuts).wait()
     return views

@@ -41,16 +41,16 @@ def test_a_transfer_whose_wait_was_interrupted_can_be_waited_for_again():
 
 def _unequal_parts(rank, world_size):
     exchange = GlooBackend(dist.new_group(), rank, world_size)
-    cuts = [1, 4, 2]
-    start = sum(cuts[:rank])
+    split_sizes = [1, 4, 2]
+    start = sum(split_sizes[:rank])
     whole = torch.zeros(7)
-    whole[start : start + cuts[rank]] = rank + 1
-    exchange.all_gather(whole, cuts=cuts).wait()
+    whole[start : start + split_sizes[rank]] = rank + 1
+    exchange.all_gather(whole, split_sizes=split_sizes).wait()
     sent = torch.zeros(7)
-    exchange.fill(sent, torch.full((cuts[rank],), rank + 1.0), cuts)
-    exchange.all_gather(sent, cuts=cuts).wait()
-    mean = torch.empty(cuts[rank])
-    exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, cuts=cuts).wait()
+    exchange.fill(sent, torch.full((split_sizes[rank],), rank + 1.0), split_sizes)
+    exchange.all_gather(sent, split_sizes=split_sizes).wait()
+    mean = torch.empty(split_sizes[rank])
+    exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, split_sizes=split_sizes).wait()
     return whole.tolist(), sent.tolist(), mean.tolist()
 
 

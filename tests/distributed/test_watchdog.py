@@ -28,7 +28,7 @@ from lightning_zero.comm.watchdog import (
     RanksApartError,
     Watchdog,
 )
-from lightning_zero.comm.world import WaitLimits, cut_connections
+from lightning_zero.comm.world import WaitLimits, disconnect_groups
 from lightning_zero.layout import order
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
@@ -220,7 +220,7 @@ def _cut_while_waiting(rank, world_size):
     group = dist.new_group()
     dist.barrier(group=group)
     if rank == 0:
-        threading.Timer(1.0, cut_connections, [[group]]).start()
+        threading.Timer(1.0, disconnect_groups, [[group]]).start()
         outcome = _error_of(lambda: dist.all_reduce(torch.ones(1), group=group))
     else:
         time.sleep(5)
@@ -229,7 +229,7 @@ def _cut_while_waiting(rank, world_size):
     return outcome
 
 
-def test_connections_of_a_group_with_a_backend_for_each_kind_of_device_are_cut():
+def test_a_group_with_a_backend_for_each_device_type_is_disconnected():
     (error, seconds), _ = run_ranks(2, _cut_while_waiting, has_group=False)
     assert error.startswith("RuntimeError")
     assert seconds < 4
