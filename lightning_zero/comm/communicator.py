@@ -287,7 +287,7 @@ class Communicator:
         if not self.control.is_open:
             return False  # closed
         if not self._is_aborted:
-            self.control.watchdog.await_alike(error)
+            self.control.watchdog.wait_for_same_error(error)
         self.abort(error)
         if not self.control.watchdog.regroup(deadline):
             return False

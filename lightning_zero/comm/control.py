@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.watchdog import RanksApartError, Watchdog, end_at_exit, summary
+from lightning_zero.comm.watchdog import DesynchronizedError, Watchdog, end_at_exit, summary
 from lightning_zero.comm.world import disconnect_groups, has_world
 from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.record.recorder import Recorder
@@ -45,7 +45,7 @@ _FIRST_TAG = 1 << 20  # of nobody else on the group
 _EXIT_S = 2.0  # for the thread to end with the process
 
 
-class PeerFailedError(RanksApartError):
+class PeerFailedError(DesynchronizedError):
     """Another rank failed where all go on together; the text tells how."""
 
 
@@ -179,8 +179,8 @@ class Control:
 
     def abort_waits(self, error: Exception) -> None:
         """Lets the other ranks fail, wherever they wait. Local, from any thread."""
-        if isinstance(error, RanksApartError):
-            self.watchdog.part(error)
+        if isinstance(error, DesynchronizedError):
+            self.watchdog.abort_desynchronized(error)
         else:
             self.watchdog.abort(error)
 
@@ -190,7 +190,7 @@ class Control:
 
     def desync_error(self, text: str) -> Exception:
         """What to raise where ranks have come to different points. Local."""
-        return RanksApartError(text)
+        return DesynchronizedError(text)
 
     # ---------------------------------------------------------------- abort and the end
 

@@ -52,7 +52,7 @@ from lightning_zero.layout.rounds import DESYNC_HINT
 
 __all__ = [
     "PeerAbortedError",
-    "RanksApartError",
+    "DesynchronizedError",
     "Verdict",
     "Watchdog",
     "end_at_exit",
@@ -77,11 +77,11 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class RanksApartError(RuntimeError):
+class DesynchronizedError(RuntimeError):
     """The ranks are not together, whatever this one computes."""
 
 
-class PeerAbortedError(RanksApartError):
+class PeerAbortedError(DesynchronizedError):
     """Another rank raised an exception or has died, which is what to read."""
 
 
@@ -136,7 +136,7 @@ class Watchdog:
         self._epoch = 0  # number of the rallies that have brought all together
         self._aborts: dict[int, Verdict] = {}  # the first one of each epoch
         self._death: Verdict | None = None
-        self._apart: RanksApartError | None = None
+        self._own_error: DesynchronizedError | None = None
         self._judged_at: float | None = None
         self._is_disconnected = False  # nothing collective is possible on any group of this process
         self._is_needed = True  # the others must not go
@@ -220,7 +220,7 @@ class Watchdog:
 
         Raises:
             PeerAbortedError: One of them, or this one, has failed.
-            RanksApartError: One does not come.
+            DesynchronizedError: One does not come.
         """
         if self._death is not None or self._aborts:
             self.raise_if_failed()
@@ -238,8 +238,8 @@ class Watchdog:
                 self.raise_if_failed(error)
                 raise  # what was to be sent could not be pickled, say
 
-    def _waited_in_vain(self, name: str) -> RanksApartError:
-        return RanksApartError(
+    def _waited_in_vain(self, name: str) -> DesynchronizedError:
+        return DesynchronizedError(
             f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
             "same point. Every rank must run forward and backward together, with equally many "
             "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
@@ -255,7 +255,7 @@ class Watchdog:
         """Raises the PeerAbortedError of a verdict, if there is one."""
         verdict = self.verdict
         if verdict is not None:
-            raise self._apart or PeerAbortedError(self._explain(verdict)) from cause
+            raise self._own_error or PeerAbortedError(self._explain(verdict)) from cause
 
     def _explain(self, verdict: Verdict) -> str:
         if verdict.rank == self._rank:
@@ -282,9 +282,9 @@ class Watchdog:
                 self._order(lambda: None)
                 time.sleep(0.02)
 
-    def part(self, error: RanksApartError) -> None:
+    def abort_desynchronized(self, error: DesynchronizedError) -> None:
         """As `abort`, of what all ranks find out alike: this one raises it where it waits."""
-        self._apart = error
+        self._own_error = error
         self.abort(error)
 
     def abort(self, error: BaseException | None) -> None:
@@ -296,12 +296,12 @@ class Watchdog:
         text = "stopped" if error is None else f"raised {summary(error)}"
         self._order(partial(self._append, {"kind": "abort", "text": f"rank {self._rank} {text}"}))
 
-    def await_alike(self, error: BaseException | None) -> None:
+    def wait_for_same_error(self, error: BaseException | None) -> None:
         """Before `abort`: gives the other ranks a moment to raise by themselves what this one has.
 
         All ranks may raise alike, and one that comes later must not be stopped before it does.
         """
-        is_own = isinstance(error, Exception) and not isinstance(error, RanksApartError)
+        is_own = isinstance(error, Exception) and not isinstance(error, DesynchronizedError)
         if error is None or not is_own or _is_of_connection(error):
             return
         key, until = f"{self._name}/raised/{self._epoch}", time.monotonic() + _ALIKE_S
@@ -330,7 +330,7 @@ class Watchdog:
                 outcome = self._order(partial(self._decide, epoch, until))
         if outcome != _TOGETHER or self.is_lost:
             return False
-        self._judged_at = self._apart = None
+        self._judged_at = self._own_error = None
         self._epoch += 1
         self._order(self._judge)  # a faster rank may have failed again already
         return True

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -164,12 +164,12 @@ class Lockstep:
         if error is self._told:
             return
         self._told = error
-        if isinstance(error, RanksApartError):
+        if isinstance(error, DesynchronizedError):
             return  # they know more
         if isinstance(error, Exception) and not self._order.is_issuing:
             try:
                 self._order.report_failure(error)
-            except RanksApartError:
+            except DesynchronizedError:
                 return
             except Exception as failure:  # they cannot be told: they find this rank gone
                 self._comm.abort(failure)

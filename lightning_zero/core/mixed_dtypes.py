@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.keep_float32 import CAST_LAYERS
 from lightning_zero.layout.names import saved_name
@@ -31,7 +31,7 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     """
     text = str(error)
     is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)
-    if not is_of_torch or isinstance(error, RanksApartError) or _MARK in text:
+    if not is_of_torch or isinstance(error, DesynchronizedError) or _MARK in text:
         return
     cast = {
         slot.name: str(bucket.plan.dtype).removeprefix("torch.")

@@ -28,7 +28,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.strategy.patches import Patches
 
@@ -88,7 +88,7 @@ class LockstepLoops:
         assert self._lockstep is not None
         if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == Wish.STOP:
             rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
-            with suppress(RanksApartError):  # so that none goes away before all know
+            with suppress(DesynchronizedError):  # so that none goes away before all know
                 self._lockstep.barrier("the stop of all ranks")
             raise with_status(SIGTERMException())
 

@@ -147,6 +147,6 @@ def _abort_before_each(rank, world_size, is_early):
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_an_abort_is_told_apart_wherever_the_peers_wait(is_early):
+def test_an_abort_is_the_cause_that_peers_raise_wherever_they_wait(is_early):
     for seconds in run_ranks(3, _abort_before_each, is_early, timeout_s=30):
         assert max(seconds.values()) < 2.0, seconds

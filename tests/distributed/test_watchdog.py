@@ -24,8 +24,8 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.comm.peers import Peers, how_ended, store_of_ranks
 from lightning_zero.comm.reports import Doing, is_one_way, report, user_frames
 from lightning_zero.comm.watchdog import (
+    DesynchronizedError,
     PeerAbortedError,
-    RanksApartError,
     Watchdog,
 )
 from lightning_zero.comm.world import WaitLimits, disconnect_groups
@@ -654,7 +654,7 @@ def test_an_error_of_this_rank_alone_is_not_told_as_one_of_others_that_do_not_co
     watchdog = Watchdog("alone", rank=0, size=1)
     with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
         raise RecursionError("too deep")
-    with pytest.raises(RanksApartError, match="in vain"), watchdog.waiting("an object"):
+    with pytest.raises(DesynchronizedError, match="in vain"), watchdog.waiting("an object"):
         raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
