@@ -50,7 +50,7 @@ class Backend:
         """Averages `whole` in place."""
         raise _closed()
 
-    def wait_for_sent(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Waits until `fill` has copied what it was given."""
 
 
@@ -314,7 +314,7 @@ class DeviceBackend(Backend):
                     whole.mul_(1 / self._size)
             return self._under_way(self._reduce_stream, began, whole)
 
-    def wait_for_sent(self) -> None:
+    def wait_for_uploads(self) -> None:
         if self._copy_stream is not None:
             self._copy_stream.synchronize()
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import is_world
 
-__all__ = ["SeenCollectives"]
+__all__ = ["UserCollectiveMode"]
 
 _NAMES = (
     "all_gather",
@@ -49,7 +49,7 @@ _NAMES = (
 _COLLECTIVES = frozenset(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
 
 
-class SeenCollectives(TorchFunctionMode):
+class UserCollectiveMode(TorchFunctionMode):
     """While it is entered, `meet` is called with a user's collective before that is issued.
 
     Collectives over all ranks count, but for those that code of the package waits for.

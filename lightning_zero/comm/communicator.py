@@ -31,7 +31,7 @@ from lightning_zero.comm.backends import (
     SplitSizes,
     backend_for,
 )
-from lightning_zero.comm.control import Channel, Control
+from lightning_zero.comm.control import Channel, GlooControlPlane
 from lightning_zero.comm.watchdog import Watchdog, next_name
 from lightning_zero.comm.world import WaitLimits, disconnect_groups, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
@@ -69,10 +69,10 @@ class Communicator:
         bool  # after an exception on one rank all are brought together by `regroup`, or end
     )
     recorder: Recorder  # of what goes on in this process
-    control: Control  # what ranks tell each other
+    control: GlooControlPlane  # what ranks tell each other
     # Brings the ranks together before a collective on request, and finds out those that do not
     # come; whoever decides on the order of collectives puts it here.
-    meet: Callable[[str], object]
+    before_collective: Callable[[str], object]
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
-        compare: Callable[[Control], None] | None = None,
+        compare: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
         limits: WaitLimits | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Communicator:
         self.rank = dist.get_rank() if has_world() else 0
         self.size = world_size()
         self.device = device
-        self.meet = lambda name: None
+        self.before_collective = lambda name: None
         self.can_regroup = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = ScratchPool(device)
@@ -106,11 +106,13 @@ class Communicator:
         self._replicas: Backend | None = None  # along the replica axis
         self._is_aborted = False  # by this rank
         self._is_disconnected = False  # nothing collective is possible
-        self._forgotten: list[Pending] = []
+        self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
         name = "" if self.can_regroup else next_name(self.rank)  # before one rank alone can fail
         self._open_group()
-        self.control = Control(self.recorder, rank=self.rank, size=self.size, timeout=timeout)
+        self.control = GlooControlPlane(
+            self.recorder, rank=self.rank, size=self.size, timeout=timeout
+        )
         if watchdog is None:
             watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
             end = weakref.finalize(self, watchdog.stop)
@@ -243,7 +245,7 @@ class Communicator:
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
-    def wait_for_copies(self) -> None:
+    def wait_for_cpu_copies(self) -> None:
         """Waits until copies to the CPU that the current stream was given have arrived. Local."""
         if self.device.type == "cuda":
             streams.current(self.device).synchronize()
@@ -292,7 +294,7 @@ class Communicator:
         if not self.control.watchdog.regroup(deadline):
             return False
         self._close_groups()
-        self._forgotten.clear()
+        self._discarded.clear()
         self._open_group()
         self.control.open()
         self._open_axes()
@@ -311,12 +313,12 @@ class Communicator:
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
                 action()
 
-    def wait_for_sent(self, is_from_cpu: bool) -> None:
+    def wait_for_uploads(self, is_from_cpu: bool) -> None:
         """Before CPU memory is written to from which gathers copied: waits for the copies."""
         if is_from_cpu:
-            self._backend.wait_for_sent()
+            self._backend.wait_for_uploads()
 
-    def forget(self, pending: Pending) -> None:
+    def discard(self, pending: Pending) -> None:
         """Drops a collective without waiting for others.
 
         Its tensors live on until the next regroup, as its data may still arrive.
@@ -324,7 +326,7 @@ class Communicator:
         if self.size == 1:
             pending.wait()
         else:
-            self._forgotten.append(pending)
+            self._discarded.append(pending)
 
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""
@@ -350,7 +352,7 @@ class Communicator:
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         if self._group is not None and self.size > 1:
-            self.meet(name)
+            self.before_collective(name)
             # Offloaded gradients are summed on the CPU.
             travelling = tensor.to(self.device)
             with self.control.waiting(name, kind=Kind.AVERAGE):

@@ -16,8 +16,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from lightning_zero.comm.control import Control
-from lightning_zero.comm.world import raise_together, tell
+from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.comm.world import describe_failure, raise_together
 
 __all__ = ["ComparedFields", "check_equal", "compare"]
 
@@ -26,7 +26,9 @@ ComparedFields = Mapping[
 ]  # by subject, such as "parameter 0.weight": what it is
 
 
-def compare(control: Control, facts: ComparedFields, failure: Exception | None = None) -> None:
+def compare(
+    control: GlooControlPlane, facts: ComparedFields, failure: Exception | None = None
+) -> None:
     """Raises on every rank where facts differ, or where any rank has failed. Collective.
 
     `failure` is why this rank cannot go on by itself; it is raised after the others know it.
@@ -35,13 +37,13 @@ def compare(control: Control, facts: ComparedFields, failure: Exception | None =
         ValueError: ComparedFields differ; names the first difference, by rank.
         OSError, RuntimeError: Another rank has failed; says which and how.
     """
-    own = _hash(facts, tell(failure))
+    own = _hash(facts, describe_failure(failure))
     least, minus_most = control.min_ints([own, -own])
     if least == -minus_most:
         if failure is not None:
             raise failure
         return
-    everyone = control.gather_objects((tell(failure), facts))
+    everyone = control.gather_objects((describe_failure(failure), facts))
     raise_together(failure, [told for told, _ in everyone], "begin")
     check_equal([facts for _, facts in everyone])
 

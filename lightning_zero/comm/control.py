@@ -37,7 +37,7 @@ from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 
-__all__ = ["Channel", "Control", "PeerFailedError", "Rounds"]
+__all__ = ["Channel", "GlooControlPlane", "PeerFailedError", "Rounds"]
 
 _T = TypeVar("_T")
 _Task = tuple[Sequence[int], bytes, RoundCheck | None, "Future[RoundResult]"]
@@ -49,7 +49,7 @@ class PeerFailedError(DesynchronizedError):
     """Another rank failed where all go on together; the text tells how."""
 
 
-class Control:
+class GlooControlPlane:
     """Every method is collective where it does not say that it is local: every rank, same order."""
 
     watchdog: Watchdog  # tells of the failures of others; set before anything is told

@@ -34,7 +34,7 @@ __all__ = [
     "leave_world",
     "open_store",
     "raise_together",
-    "tell",
+    "describe_failure",
     "wait_for_world",
     "world_size",
 ]
@@ -218,10 +218,10 @@ def failing_together(
         yield
     except Exception as error:
         failure = error
-    raise_together(failure, gather(tell(failure)), what)
+    raise_together(failure, gather(describe_failure(failure)), what)
 
 
-def tell(failure: Exception | None) -> tuple[str, int | None] | None:
+def describe_failure(failure: Exception | None) -> tuple[str, int | None] | None:
     """What the other ranks learn of a failure; None where there is none."""
     if failure is None:
         return None

@@ -318,10 +318,10 @@ class Bucket:
             return True
         return reader.begin()
 
-    def wait_for_sent(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Before shards are written to, from which gathers may still copy to the device."""
         has_device_memory = self.shards.storage.has_device_memory
-        self.comm.wait_for_sent(has_device_memory and self.plan.tiers.param is Tier.CPU)
+        self.comm.wait_for_uploads(has_device_memory and self.plan.tiers.param is Tier.CPU)
 
     # ---------------------------------------------------------------- where parameters point
 
@@ -426,7 +426,7 @@ class Bucket:
         self._note_holders()
         self.fingerprints = None
         self.shards.stop_reading()  # what was read ahead is about to change
-        self.wait_for_sent()
+        self.wait_for_uploads()
         if self.shards_params:
             self.enter_idle_phase()
         elif self.plan.stage.all_gathers_after_step:
@@ -504,7 +504,7 @@ class Bucket:
                 "as a shard, and is whole at this moment; take parameter.data anew."
             )
         self.lockstep.before_write()
-        self.wait_for_sent()
+        self.wait_for_uploads()
         self.lockstep.note_write(self.plan.layout.slots[index].name)
         self.shards.change(index, write)
 
@@ -538,7 +538,7 @@ class Bucket:
                 "the backward; where no backward follows, call the module under torch.no_grad()."
             )
         self.lockstep.before_write()
-        self.wait_for_sent()
+        self.wait_for_uploads()
         self._note_assigned(index, given)
         self._detach_view(index)
         self.shards.assign(index, own)
@@ -633,7 +633,7 @@ class Bucket:
         replaced, error = self._sync_replaced()
         if self.shards_params:
             for index in {*replaced, *self._detector.written()}:
-                self.wait_for_sent()
+                self.wait_for_uploads()
                 if index in replaced:
                     self._detach_view(index)
                 own, view = self.owned(index), self.unsharded_params.views[index]
@@ -811,7 +811,7 @@ class Masters:
     def store(self, exact: Tensor) -> None:
         """Takes what has become of `fetch()`; parameters follow, whole ones too. Collective."""
         bucket = self._bucket
-        bucket.wait_for_sent()
+        bucket.wait_for_uploads()
         bucket.fingerprints = None
         with torch.no_grad():
             self._shards.store_master(exact)
@@ -864,7 +864,7 @@ class Masters:
         bucket.fingerprints = None
         bucket.comm.broadcast_(exact.tensor, from_rank)
         with torch.no_grad():
-            bucket.wait_for_sent()
+            bucket.wait_for_uploads()
             self._shards.store_master(self._shards.own_slice_of(exact))
             if bucket.unsharded_params.is_allocated:
                 bucket.unsharded_params.tensor.copy_(exact.tensor)
@@ -885,7 +885,7 @@ class Masters:
         Where they are written to, `store` must follow.
         """
         exact = self.fetch()
-        self._bucket.wait_for_sent()
+        self._bucket.wait_for_uploads()
         self.install_views(self._shards.split_by_slot(exact))
         return exact
 
@@ -911,7 +911,7 @@ class Masters:
         self._hidden = None if has_grads else bucket.grads.param_grads()
         if has_grads:
             grads = bucket.grads.fetch_all(bucket.plan.master_dtype)
-        bucket.wait_for_sent()
+        bucket.wait_for_uploads()
         master = self._shards.ensure_master()
         self._stepped = master.fetch(0, master.numel)
         bucket.point_at_step_parts(self._shards.split_by_slot(self._stepped))

@@ -4,7 +4,7 @@
 parameter is registered, others that have not been used for a while are reduced to this rank's part,
 in CPU memory: each rank cuts its own values, so nothing travels. A parameter in parts is guarded
 (tensors/guarded.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole
-again, which is a gather in a round of `Control.agree`; ranks that do not ask take part when they
+again, which is a gather in a round of `GlooControlPlane.agree`; ranks that do not ask take part when they
 leave the context. Values are those that the constructors set.
 
 [Note: What may be cut] A parameter that nobody else looks at: its storage has no other user, and

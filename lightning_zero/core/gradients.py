@@ -438,11 +438,11 @@ class Gradients:
         if self._offloaded is not None:
             self._offloaded.drop()
         if self._reduction is not None:
-            self._comm.forget(self._reduction[1])
+            self._comm.discard(self._reduction[1])
             self.unsharded_grads = None  # others may still write to it
         for average in (self._average, self._of_others and self._of_others[1]):
             if average is not None:
-                self._comm.forget(average)
+                self._comm.discard(average)
         self._reduction = self._average = self._carry = self._of_others = None
         self._holds_mean = self.is_partial = False
         self._expected = set()

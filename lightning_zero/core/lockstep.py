@@ -105,7 +105,7 @@ class Lockstep:
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
         self._depth = 0  # nested `uneven_step`
         self._told: BaseException | None = None  # the other ranks know of it
-        comm.meet = self._order.announce_collective
+        comm.before_collective = self._order.announce_collective
         for bucket in buckets:
             bucket.lockstep = self
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.profiler import record_function
 
-from lightning_zero.comm.collectives import SeenCollectives
+from lightning_zero.comm.collectives import UserCollectiveMode
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.reducer import Reducer
@@ -163,7 +163,7 @@ class Schedule:
         self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
-        self._collectives = SeenCollectives(
+        self._collectives = UserCollectiveMode(
             self.order.barrier_before_collective, comm.control.watchdog
         )
         self._sees_collectives = False  # it is entered

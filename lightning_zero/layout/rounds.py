@@ -42,7 +42,7 @@ RoundCheck = Callable[[RoundResult], Exception | None]  # may hold further round
 
 
 class ControlPlane(Protocol):
-    """How ranks speak: `comm.control.Control`."""
+    """How ranks speak: `comm.control.GlooControlPlane`."""
 
     rank: int
     size: int

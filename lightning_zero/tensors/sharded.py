@@ -741,7 +741,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads, found_inf, scale = args
     first = _first_of(grads)
     if found_inf.device != first.spec.comm.device:
-        first.spec.comm.wait_for_copies()  # the scaler has sent these two without waiting
+        first.spec.comm.wait_for_cpu_copies()  # the scaler has sent these two without waiting
     for grad in grads:
         if isinstance(grad, ShardedTensor):
             grad.change(lambda part: func([part], found_inf, scale))

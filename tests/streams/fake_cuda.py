@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 
 import lightning_zero
 from lightning_zero import activations
-from lightning_zero.comm.control import Control
+from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.core import step_worker
 from lightning_zero.engine import optimizers
 from lightning_zero.record import streams
@@ -293,7 +293,7 @@ class FakeCuda:
             setattr(streams, name, getattr(self, name))
         streams.current, streams.on = self.current_stream, self.on_stream
         for name in ("min_ints", "union", "broadcast_object", "gather_objects", "gather_floats"):
-            setattr(Control, name, _on_real_tensors(getattr(Control, name)))
+            setattr(GlooControlPlane, name, _on_real_tensors(getattr(GlooControlPlane, name)))
         optimizers.probe = _probe_on_cpu(optimizers.probe)
         memory._map = self._map
         nvme.takes_direct = lambda folder: False

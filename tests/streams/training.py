@@ -211,9 +211,9 @@ def _break(what: str) -> None:
     elif what == "drain":
         StepWorker.drain = lambda self: None
     elif what == "forget":
-        Communicator.forget = lambda self, pending: None
+        Communicator.discard = lambda self, pending: None
     elif what == "copies":
-        Communicator.wait_for_copies = lambda self: None
+        Communicator.wait_for_cpu_copies = lambda self: None
     elif what == "numbers":
         clone.scalars_to_cpu = dict
     elif what == "numbers at once":
