@@ -32,7 +32,7 @@ from lightning_zero.comm.backends import (
     backend_for,
 )
 from lightning_zero.comm.control import Channel, GlooControlPlane
-from lightning_zero.comm.watchdog import Watchdog, next_name
+from lightning_zero.comm.watchdog import Watchdog, next_watchdog_name
 from lightning_zero.comm.world import WaitLimits, disconnect_groups, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
@@ -108,7 +108,9 @@ class Communicator:
         self._is_disconnected = False  # nothing collective is possible
         self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
-        name = "" if self.can_regroup else next_name(self.rank)  # before one rank alone can fail
+        name = (
+            "" if self.can_regroup else next_watchdog_name(self.rank)
+        )  # before one rank alone can fail
         self._open_group()
         self.control = GlooControlPlane(
             self.recorder, rank=self.rank, size=self.size, timeout=timeout
@@ -118,7 +120,7 @@ class Communicator:
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the process ends the watch
         self.control.watchdog = watchdog
-        watchdog.on_failure(self._disconnect)
+        watchdog.add_failure_callback(self._disconnect)
         try:
             if compare is not None:
                 compare(self.control)
@@ -217,7 +219,7 @@ class Communicator:
     ) -> Pending:
         """Issues a collective; a failure of another rank is told where this one waits for it."""
         what = f"the {kind.value} of {name}"
-        waiting = partial(self.control.watchdog.waiting, what, is_for_data=True)
+        waiting = partial(self.control.watchdog.waiting, what, is_data_transfer=True)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
         is_on_host = self.size > 1 and isinstance(self._backend, GlooBackend)
@@ -299,14 +301,14 @@ class Communicator:
         self.control.open()
         self._open_axes()
         self._is_aborted = self._is_disconnected = False
-        self.control.watchdog.on_failure(self._disconnect)
+        self.control.watchdog.add_failure_callback(self._disconnect)
         return True
 
     def _disconnect(self) -> None:
         """Whoever waits for another rank waits no longer. From any thread."""
         self._is_disconnected = True
         actions = [self.control.disconnect]
-        if self.control.watchdog.is_lost:  # else a session under way comes to its end
+        if self.control.watchdog.is_unrecoverable:  # else a session under way comes to its end
             actions += [channel.disconnect for channel in self._channels]
         actions.append(partial(disconnect_groups, self._groups))
         for action in actions:
@@ -336,7 +338,7 @@ class Communicator:
             self.control.watchdog.stop()
 
     def _close_groups(self) -> None:
-        self.control.watchdog.forget(self._disconnect)
+        self.control.watchdog.remove_failure_callback(self._disconnect)
         self._close_data()
         self.control.close()
 

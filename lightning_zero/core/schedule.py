@@ -173,7 +173,7 @@ class Schedule:
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
         self._last_used = ""  # the unit whose forward or backward has begun last
-        comm.control.watchdog.describe_by(self._describe)
+        comm.control.watchdog.set_status_source(self._describe)
 
     @property
     def training_state(self) -> TrainingState:

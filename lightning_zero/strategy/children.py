@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from lightning_zero.comm.peers import how_ended
+from lightning_zero.comm.peers import describe_exit
 from lightning_zero.comm.world import leave_world
 
 __all__ = ["Children", "Untouched", "how_child_ended", "release_children"]
@@ -188,7 +188,7 @@ class Children(threading.Thread):
         for rank, process in enumerate(self.processes, self._first_rank):
             if process in processes:
                 code = process.returncode
-                texts.append(f"rank {rank} {'still ran' if code is None else how_ended(code)}")
+                texts.append(f"rank {rank} {'still ran' if code is None else describe_exit(code)}")
         return ", ".join(texts)
 
 
@@ -204,7 +204,7 @@ def how_child_ended(pid: int) -> str | None:
     children = Children.current()
     for process in children.processes if children is not None else ():
         if process.pid == pid and process.poll() is not None:
-            return how_ended(process.returncode)
+            return describe_exit(process.returncode)
     return None
 
 

@@ -368,7 +368,7 @@ class EngineStrategy(ProcessStrategy):
         within the deadline go on with fresh process groups, at rest.
         """
         if self._engine is None:
-            return self._watched_by is None or self._watched_by.verdict is None
+            return self._watched_by is None or self._watched_by.failure is None
         if run_state(self._engine.module).status != TrainerStatus.INTERRUPTED:
             return True
         if self._has_rallied is None:

@@ -36,7 +36,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.watchdog import Watchdog, next_name
+from lightning_zero.comm.watchdog import Watchdog, next_watchdog_name
 from lightning_zero.comm.world import (
     WaitLimits,
     as_timeout,
@@ -159,14 +159,14 @@ class ProcessStrategy(ParallelStrategy):
         self._check_world_size()
         if self._watchdog is not None:
             self._watchdog.stop()
-        Watchdog.stop_those_that_left()
+        Watchdog.stop_finished()
         self._watchdog = Watchdog(
-            next_name(self.global_rank),
+            next_watchdog_name(self.global_rank),
             rank=self.global_rank,
             size=self.world_size,
             limits=self._limits,
             can_regroup=True,
-            how_ended=how_child_ended,
+            describe_exit=how_child_ended,
         )
 
     def _meet_ranks(self) -> Any:
@@ -222,7 +222,7 @@ class ProcessStrategy(ParallelStrategy):
     def _waiting(self, name: str, *, is_one_way: bool = False) -> AbstractContextManager[None]:
         if self._watchdog is None:
             return nullcontext()
-        return self._watchdog.waiting(name, is_engines=False, is_one_way=is_one_way)
+        return self._watchdog.waiting(name, is_engine_group=False, is_one_way=is_one_way)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.comm.peers import Peers, how_ended, store_of_ranks
-from lightning_zero.comm.reports import Doing, is_one_way, report, user_frames
+from lightning_zero.comm.peers import Peers, connect_to_store, describe_exit
+from lightning_zero.comm.reports import RankStatus, is_one_way, report, user_frames
 from lightning_zero.comm.watchdog import (
     DesynchronizedError,
     PeerAbortedError,
@@ -380,7 +380,7 @@ def _barrier_beside_broadcast(rank, world_size):
         with watchdog.waiting("an object of rank 0", is_one_way=True):
             time.sleep(4)  # it loads, say
         dist.barrier()
-    return watchdog.verdict
+    return watchdog.failure
 
 
 def test_a_barrier_after_a_broadcast_that_others_have_not_done_with_is_no_mutual_wait():
@@ -402,8 +402,10 @@ def test_calls_of_the_package_are_not_the_users():
     assert "test_calls_of_the_package_are_not_the_users" in frames[-1]
 
 
-def test_a_report_tells_ranks_that_do_the_same_together():
-    same = Doing("in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",))
+def test_a_report_groups_ranks_with_equal_status():
+    same = RankStatus(
+        "in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",)
+    )
     text = report("what:", [same, same, None, same])
     assert text.splitlines() == [
         "what:",
@@ -483,7 +485,7 @@ def _know(rank, world_size):
     if rank == 0:
         time.sleep(0.3)  # the others are there first
     peers = Peers()
-    peers.announce(rank, store_of_ranks(rank, peers.is_rank_0_gone))
+    peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
     known = [peer.rank for peer in peers._peers]
     peers.close()
     return known
@@ -523,12 +525,12 @@ def _write_nonsense(rank, world_size):
         for key in ("nonsense/news/0", "nonsense/news/1", "ends/0"):
             store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
         store.set("lightning_zero/nonsense/news/2", '{"kind": "dead"}')
-        store.set(f"{Peers()._roll._key}/0", f"7 {2**70}")
+        store.set(f"{Peers()._pid_log._key}/0", f"7 {2**70}")
     dist.barrier()
     watchdog = Watchdog("nonsense", rank=rank, size=world_size)
     if rank == 1:
         watchdog.abort(ArithmeticError("out of luck"))
-    error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
+    error, _ = _error_of(lambda: _wait_for_failure(watchdog))
     watchdog.stop()
     return error, "".join(shown.lines)
 
@@ -559,12 +561,12 @@ def _stop_and_wait(rank, world_size, stopped, lost_after_s):
     timer.start()
     start = time.monotonic()
     with watchdog.waiting("the other rank"):
-        while watchdog.verdict is None and timer.is_alive():
+        while watchdog.failure is None and timer.is_alive():
             time.sleep(0.05)
-    seconds, verdict = time.monotonic() - start, watchdog.verdict
+    seconds, failure = time.monotonic() - start, watchdog.failure
     timer.join()
     watchdog.stop()
-    return seconds, verdict and verdict.text, "\n".join(shown.lines)
+    return seconds, failure and failure.text, "\n".join(shown.lines)
 
 
 def test_a_stopped_rank_is_lost_after_the_time_that_was_given():
@@ -622,15 +624,15 @@ def _regroup(rank, world_size):
     for _ in range(2):
         if rank == 1:
             watchdog.abort(ArithmeticError("out of luck"))
-        error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
+        error, _ = _error_of(lambda: _wait_for_failure(watchdog))
         outcomes.append((error, watchdog.regroup(timedelta(seconds=20))))
     watchdog.stop()
     return outcomes
 
 
-def _wait_for_verdict(watchdog):
+def _wait_for_failure(watchdog):
     with watchdog.waiting("the other rank"):
-        watchdog.await_verdict(20)
+        watchdog.wait_for_failure(20)
         raise RuntimeError("Connection closed by peer")
 
 
@@ -644,13 +646,13 @@ def test_ranks_regroup_repeatedly_and_start_afresh_each_time():
     assert all(has_rallied for _, has_rallied in second)
 
 
-def test_statuses_are_told_in_words():
-    assert how_ended(-9) == "was killed by SIGKILL"
-    assert how_ended(-40) == "was killed by signal 40"
-    assert how_ended(3) == "ended with exit code 3"
+def test_exit_codes_are_described_in_words():
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-40) == "was killed by signal 40"
+    assert describe_exit(3) == "ended with exit code 3"
 
 
-def test_an_error_of_this_rank_alone_is_not_told_as_one_of_others_that_do_not_come():
+def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
     watchdog = Watchdog("alone", rank=0, size=1)
     with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
         raise RecursionError("too deep")
