@@ -786,7 +786,7 @@ class Masters:
         under way, which is waited for.
         """
         store = self._store()
-        return [store.look(part.start, part.stop) for part in self._shards.own_ranges]
+        return [store.view(part.start, part.stop) for part in self._shards.own_ranges]
 
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()

@@ -575,7 +575,7 @@ class Gradients:
         if self._offloaded is None:
             self.slices = self._cut(mean)
         else:
-            self.slices = [self._offloaded.look(part.start, part.stop) for part in self._parts]
+            self.slices = [self._offloaded.view(part.start, part.stop) for part in self._parts]
         if self._is_whole_mean:
             self._views = [part.detach() for part in self.slices]
         else:

@@ -23,7 +23,13 @@ from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
-from lightning_zero.tiers.storage import InFile, InMemory, ParamReader, ShardStore, Storage
+from lightning_zero.tiers.storage import (
+    FileShardStore,
+    MemoryShardStore,
+    ParamReader,
+    ShardStore,
+    Storage,
+)
 
 __all__ = ["Shards", "is_elementwise_state"]
 
@@ -125,7 +131,7 @@ class Shards:
             held = StorageWeakRef(old.untyped_storage())
             self._former = held, store.fetch(0, store.numel).clone()
         if self.all_gather_input is None:
-            assert isinstance(self.param_shard, InMemory)
+            assert isinstance(self.param_shard, MemoryShardStore)
             self.param_shard.tensor = self.own_slice
 
     # ---------------------------------------------------------------- parameters and master
@@ -133,15 +139,15 @@ class Shards:
     def init_master(self, values: Tensor) -> None:
         """Makes a store for a master of these `values`: 1-D, own part, copied."""
         copy = values.to(self.plan.master_dtype, copy=True)
-        self.master = self.storage.keep_master(self.plan.name, copy, self.plan.tiers.optim)
+        self.master = self.storage.make_main_store(self.plan.name, copy, self.plan.tiers.optim)
 
     def init_params(self) -> None:
         """Makes stores from the whole parameters, for all but a master of its own dtype."""
         if self.plan.stage.has_shard(State.PARAM):
             copy, storage = self.own_slice.clone(), self.storage
-            param = storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
+            param = storage.make_param_store(self.plan.name, copy, self.plan.tiers.param)
             self.all_gather_input = self.param_shard = param
-            if isinstance(param, InFile):
+            if isinstance(param, FileShardStore):
                 self.reader = ParamReader(param, storage.param_pool, storage.recorder)
         if not self.has_own_master:
             self.master = self.param_shard
@@ -166,7 +172,7 @@ class Shards:
 
     def sharded_views(self) -> list[Tensor]:
         """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
-        if isinstance(self.master_or_param, InMemory):
+        if isinstance(self.master_or_param, MemoryShardStore):
             return self.split_by_slot(self.master_or_param.tensor)
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
@@ -174,7 +180,7 @@ class Shards:
         """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
         own = self.own_ranges[index]
         store = self.master_or_param
-        return store.look(own.start, own.stop)
+        return store.view(own.start, own.stop)
 
     def values(self, index: int) -> Tensor:
         """Slot `index` as `master_view` shows it: 1-D, plain; a copy of a file."""
@@ -198,7 +204,7 @@ class Shards:
     def drop(self) -> None:
         """There are no shards beside the whole buffer."""
         self.all_gather_input = self.master = None
-        self.param_shard = InMemory(self.own_slice, Tier.DEVICE)
+        self.param_shard = MemoryShardStore(self.own_slice, Tier.DEVICE)
 
     def store_master(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
@@ -222,7 +228,11 @@ class Shards:
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             return self.reader.copy_to
-        return self.all_gather_input.tensor if isinstance(self.all_gather_input, InMemory) else None
+        return (
+            self.all_gather_input.tensor
+            if isinstance(self.all_gather_input, MemoryShardStore)
+            else None
+        )
 
     def stop_reading(self) -> None:
         """Gives the buffers of a read ahead back: nobody needs it, or the file is to change."""
@@ -299,13 +309,13 @@ class Shards:
         """The file of optimizer state `key`, as long as the shard; zeros at first."""
         if key not in self.state_stores:
             name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
-            self.state_stores[key] = self.storage.make_optim(name, numel, dtype)
+            self.state_stores[key] = self.storage.make_optim_store(name, numel, dtype)
         return self.state_stores[key]
 
     def state_view(self, index: int, key: str) -> Tensor:
         """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
         own = self.own_ranges[index]
-        return self.state_stores[key].look(own.start, own.stop)
+        return self.state_stores[key].view(own.start, own.stop)
 
     def adopt_state(self, index: int, state: dict[str, Any]) -> None:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""

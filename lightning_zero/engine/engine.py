@@ -567,7 +567,7 @@ def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage
             recorder=comm.recorder,
         )
         try:
-            storage.check_room(*nvme_bytes(plan), num_ranks=local_world_size())
+            storage.check_free_space(*nvme_bytes(plan), num_ranks=local_world_size())
         except OSError:
             storage.close()
             raise

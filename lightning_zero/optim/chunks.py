@@ -33,7 +33,7 @@ from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.pipeline import FileRange
-from lightning_zero.tiers.storage import InFile
+from lightning_zero.tiers.storage import FileShardStore
 
 __all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_chunks"]
 
@@ -49,7 +49,7 @@ class Chunk:
 
     start: int  # a multiple of the page size
     stop: int
-    files: Mapping[str, InFile]  # by name: "master", "param", "grad", or "state." and a key
+    files: Mapping[str, FileShardStore]  # by name: "master", "param", "grad", or "state." and a key
 
     @property
     def ranges(self) -> list[FileRange]:
@@ -94,7 +94,7 @@ def _part_of(own: range, start: int, stop: int) -> range:
     return range(first, max(first, min(own.stop, stop)))
 
 
-def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
+def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     """By name, the stores that are files and pass through buffers."""
     if bucket.plan.layout.has_tensor_owners:
         return {}  # a chunk would end within a tensor: its shard is read and written at once
@@ -102,7 +102,7 @@ def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
     if bucket.shards.has_own_master:
         stores[PARAM] = bucket.shards.param_shard
     stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
-    return {name: store for name, store in stores.items() if isinstance(store, InFile)}
+    return {name: store for name, store in stores.items() if isinstance(store, FileShardStore)}
 
 
 class BucketStep:

@@ -19,7 +19,7 @@ from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import ScratchPool
 from lightning_zero.tiers.nvme import Transfer
-from lightning_zero.tiers.storage import InFile, InMemory, ShardStore, Storage
+from lightning_zero.tiers.storage import FileShardStore, MemoryShardStore, ShardStore, Storage
 
 __all__ = ["GradQueue", "OffloadedGrad"]
 
@@ -91,23 +91,23 @@ class OffloadedGrad:
         """Where the mean rests; made for the first one."""
         storage = self._queue.storage
         if self._tier is Tier.NVME:
-            return storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
-        store = InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
+            return storage.make_optim_store(f"{self._name}.grad", self._numel, self._dtype)
+        store = MemoryShardStore(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
         self._num_own_users = _num_users(store.tensor)
         return store
 
     @cached_property
     def shard(self) -> Tensor:
         """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
-        return self.store.look(0, self._numel)
+        return self.store.view(0, self._numel)
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes at rest."""
         return self.store.nbytes if "store" in self.__dict__ else 0
 
-    def look(self, start: int, stop: int) -> Tensor:
-        return self.store.look(start, stop)
+    def view(self, start: int, stop: int) -> Tensor:
+        return self.store.view(start, stop)
 
     def put(self, mean: Tensor, *, is_added: bool) -> None:
         """Sends a mean on its way here, to be added to what rests here or to replace that.
@@ -117,7 +117,7 @@ class OffloadedGrad:
         self.settle()
         self._queue.admit(self)
         values, is_staged = mean, False
-        if isinstance(self.store, InMemory) and not is_added:
+        if isinstance(self.store, MemoryShardStore) and not is_added:
             values = self.store.tensor
         elif self._queue.storage.has_device_memory:
             values, is_staged = self._queue.scratch.acquire(self._numel, self._dtype), True
@@ -129,7 +129,7 @@ class OffloadedGrad:
     def leave_held(self) -> None:
         """Leaves the memory of a mean that nobody needs to users who hold some of it, if any."""
         store = self.__dict__.get("store")
-        if isinstance(store, InMemory):
+        if isinstance(store, MemoryShardStore):
             self.__dict__.pop("shard", None)
             if _num_users(store.tensor) > self._num_own_users:
                 del self.__dict__["store"]
@@ -168,7 +168,7 @@ class OffloadedGrad:
 
     def _land(self, transit: _Transit) -> None:
         store = self.store
-        if isinstance(store, InFile):
+        if isinstance(store, FileShardStore):
             values = transit.values
             if transit.is_added:
                 values = values.add_(store.fetch(0, self._numel))

@@ -36,11 +36,11 @@ from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.disk import (
     allocate,
-    explained,
+    describe_io_error,
     file_system_of,
     locked_directory,
     remove_abandoned,
-    takes_direct,
+    supports_o_direct,
 )
 
 __all__ = ["NvmeFile", "NvmeStore", "Transfer"]
@@ -222,7 +222,7 @@ class NvmeFile:
             self._store.count(len(view), is_write=transfer.is_write)
         except OSError as error:
             verb = "write" if transfer.is_write else "read"
-            failure = explained(error, self.path, verb, offset, len(view))
+            failure = describe_io_error(error, self.path, verb, offset, len(view))
         except Exception as error:
             failure = error
         if transfer.is_write and (failure or self._broken):
@@ -326,10 +326,10 @@ class NvmeStore:
         # An inherited lock would outlive this process in the child.
         os.register_at_fork(after_in_child=partial(_close_all, self._descriptors))
         try:
-            self.is_direct = takes_direct(self.directory)
+            self.is_direct = supports_o_direct(self.directory)
         except OSError as error:
             self._finalizer()
-            raise explained(error, self.directory, "write", 0, PAGE_BYTES) from None
+            raise describe_io_error(error, self.directory, "write", 0, PAGE_BYTES) from None
         if not self.is_direct and _local_rank(rank) == 0:
             warnings.warn(
                 f"{path} ({file_system_of(Path(path))}) refuses O_DIRECT: its files pass through "

@@ -296,7 +296,7 @@ class FakeCuda:
             setattr(GlooControlPlane, name, _on_real_tensors(getattr(GlooControlPlane, name)))
         optimizers.probe = _probe_on_cpu(optimizers.probe)
         memory._map = self._map
-        nvme.takes_direct = lambda folder: False
+        nvme.supports_o_direct = lambda folder: False
         nvme.NvmeFile._begin = _begin_transfer(self)
         step_worker.ThreadPoolExecutor = _AtOnce
 
