@@ -315,7 +315,7 @@ class Gradients:
         """Shows `.grad` of every parameter that any rank has touched: `touched`, by slot."""
         self._take_from_others()
         if self._offloaded is not None:
-            self._offloaded.settle()
+            self._offloaded.wait()
         for index, is_touched in enumerate(touched):
             self.is_reduced[index] |= is_touched
         self.is_touched = [False] * len(self._parameters)
@@ -536,7 +536,7 @@ class Gradients:
             self.main_grad, self.slices, self._views = None, [], []
             for part in list(self._shown_parts):  # those that somebody else holds
                 part.keep()
-            self._offloaded.leave_held()
+            self._offloaded.drop_if_shared()
         if self.unsharded_grads is None or any(self.is_local):
             return
         is_shown = self.main_grad is not None and self._is_in_place  # in whole tensors, by slot
@@ -603,7 +603,7 @@ class Gradients:
             zeros = self._zeros()
             if self._offloaded is not None:
                 self._offloaded.put(zeros, is_added=False)
-                self._offloaded.settle()
+                self._offloaded.wait()
                 zeros = self._offloaded.shard
             self._adopt(zeros)
         own = grad

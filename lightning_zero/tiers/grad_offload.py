@@ -2,7 +2,7 @@
 
 A mean travels while backward goes on: from the device to page-locked CPU memory on a side stream,
 from there to its file, if it has one. At most `MAX_GRADS_IN_FLIGHT` are under way at once;
-`settle` waits for one.
+`wait` waits for one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GradQueue:
     def admit(self, grad: OffloadedGrad) -> None:
         """Makes room for `grad`: what is oldest must have landed."""
         while len(self._queue) >= MAX_GRADS_IN_FLIGHT:
-            self._queue[0].settle()
+            self._queue[0].wait()
         self._queue.append(grad)
 
     def leave(self, grad: OffloadedGrad) -> None:
@@ -114,7 +114,7 @@ class OffloadedGrad:
 
         1-D, on the device; not to be written to any more.
         """
-        self.settle()
+        self.wait()
         self._queue.admit(self)
         values, is_staged = mean, False
         if isinstance(self.store, MemoryShardStore) and not is_added:
@@ -126,7 +126,7 @@ class OffloadedGrad:
         if values is mean:
             self._land(self._transit)
 
-    def leave_held(self) -> None:
+    def drop_if_shared(self) -> None:
         """Leaves the memory of a mean that nobody needs to users who hold some of it, if any."""
         store = self.__dict__.get("store")
         if isinstance(store, MemoryShardStore):
@@ -134,7 +134,7 @@ class OffloadedGrad:
             if _num_users(store.tensor) > self._num_own_users:
                 del self.__dict__["store"]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the mean rests here."""
         transit = self._end_transit()
         if transit is not None:
@@ -149,7 +149,7 @@ class OffloadedGrad:
         transit = self._end_transit()
         if transit is not None:
             if transit.transfer is not None:
-                transit.transfer.settle()
+                transit.transfer.wait_until_done()
             self._give_back(transit)
 
     def _end_transit(self) -> _Transit | None:
@@ -178,7 +178,7 @@ class OffloadedGrad:
 
     def apply_(self, change: Callable[[Tensor], object], start: int, stop: int) -> None:
         """Changes elements [start, stop) in place."""
-        self.settle()
+        self.wait()
         values = self.store.fetch(start, stop)
         change(values)
         self.store.write(start, values)

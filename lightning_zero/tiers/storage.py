@@ -229,7 +229,7 @@ class ParamReader:
     def cancel(self) -> None:
         """Gives buffers back whose content nobody will use."""
         for buffer, transfer in self._begun:
-            transfer.settle()
+            transfer.wait_until_done()
             self._pool.give(buffer)
         self._begun = []
 

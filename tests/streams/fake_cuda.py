@@ -492,14 +492,14 @@ def _probe_on_cpu(probe: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_transfer(cuda: FakeCuda) -> Callable[..., Any]:
-    """A file's read or write: a stream that begins now, and that `settle` waits for."""
+    """A file's read or write: a stream that begins now, and that `wait_until_done` waits for."""
 
     class Transfer(nvme.Transfer):
         number: int  # of its event
         memory: Tensor | None  # alive until it is done
 
-        def settle(self) -> None:
-            super().settle()
+        def wait_until_done(self) -> None:
+            super().wait_until_done()
             cuda.clocks.wait_on_host(self.number, None)
             self.memory = None
 
