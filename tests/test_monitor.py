@@ -87,8 +87,8 @@ def test_each_key_has_its_number_in_its_unit():
         spans=(
             Span(Kind.FORWARD, "", 0.0, 0.5),
             Span(Kind.BACKWARD, "", 0.5, 1.5),
-            Span(Kind.GATHER, "a", 0.0, 1.0, nbytes=GIB // 2),
-            Span(Kind.GATHER, "a", 0.75, 1.0, is_wait=True),
+            Span(Kind.ALL_GATHER, "a", 0.0, 1.0, nbytes=GIB // 2),
+            Span(Kind.ALL_GATHER, "a", 0.75, 1.0, is_wait=True),
             Span(Kind.STEP, "", 1.5, 1.75),
         ),
         hits=5,

@@ -270,7 +270,7 @@ class DeviceBackend(Backend):
         own = _part(whole, self._rank, self._size, split_sizes)
         with self._on(self._copy_stream):
             if isinstance(source, Tensor):
-                with self._recorder.moving(name, own.nbytes, source.device, own.device):
+                with self._recorder.copy_span(name, own.nbytes, source.device, own.device):
                     own.copy_(source, non_blocking=True)
             else:
                 source(own)

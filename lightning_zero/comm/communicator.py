@@ -183,7 +183,9 @@ class Communicator:
         sent = _sent(whole.nbytes, self.mesh.num_shards)
         if source is not None:
             self._backend.fill(whole, source, split_sizes, name)
-        return self._issue(Kind.GATHER, name, sent, self._backend.all_gather, whole, split_sizes)
+        return self._issue(
+            Kind.ALL_GATHER, name, sent, self._backend.all_gather, whole, split_sizes
+        )
 
     def reduce_scatter(
         self, whole: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
@@ -200,19 +202,19 @@ class Communicator:
         dtype = whole.dtype if isinstance(self._backend, GlooBackend) else out.dtype
         sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
         issue = self._backend.reduce_scatter
-        return self._issue(Kind.REDUCE, name, sent, issue, whole, out, split_sizes)
+        return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, whole, out, split_sizes)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks that hold the same one."""
         assert self._replicas is not None, "there is one replica"
         sent = 2 * _sent(shard.nbytes, self.mesh.num_replicas)
-        return self._issue(Kind.AVERAGE, name, sent, self._replicas.all_reduce, shard)
+        return self._issue(Kind.ALL_REDUCE, name, sent, self._replicas.all_reduce, shard)
 
     def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
         """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
         assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
         sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
-        return self._issue(Kind.AVERAGE, name, sent, self._backend.all_reduce, whole)
+        return self._issue(Kind.ALL_REDUCE, name, sent, self._backend.all_reduce, whole)
 
     def _issue(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
@@ -357,7 +359,7 @@ class Communicator:
             self.before_collective(name)
             # Offloaded gradients are summed on the CPU.
             travelling = tensor.to(self.device)
-            with self.control.waiting(name, kind=Kind.AVERAGE):
+            with self.control.waiting(name, kind=Kind.ALL_REDUCE):
                 dist.all_reduce(travelling, op=op, group=self._group)
             if travelling is not tensor:
                 tensor.copy_(travelling)

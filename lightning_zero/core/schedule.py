@@ -206,7 +206,7 @@ class Schedule:
         self._has_computed |= torch.is_grad_enabled()
         if self._depth > 1 or self._is_in_backward:
             return
-        self._recorder.phase(Kind.FORWARD)
+        self._recorder.begin_phase(Kind.FORWARD)
         self.compare_assigned()
         copies = is_step or not self._comm.can_regroup or not self.shared.are_alike
         if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
@@ -264,7 +264,7 @@ class Schedule:
         if self._depth or self._is_in_backward:
             return
         self._see_no_collectives()
-        self._recorder.phase(None)
+        self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.unsharder.reshard_all()
 
@@ -309,11 +309,11 @@ class Schedule:
         self._last_used = unit.name
         self.unsharder.unshard(unit)
         unit.is_saved_for_backward |= torch.is_grad_enabled()
-        self._recorder.enter(Kind.FORWARD, unit.name)
+        self._recorder.begin_layer(Kind.FORWARD, unit.name)
         self._has_computed |= torch.is_grad_enabled()
 
     def post_forward(self, unit: Unit) -> None:
-        self._recorder.leave(Kind.FORWARD, unit.name)
+        self._recorder.end_layer(Kind.FORWARD, unit.name)
         if not self._stays_unsharded_after_forward(unit):
             unit.reshard()
 
@@ -382,7 +382,7 @@ class Schedule:
         if not self.reducer.is_mid_step:  # once for each step: it looks at every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True
-        self._recorder.phase(Kind.BACKWARD)
+        self._recorder.begin_phase(Kind.BACKWARD)
         self.reducer.ends_step = reduces
         trainable = self.reducer.trainable()
         if self.reducer.reduces:
@@ -404,7 +404,7 @@ class Schedule:
         if self._is_in_backward:
             with record_function(f"zero::pre_backward {unit.name}"):
                 self.unsharder.unshard(unit)
-                self._recorder.enter(Kind.BACKWARD, unit.name)
+                self._recorder.begin_layer(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be walked again.
             unit.stays_unsharded = True
@@ -417,7 +417,7 @@ class Schedule:
         if unit.entered:
             return  # of an earlier call, which has made this one's input and tells nothing
         if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:
-            self._recorder.leave(Kind.BACKWARD, unit.name)
+            self._recorder.end_layer(Kind.BACKWARD, unit.name)
             self._reshard_after_backward(unit)
             self.unsharder.prefetch()
 
@@ -440,7 +440,7 @@ class Schedule:
         if bucket.grads.accumulate(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.is_backward_done:
-                self._recorder.leave(Kind.BACKWARD, unit.name)
+                self._recorder.end_layer(Kind.BACKWARD, unit.name)
                 self._reshard_after_backward(unit)
             self.reducer.complete(bucket)
 
@@ -451,7 +451,7 @@ class Schedule:
             unit.is_saved_for_backward = self._retains_graph
         self.unsharder.reshard_all()
         self._has_computed = self._is_in_backward = False
-        self._recorder.phase(Kind.FORWARD if self._depth else None)
+        self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
 
     # ---------------------------------------------------------------- what the order decides
 
@@ -480,7 +480,7 @@ class Schedule:
         self._has_computed = self._is_in_backward = False
         self._depth = 0
         self._see_no_collectives()
-        self._recorder.forget()
+        self._recorder.discard_open_spans()
         errors: list[Exception] = []
         if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
             _attempt(self.order.flush_schedule, errors)  # others may follow the same plan

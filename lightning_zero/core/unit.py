@@ -162,7 +162,7 @@ class Unsharder:
         )
         self._order.mark_used(unit.index, may_repeat=may_repeat)
         if unit in self._unclaimed or not unit.is_unsharded:
-            self._recorder.count(is_hit=unit.is_unsharded)
+            self._recorder.count_prefetch(is_hit=unit.is_unsharded)
             self._drop_unclaimed(unit)
         while not unit.is_unsharded:
             self._order.request_unshard(unit.index, is_backward=self._is_backward)

@@ -143,9 +143,9 @@ def kinds_of(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[Kind]:
     tiers = _tiers(plan)
     is_cut = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
     is_used = {
-        Kind.GATHER: mesh.num_shards > 1 and is_cut,
-        Kind.REDUCE: mesh.num_shards > 1 and is_cut,
-        Kind.AVERAGE: mesh.world_size > 1,  # of a norm, if of nothing else
+        Kind.ALL_GATHER: mesh.num_shards > 1 and is_cut,
+        Kind.REDUCE_SCATTER: mesh.num_shards > 1 and is_cut,
+        Kind.ALL_REDUCE: mesh.world_size > 1,  # of a norm, if of nothing else
         Kind.AGREE: mesh.world_size > 1,
         Kind.TO_DEVICE: has_device_memory and len(tiers) > 1,
         Kind.TO_CPU: has_device_memory and len(tiers) > 1,

@@ -55,9 +55,9 @@ _KIND_COLOURS = {
     Kind.FORWARD: "#B4B4B4",
     Kind.BACKWARD: "#7C7C7C",
     Kind.STEP: STATE_COLOURS[State.OPTIM],
-    Kind.GATHER: STATE_COLOURS[State.PARAM],
-    Kind.REDUCE: STATE_COLOURS[State.GRAD],
-    Kind.AVERAGE: "#F0E442",
+    Kind.ALL_GATHER: STATE_COLOURS[State.PARAM],
+    Kind.REDUCE_SCATTER: STATE_COLOURS[State.GRAD],
+    Kind.ALL_REDUCE: "#F0E442",
     Kind.AGREE: "#CC79A7",
     Kind.TO_DEVICE: "#56B4E9",
     Kind.TO_CPU: "#332288",
@@ -248,9 +248,9 @@ _LANE, _MAX_LANE, _ROW = 0.3, 0.75, 0.19
 _LEAST_WIDTH = 0.01  # of a bar: a pixel
 _MIN_TEXT_HEIGHT, _CHARACTER, _MARGIN = 0.14, 0.07, 0.06
 _WAITS = {
-    Kind.GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.AVERAGE: "reduce",
+    Kind.ALL_GATHER: "gather",
+    Kind.REDUCE_SCATTER: "reduce",
+    Kind.ALL_REDUCE: "reduce",
     Kind.AGREE: "agree",
     Kind.TO_DEVICE: "copy",
     Kind.TO_CPU: "copy",

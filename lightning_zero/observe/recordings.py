@@ -113,8 +113,8 @@ def _read(path: Path) -> Recording:
 _LANES = {
     "compute": (Kind.FORWARD, Kind.BACKWARD),
     "step": (Kind.STEP,),
-    "gather": (Kind.GATHER,),
-    "reduce": (Kind.REDUCE, Kind.AVERAGE),
+    "gather": (Kind.ALL_GATHER,),
+    "reduce": (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE),
     "agree": (Kind.AGREE,),
     "copies": (Kind.TO_DEVICE, Kind.TO_CPU),
     "files": (Kind.READ, Kind.WRITE),

@@ -171,7 +171,7 @@ class ChunkStep:
         if MASTER in self.chunk.files:
             return
         resting = self._shards.ensure_master().fetch(self.chunk.start, self.chunk.stop)
-        device, moving = self.of.device, self._shards.storage.recorder.moving
+        device, moving = self.of.device, self._shards.storage.recorder.copy_span
         with moving(self._name, resting.nbytes, resting.device, device):
             self._master = resting.to(device, non_blocking=True)  # page-locked, if on the CPU
         if resting.device.type == "cuda" and device.type == "cpu":

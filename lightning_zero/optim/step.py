@@ -305,7 +305,7 @@ class OptimizerStep:
             for bucket in self._stepping:
                 bucket.masters.enter_step()
             self._move_scalars()
-            self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
+            self._storage.recorder.begin_layer(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
 
     def _move_scalars(self) -> None:
@@ -339,7 +339,7 @@ class OptimizerStep:
             return
         self._restore_scalars()
         if self._kind is not StepKind.AROUND_CLOSURE:
-            self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
+            self._storage.recorder.end_layer(Kind.STEP, type(optimizer).__name__)
         if self._kind is not StepKind.BY_BUCKET:
             self._leave()
             return

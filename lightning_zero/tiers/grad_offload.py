@@ -52,7 +52,7 @@ class GradQueue:
             target.copy_(source)
             return None
         self._stream.wait_stream(streams.current(source.device))
-        moving = self.storage.recorder.moving
+        moving = self.storage.recorder.copy_span
         with streams.on(self._stream):
             with moving(name, target.nbytes, source.device, target.device):
                 target.copy_(source, non_blocking=True)

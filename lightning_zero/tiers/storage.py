@@ -205,7 +205,7 @@ class ParamReader:
                     nbytes = (stop - start) * self._store.dtype.itemsize
                     way = (buffer.device, target.device)
                     part = buffer[:nbytes].view(self._store.dtype)
-                    with self._recorder.moving(self._store.name, nbytes, *way):
+                    with self._recorder.copy_span(self._store.name, nbytes, *way):
                         target[start:stop].copy_(part, non_blocking=is_pooled)
                     if has_streams:
                         left = streams.current(target.device).record_event()
@@ -321,7 +321,7 @@ class Storage:
         """
         target = store.tensor.device if isinstance(store, MemoryShardStore) else torch.device("cpu")
         if target.type != "cuda" or values.device.type == "cuda":
-            with self.recorder.moving(name, values.nbytes, values.device, target):
+            with self.recorder.copy_span(name, values.nbytes, values.device, target):
                 store.write(start, values)
             return
         self._uploader.send(values, store.fetch(start, start + values.numel()), name)

@@ -116,7 +116,7 @@ def _upload(rank, world_size):
 
 def test_a_shard_that_is_taken_to_the_device_is_recorded_with_its_name():
     (spans,) = run_ranks(1, _upload, has_group=False)
-    assert sorted(spans, key=str) == [(Kind.GATHER, "a"), (Kind.TO_DEVICE, "a")]
+    assert sorted(spans, key=str) == [(Kind.ALL_GATHER, "a"), (Kind.TO_DEVICE, "a")]
 
 
 CONTROL = {

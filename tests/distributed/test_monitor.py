@@ -279,7 +279,7 @@ def test_a_traced_step_is_written_for_every_rank_without_a_logger(watched):
     assert (first.rank, second.rank) == (0, 1)
     steps = list(first.of(Kind.STEP))
     assert len(steps) >= 2
-    assert first.nbytes(Kind.REDUCE) == second.nbytes(Kind.REDUCE) > 0
+    assert first.nbytes(Kind.REDUCE_SCATTER) == second.nbytes(Kind.REDUCE_SCATTER) > 0
 
 
 def test_no_file_that_cannot_be_written_ends_a_training_or_leaves_a_rank_waiting(watched):

@@ -70,7 +70,7 @@ def test_bytes_rates_and_waits_are_told():
 
 
 def test_what_began_before_the_window_is_shown_and_time_begins_there():
-    spans = (Span(Kind.GATHER, "a", -0.5, 0.25, 8), Span(Kind.FORWARD, "", 0.0, 1.0))
+    spans = (Span(Kind.ALL_GATHER, "a", -0.5, 0.25, 8), Span(Kind.FORWARD, "", 0.0, 1.0))
     events = complete(chrome_trace([Recording(0, 1, 3, 1.0, spans)]))
     times = {event["cat"]: (event["ts"], event["dur"]) for event in events}
     assert times["all_gather"] == (0.0, 750_000.0)
@@ -78,7 +78,10 @@ def test_what_began_before_the_window_is_shown_and_time_begins_there():
 
 
 def test_ranks_stand_on_one_clock():
-    ranks = [Recording(0, 2, 3, 1.0), Recording(1, 2, 3, 1.0, (Span(Kind.GATHER, "a", -0.25, 0),))]
+    ranks = [
+        Recording(0, 2, 3, 1.0),
+        Recording(1, 2, 3, 1.0, (Span(Kind.ALL_GATHER, "a", -0.25, 0),)),
+    ]
     windows = {e["pid"]: e["ts"] for e in complete(chrome_trace(ranks)) if e["cat"] == "window"}
     assert windows == {0: 250_000.0, 1: 250_000.0}
 

@@ -55,9 +55,9 @@ def test_there_are_no_more_rows_than_spans_at_one_time(spans):
 def test_lanes_come_in_one_order_with_the_waits_last():
     spans = (
         Span(Kind.WRITE, "a", 0, 1, 8),
-        Span(Kind.GATHER, "a", 0, 1, is_wait=True),
-        Span(Kind.AVERAGE, "a", 0, 1, 8),
-        Span(Kind.REDUCE, "b", 1, 2, 8),
+        Span(Kind.ALL_GATHER, "a", 0, 1, is_wait=True),
+        Span(Kind.ALL_REDUCE, "a", 0, 1, 8),
+        Span(Kind.REDUCE_SCATTER, "b", 1, 2, 8),
         Span(Kind.TO_CPU, "a", 0, 1, 8),
         Span(Kind.FORWARD, "", 0, 1),
     )

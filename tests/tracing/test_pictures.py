@@ -61,20 +61,20 @@ def test_waits_stand_upon_what_waits():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.STEP, "a", 1.0, 2.0),
-        Span(Kind.GATHER, "a", 0.2, 0.4, is_wait=True),
+        Span(Kind.ALL_GATHER, "a", 0.2, 0.4, is_wait=True),
         Span(Kind.READ, "a", 1.2, 1.4, is_wait=True),
     )
     drawn = block(Recording(0, 1, 0, 2.0, spans))
     top = {lane.name: lane.top for lane in drawn.lanes}
     waits = {bar.span.kind: bar.top for bar in drawn.bars if bar.span.is_wait}
-    assert waits == {Kind.GATHER: top["compute"], Kind.READ: top["step"]}
+    assert waits == {Kind.ALL_GATHER: top["compute"], Kind.READ: top["step"]}
     assert [(w.start_s, w.stop_s) for w in drawn.waits] == [(0.2, 0.4), (1.2, 1.4)]
 
 
 def test_names_are_written_where_nothing_waits():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
-        Span(Kind.GATHER, "a", 0.3, 0.6, is_wait=True),
+        Span(Kind.ALL_GATHER, "a", 0.3, 0.6, is_wait=True),
         Span(Kind.STEP, "a", 0.3, 0.6, is_wait=True),
     )
     forward, *waits = block(Recording(0, 1, 0, 1.0, spans)).bars
@@ -101,12 +101,12 @@ def test_a_module_stands_behind_its_units():
 def test_what_is_only_waited_for_has_no_colour_in_the_legend():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
-        Span(Kind.GATHER, "a", 0.1, 0.4, 8),
+        Span(Kind.ALL_GATHER, "a", 0.1, 0.4, 8),
         Span(Kind.AGREE, "norm", 0.5, 0.6, is_wait=True),
     )
     assert list(timeline.totals([Recording(0, 1, 0, 1.0, spans)])) == [
         (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
-        (Kind.GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
+        (Kind.ALL_GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
         (None, "agree: 100.0 ms (10%) exposed"),
         (None, "the computation waits: 100.0 ms (10%) in all"),
     ]
