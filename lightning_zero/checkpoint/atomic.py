@@ -49,7 +49,7 @@ __all__ = [
     "CHECKSUMS",
     "FULL",
     "Draft",
-    "Place",
+    "CheckpointPath",
     "beside",
     "discard",
     "explained",
@@ -96,10 +96,10 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 _T = TypeVar("_T")
 
-Place = Path | RemotePath
+CheckpointPath = Path | RemotePath
 
 
-def locate(path: str | os.PathLike[str]) -> Place:
+def locate(path: str | os.PathLike[str]) -> CheckpointPath:
     """Where a checkpoint is: `local_path`, or remote storage as it is at this moment."""
     if not is_remote(path):
         return local_path(path)
@@ -368,7 +368,7 @@ def _exchange(one: Path, other: Path) -> bool:
     return not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
 
 
-def files_below(folder: Place) -> dict[str, int]:
+def files_below(folder: CheckpointPath) -> dict[str, int]:
     """Bytes of every file in a folder and the folders in it, by the name from there, in order."""
     if isinstance(folder, RemotePath):
         return dict(sorted(folder.files().items()))
@@ -376,7 +376,7 @@ def files_below(folder: Place) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
-def recover(target: Place) -> None:
+def recover(target: CheckpointPath) -> None:
     """Puts back what `put_in_place` had set aside when the machine stopped."""
     if isinstance(target, RemotePath):
         return
@@ -391,7 +391,7 @@ def recover(target: Place) -> None:
                 raise
 
 
-def undisturbed(target: Place, read: Callable[[], _T]) -> _T:
+def undisturbed(target: CheckpointPath, read: Callable[[], _T]) -> _T:
     """What `read` returns of a checkpoint that is not replaced meanwhile; else it reads again.
 
     Raises:
@@ -426,7 +426,7 @@ def replaced_meanwhile(target: Path) -> OSError:
     return OSError(errno.ESTALE, why, str(target))
 
 
-def remove(target: Place) -> None:
+def remove(target: CheckpointPath) -> None:
     """Deletes a file, a link or a directory; what is half deleted has another name."""
     if isinstance(target, RemotePath):
         target.remove()
@@ -475,7 +475,7 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
     _sync_folder(folder)
 
 
-def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
     sums = folder / CHECKSUMS
     try:
@@ -504,7 +504,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
     return damage
 
 
-def _hash(path: Place) -> str:
+def _hash(path: CheckpointPath) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -516,7 +516,7 @@ def _hash(path: Place) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
+def replacing(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
@@ -573,7 +573,7 @@ def _reserve(file: BinaryIO, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: Place, nbytes: int) -> Iterator[None]:
+def explained(path: CheckpointPath, nbytes: int) -> Iterator[None]:
     """Names `path` in every OSError; in that of a full disk also bytes needed and free."""
     try:
         with naming(path):
@@ -586,7 +586,7 @@ def explained(path: Place, nbytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(path: Place) -> Iterator[None]:
+def naming(path: CheckpointPath) -> Iterator[None]:
     """Names `path` in an OSError that has no file name, as those of writing and syncing."""
     try:
         yield

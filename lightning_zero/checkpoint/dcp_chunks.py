@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import Place, files_below
+from lightning_zero.checkpoint.atomic import CheckpointPath, files_below
 from lightning_zero.layout.foreign_names import printable
 
 __all__ = ["check_complete", "overlap"]
@@ -27,7 +27,7 @@ __all__ = ["check_complete", "overlap"]
 _MAX_COMPARISONS = 2**28  # of two chunks of one tensor
 
 
-def check_complete(folder: Place, metadata: Metadata) -> None:
+def check_complete(folder: CheckpointPath, metadata: Metadata) -> None:
     """Raises a ValueError unless every element is stored once, in a file that reaches so far."""
     problems = _missing_bytes(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
@@ -42,7 +42,7 @@ def check_complete(folder: Place, metadata: Metadata) -> None:
         )
 
 
-def _missing_bytes(folder: Place, metadata: Metadata) -> list[str]:
+def _missing_bytes(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         end = place.offset + place.length

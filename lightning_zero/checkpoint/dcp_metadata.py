@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import Place
+from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.layout.foreign_names import check_inside, printable
 
 __all__ = [
@@ -536,7 +536,7 @@ def parse_metadata(data: bytes) -> Metadata:
         raise ValueError("it is cut or damaged") from None
 
 
-def read_metadata(folder: Place) -> Metadata:
+def read_metadata(folder: CheckpointPath) -> Metadata:
     """The metadata of the directory `folder`.
 
     Raises:

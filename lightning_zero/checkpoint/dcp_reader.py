@@ -28,7 +28,12 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.atomic import Place, files_below, identity, replaced_meanwhile
+from lightning_zero.checkpoint.atomic import (
+    CheckpointPath,
+    files_below,
+    identity,
+    replaced_meanwhile,
+)
 from lightning_zero.checkpoint.dcp_chunks import check_complete
 from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
@@ -58,7 +63,7 @@ _OF_DAMAGE = (AssertionError, AttributeError, EOFError, LookupError, OSError, Ty
 class _Items:
     """Reads items of the directory `folder`, whose `metadata` says where each lies."""
 
-    def __init__(self, folder: Place, metadata: Metadata) -> None:
+    def __init__(self, folder: CheckpointPath, metadata: Metadata) -> None:
         self._places = metadata.storage_data
         self._folder = folder
         # A remote one keeps blocks that it read.
@@ -150,7 +155,7 @@ class _Items:
             raise self._damaged(index.fqn, place, error) from error
 
     def _item(
-        self, file: Place, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
+        self, file: CheckpointPath, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[int, Tensor]:
         """Where in the file the storage of an item begins, and the item on the meta device."""
         if index not in self._items:
@@ -163,7 +168,7 @@ class _Items:
             self._items[index] = start, like
         return self._items[index]
 
-    def _find(self, file: Place, place: Any, nbytes: int) -> tuple[int, Tensor]:
+    def _find(self, file: CheckpointPath, place: Any, nbytes: int) -> tuple[int, Tensor]:
         with self._reading(file) as pread:
             item: Any = ByteRange(pread, place.offset, place.length)
             try:
@@ -199,7 +204,7 @@ class _Items:
             "checkpoint is damaged."
         )
 
-    def _reading(self, file: Place) -> AbstractContextManager[Pread]:
+    def _reading(self, file: CheckpointPath) -> AbstractContextManager[Pread]:
         if not isinstance(file, Path):
             return reading(file)
         mapped = self._map(file)  # and not the file of this name, which may be another by now
@@ -224,12 +229,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
 
 
-def is_sharded(path: Place) -> bool:
+def is_sharded(path: CheckpointPath) -> bool:
     """Whether `path` is a directory in this format."""
     return (path / METADATA).is_file()
 
 
-def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """Compares this rank's share of the items with the checksums in them, in parallel, in pieces.
 
     Returns:
@@ -263,7 +268,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
     return problems + find_wrong_ends(folder, metadata, rank, world_size)
 
 
-def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str, Any]:
+def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Any]:
     """A directory as the dict that a Lightning checkpoint file holds, of tensors not yet read.
 
     Understood are what `ZeroStrategy` and Lightning's `ModelParallelStrategy` write, a state dict
@@ -299,7 +304,9 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     return _merged(_as_lightning(tree), _load_rest(folder, metadata, weights_only))
 
 
-def _load_rest(folder: Place, metadata: Metadata, weights_only: bool | None) -> dict[str, Any]:
+def _load_rest(
+    folder: CheckpointPath, metadata: Metadata, weights_only: bool | None
+) -> dict[str, Any]:
     """From beside the files of ranks, which a remote save has in a folder of their own."""
     names = {place.relative_path for place in metadata.storage_data.values()}
     for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
     FULL,
+    CheckpointPath,
     Draft,
-    Place,
     files_below,
     full_disk_error,
     locate,
@@ -61,7 +61,7 @@ _Written = tuple[SavePlan, list[WriteResult]]
 
 
 def _write_items(
-    folder: Place, rank: int, planner: DefaultSavePlanner, save: str
+    folder: CheckpointPath, rank: int, planner: DefaultSavePlanner, save: str
 ) -> list[WriteResult]:
     """Writes the items of `planner.plan` and syncs; what two names share is written once."""
     path = folder / rank_file(rank)
@@ -91,7 +91,7 @@ def _write_items(
     return results
 
 
-def _digest(path: Place, results: Iterable[WriteResult]) -> str:
+def _digest(path: CheckpointPath, results: Iterable[WriteResult]) -> str:
     """See [Note: One save]. What is sent to a remote store is not read back."""
     if isinstance(path, RemotePath):
         return ""
@@ -171,7 +171,7 @@ class Planned:
 class ShardedSave:
     """One checkpoint on its way to the disk."""
 
-    target: Place  # rank 0's, on every rank
+    target: CheckpointPath  # rank 0's, on every rank
     planner: DefaultSavePlanner  # with this rank's entries
     rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
@@ -183,7 +183,7 @@ class ShardedSave:
     def prepare(
         cls,
         checkpoint: dict[str, Any],
-        target: Place,
+        target: CheckpointPath,
         shards: Mapping[str, ShardTensor],
         channel: Channel,
         planned: Planned | None = None,
@@ -265,7 +265,7 @@ class ShardedSave:
         """
         channel = self.channel
         is_first = channel.rank == 0
-        folder: Place | None = None
+        folder: CheckpointPath | None = None
         try:
             made = channel.attempt(lambda: str(self._begin()) if is_first else None)
             made_at = (made[0] if made else None, secrets.token_hex(16))
@@ -285,7 +285,7 @@ class ShardedSave:
                 raise self._full(target) from error
             raise
 
-    def _begin(self) -> Place:
+    def _begin(self) -> CheckpointPath:
         """The folder of this save's files; its name at a remote address is that of the save."""
         if isinstance(self.target, Path):
             self._draft = Draft(self.target)
@@ -299,7 +299,7 @@ class ShardedSave:
             )
         return self.target / f"save-{secrets.token_hex(4)}"
 
-    def _write(self, folder: Place, save: str) -> tuple[_Written, str]:
+    def _write(self, folder: CheckpointPath, save: str) -> tuple[_Written, str]:
         plan = self.planner.create_local_plan()
         rank = self.channel.rank
         results = _write_items(folder, rank, self.planner, save)
@@ -313,7 +313,7 @@ class ShardedSave:
         return full_disk_error(target, total, free)
 
     def _finish(
-        self, folder: Place, save: str, written: list[_Written] | None, digests: list[str]
+        self, folder: CheckpointPath, save: str, written: list[_Written] | None, digests: list[str]
     ) -> None:
         if self.channel.rank != 0:
             return

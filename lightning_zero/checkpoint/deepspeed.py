@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import Place
+from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.checkpoint.torch_file import find_inflated, open_torch_file
 from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
@@ -218,7 +218,7 @@ _OWN_ENTRIES = {
 _WRAPPER = "_forward_module."  # before every name, in Lightning before 2.1
 
 
-def is_deepspeed(path: Place) -> bool:
+def is_deepspeed(path: CheckpointPath) -> bool:
     """Whether it is a checkpoint directory of DeepSpeed, or the directory of one tag."""
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 
@@ -247,7 +247,7 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
         ) from error
 
 
-def checked_files(path: Path) -> list[Place]:
+def checked_files(path: Path) -> list[CheckpointPath]:
     """The files that `open_deepspeed` opens, whose records have checksums."""
     folder = _tag_folder(path)
     names = sorted(file.name for file in folder.iterdir())

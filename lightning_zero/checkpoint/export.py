@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import Place, explained
+from lightning_zero.checkpoint.atomic import CheckpointPath, explained
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import INDEX, split, write_index, write_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
@@ -79,7 +79,7 @@ class ExportPlan:
     """What is to be written."""
 
     # To a path whose folder exists, or to remote storage, whole or not at all.
-    write: Callable[[Place, Progress], None]
+    write: Callable[[CheckpointPath, Progress], None]
     nbytes: int  # of all tensors that are written
     notes: tuple[str, ...]  # for the user: what is left out, and why
 
@@ -119,7 +119,7 @@ def plan(
     weights = _cast(weights, dtype)
     if part is not None:
         weights = _of_part(weights, part)
-    write: Callable[[Place, Progress], None]
+    write: Callable[[CheckpointPath, Progress], None]
     if form == "safetensors":
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         if others := sorted(set(weights) - set(tensors)):
@@ -240,7 +240,7 @@ def _write_weights(
     tensors: Mapping[str, Tensor],
     tied: Mapping[str, str],
     max_bytes: int | None,
-    path: Place,
+    path: CheckpointPath,
     progress: Progress,
 ) -> None:
     """One file, or a directory of files that are not larger than `max_bytes`."""
@@ -285,7 +285,7 @@ _HELD_BY_NAME = {
 }
 
 
-def _write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
+def _write_dcp(checkpoint: Mapping[str, Any], path: CheckpointPath, progress: Progress) -> None:
     sources: dict[object, str] = {}
     content = {
         key: _as_shards(flatten_composites(value), sources, progress)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import Place, replacing
+from lightning_zero.checkpoint.atomic import CheckpointPath, replacing
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
 from lightning_zero.layout.foreign_names import check_inside, printable
@@ -65,7 +65,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write_safetensors(
-    path: Place, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
+    path: CheckpointPath, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
 ) -> None:
     """Writes one file, whole or not at all. `tied`: further names of these tensors, and of which.
 
@@ -103,7 +103,7 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
 
 
 def write_index(
-    path: Place, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
+    path: CheckpointPath, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
 ) -> None:
     """Writes the index: which name is in which file; and in its metadata, what tied names mean."""
     place = {name: file for file, held in files.items() for name in held}
@@ -136,11 +136,11 @@ def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-def holds_weights(path: Place) -> bool:
+def holds_weights(path: CheckpointPath) -> bool:
     return any(any(path.glob(f"*{suffix}*")) for suffix in _WHOLE)
 
 
-def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str, Tensor]:
+def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Tensor]:
     """The state dict of a directory of `*.safetensors` or `*.bin`."""
     found = _found(path)
     if found.name.endswith(".index.json"):
@@ -148,7 +148,7 @@ def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str
     return _open_file(found, weights_only)
 
 
-def checked_files(path: Place) -> list[Place]:
+def checked_files(path: CheckpointPath) -> list[CheckpointPath]:
     """The files that `open_directory` opens and whose records have checksums."""
     found = _found(path)
     names = {found.name}
@@ -157,11 +157,11 @@ def checked_files(path: Place) -> list[Place]:
     return [path / name for name in sorted(names) if not name.endswith(".safetensors")]
 
 
-def _found(path: Place) -> Place:
+def _found(path: CheckpointPath) -> CheckpointPath:
     """The index or the file of the weights in a directory."""
     for suffix, whole in _WHOLE.items():
-        indices: list[Place] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
-        files: list[Place] = sorted(path.glob(f"*{suffix}"), key=str)
+        indices: list[CheckpointPath] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
+        files: list[CheckpointPath] = sorted(path.glob(f"*{suffix}"), key=str)
         if len(indices) == 1:
             return indices[0]
         if not indices and whole in [file.name for file in files]:
@@ -177,7 +177,7 @@ def _found(path: Place) -> Place:
     raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _WHOLE)}.")
 
 
-def open_safetensors(path: Place) -> dict[str, Tensor]:
+def open_safetensors(path: CheckpointPath) -> dict[str, Tensor]:
     """The tensors of one file, mapped into memory, or read when they are used if it is remote."""
     if isinstance(path, RemotePath):
         return _open_remote(path)
@@ -218,7 +218,7 @@ def _stored(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTens
     return LazyTensor.of(like.shape, dtype, partial(read_elements, path, first, like))
 
 
-def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:
+def _open_file(path: CheckpointPath, weights_only: bool | None) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return open_safetensors(path)
     content = open_torch_file(path, weights_only=weights_only)
@@ -227,7 +227,7 @@ def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:
     return content
 
 
-def _read_index(index: Place) -> tuple[dict[str, str], dict[str, str]]:
+def _read_index(index: CheckpointPath) -> tuple[dict[str, str], dict[str, str]]:
     """The file of every name, and what tied names mean."""
     try:
         content = json.loads(index.read_text())
@@ -241,7 +241,9 @@ def _read_index(index: Place) -> tuple[dict[str, str], dict[str, str]]:
         ) from error
 
 
-def _open_indexed(folder: Place, index: Place, weights_only: bool | None) -> dict[str, Tensor]:
+def _open_indexed(
+    folder: CheckpointPath, index: CheckpointPath, weights_only: bool | None
+) -> dict[str, Tensor]:
     weight_map, tied = _read_index(index)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]

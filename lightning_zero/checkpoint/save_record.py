@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_zero.checkpoint.atomic import Place
+from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.checkpoint.remote import Pread
 from lightning_zero.checkpoint.torch_file import NUM_THREADS, reading
 from lightning_zero.layout.foreign_names import printable
@@ -66,7 +66,7 @@ def record(save: str, ends: Mapping[str, str], contents: Mapping[str, Any]) -> b
     return f"{text}\n".encode()
 
 
-def find_strangers(folder: Place, metadata: Metadata) -> list[str]:
+def find_strangers(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     """One line for each file that belongs to another save than the others."""
     problems: list[str] = []
     files = _files_by_folder(metadata)
@@ -76,7 +76,7 @@ def find_strangers(folder: Place, metadata: Metadata) -> list[str]:
     return problems
 
 
-def _strangers_in(folder: Place, names: Sequence[str]) -> list[str]:
+def _strangers_in(folder: CheckpointPath, names: Sequence[str]) -> list[str]:
     noted = _read_record(folder)
     if isinstance(noted, str):
         return [noted]
@@ -105,7 +105,9 @@ def _strangers_in(folder: Place, names: Sequence[str]) -> list[str]:
     return problems
 
 
-def find_wrong_ends(folder: Place, metadata: Metadata, rank: int, world_size: int) -> list[str]:
+def find_wrong_ends(
+    folder: CheckpointPath, metadata: Metadata, rank: int, world_size: int
+) -> list[str]:
     """One line for each file of this rank's share of which items are those of another save."""
     parts: dict[str, list[_Part]] = {}
     for place in metadata.storage_data.values():
@@ -138,7 +140,7 @@ def _files_by_folder(metadata: Metadata) -> dict[str, list[str]]:
     return by_folder
 
 
-def _save_of(folder: Place, name: str) -> str:
+def _save_of(folder: CheckpointPath, name: str) -> str:
     """The save that a file belongs to; empty where it does not say."""
     path = folder / name
     size = path.stat().st_size
@@ -152,7 +154,7 @@ def _save_of(folder: Place, name: str) -> str:
     return save if own_name == name.encode() else f"{save} as {own_name.decode(errors='replace')}"
 
 
-def _read_record(folder: Place) -> dict[str, Any] | str | None:
+def _read_record(folder: CheckpointPath) -> dict[str, Any] | str | None:
     """What `save.json` holds, or what is wrong with it; None where there is none."""
     path = folder / RECORD
     if not path.is_file():
@@ -172,7 +174,7 @@ def _read_record(folder: Place) -> dict[str, Any] | str | None:
     return f"{RECORD} is no record of a save: it is damaged"
 
 
-def _digest(path: Place) -> str:
+def _digest(path: CheckpointPath) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):

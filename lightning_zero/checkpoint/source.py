@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic, dcp_reader, deepspeed, hugging_face, torch_file
-from lightning_zero.checkpoint.atomic import Place, locate, recover, undisturbed
+from lightning_zero.checkpoint.atomic import CheckpointPath, locate, recover, undisturbed
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
@@ -63,7 +63,7 @@ def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int 
     return undisturbed(place, lambda: _find_damage(place, rank, world_size))
 
 
-def _find_damage(place: Place, rank: int, world_size: int) -> list[str]:
+def _find_damage(place: CheckpointPath, rank: int, world_size: int) -> list[str]:
     if place.is_dir():
         damage = atomic.find_damage(place, rank=rank, world_size=world_size)
         if any(line.startswith(METADATA) for line in damage):
@@ -76,7 +76,7 @@ def _find_damage(place: Place, rank: int, world_size: int) -> list[str]:
     return []
 
 
-def _find_damage_in_files(folder: Place, rank: int, world_size: int) -> list[str]:
+def _find_damage_in_files(folder: CheckpointPath, rank: int, world_size: int) -> list[str]:
     """Compares the records of the torch files of a directory with their checksums."""
     try:
         files = _torch_files(folder)
@@ -90,7 +90,7 @@ def _find_damage_in_files(folder: Place, rank: int, world_size: int) -> list[str
     ]
 
 
-def _torch_files(folder: Place) -> list[Place]:
+def _torch_files(folder: CheckpointPath) -> list[CheckpointPath]:
     if isinstance(folder, Path) and is_deepspeed(folder):
         return deepspeed.checked_files(folder)
     if holds_weights(folder) and not is_deepspeed(folder):
@@ -98,7 +98,7 @@ def _torch_files(folder: Place) -> list[Place]:
     return []
 
 
-def has_checksums(path: Place) -> bool:
+def has_checksums(path: CheckpointPath) -> bool:
     """Whether `find_damage` has anything to compare with."""
     if path.is_dir():
         if is_sharded(path) or (path / atomic.CHECKSUMS).is_file():
@@ -179,7 +179,7 @@ def open_checkpoint(
 
 
 def _open_place(
-    place: Place, path: str | os.PathLike[str], weights_only: bool | None
+    place: CheckpointPath, path: str | os.PathLike[str], weights_only: bool | None
 ) -> dict[str, Any]:
     if place.is_dir():
         return _open_directory(place, weights_only)
@@ -198,7 +198,7 @@ def _open_place(
     )
 
 
-def _open_directory(path: Place, weights_only: bool | None) -> dict[str, Any]:
+def _open_directory(path: CheckpointPath, weights_only: bool | None) -> dict[str, Any]:
     if is_sharded(path):
         return open_sharded(path, weights_only=weights_only)
     if is_deepspeed(path):
@@ -216,7 +216,7 @@ def _open_directory(path: Place, weights_only: bool | None) -> dict[str, Any]:
     )
 
 
-def _as_checkpoint(content: Any, path: Place) -> dict[str, Any]:
+def _as_checkpoint(content: Any, path: CheckpointPath) -> dict[str, Any]:
     """A Lightning checkpoint as it is, a state dict as the only entry of one."""
     if not isinstance(content, dict):
         raise ValueError(
@@ -273,7 +273,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
             stack.extend(value)
 
 
-def format_of(path: Place) -> str:
+def format_of(path: CheckpointPath) -> str:
     """The name of the format of what `open_checkpoint` opens."""
     if is_sharded(path):
         return "directory of torch.distributed.checkpoint"

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.atomic import Place, replacing
+from lightning_zero.checkpoint.atomic import CheckpointPath, replacing
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import is_composite, map_tensors
@@ -60,7 +60,7 @@ _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on reque
 # ----------------------------------------------------------------------------------------- opening
 
 
-def is_torch_file(path: Place) -> bool:
+def is_torch_file(path: CheckpointPath) -> bool:
     """Whether it begins as a file of `torch.save` does."""
     with path.open("rb") as file:
         found = file.read(4)
@@ -68,7 +68,7 @@ def is_torch_file(path: Place) -> bool:
 
 
 def open_torch_file(
-    path: Place,
+    path: CheckpointPath,
     *,
     weights_only: bool | None = None,
     pickle_module: ModuleType | None = None,
@@ -110,7 +110,9 @@ def open_torch_file(
 _WORDS_OF_TORCH = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
 
 
-def _named(path: Place, error: Exception, *, is_zip: bool, runs_classes: bool) -> Exception:
+def _named(
+    path: CheckpointPath, error: Exception, *, is_zip: bool, runs_classes: bool
+) -> Exception:
     """What to raise for an error of reading a torch file: it names the file."""
     if isinstance(error, pickle.UnpicklingError):
         if is_zip or "Unsupported" in str(error):  # a class that is refused
@@ -208,7 +210,7 @@ def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
-def _damaged(path: Place, why: str) -> str:
+def _damaged(path: CheckpointPath, why: str) -> str:
     return (
         f"{path} ({path.stat().st_size} bytes) is truncated, damaged or not written by "
         f"torch.save: {why}. If its save or copy was interrupted, use an earlier checkpoint or "
@@ -231,7 +233,7 @@ def silent(nbytes: int) -> None:
     """The progress of what nobody watches."""
 
 
-def write_torch_file(tree: object, path: Place, progress: Progress = silent) -> None:
+def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = silent) -> None:
     """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
 
     Tensors may be LazyTensors. See [Note: Torch files].
@@ -338,7 +340,7 @@ _UNREADABLE = (
 )
 
 
-def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """Compares this rank's share of the records of a file with their checksums, in parallel.
 
     A file in torch's format from before 1.6, which has no checksums, passes; so do records that
@@ -359,7 +361,7 @@ def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]
             return [line for line in pool.map(partial(_check_record, path, pread, 0), mine) if line]
 
 
-def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
+def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | None:
     """What is wrong with a record of a small torch file that is a part of the file `path`."""
     with reading(path) as pread:
         try:
@@ -372,7 +374,7 @@ def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
 
 
 @contextmanager
-def reading(path: Place) -> Iterator[Pread]:
+def reading(path: CheckpointPath) -> Iterator[Pread]:
     """Reads ranges of a file, from several threads."""
     if isinstance(path, RemotePath):
         yield path.pread
@@ -389,7 +391,7 @@ def _pread(path: Path, descriptor: int, size: int, offset: int) -> bytes:
         raise OSError(error.errno, reason, str(path)) from error
 
 
-def has_checksums(path: Place) -> bool:
+def has_checksums(path: CheckpointPath) -> bool:
     """Whether a file is a torch file whose records have checksums."""
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):
@@ -401,7 +403,9 @@ def has_checksums(path: Place) -> bool:
             return True  # `find_damage` says what is wrong with them
 
 
-def _check_record(path: Place, pread: Pread, origin: int, entry: zipfile.ZipInfo) -> str | None:
+def _check_record(
+    path: CheckpointPath, pread: Pread, origin: int, entry: zipfile.ZipInfo
+) -> str | None:
     """What is wrong with a record, or with reading it. `entry` counts from byte `origin`."""
     try:
         if entry.compress_type == zipfile.ZIP_STORED:

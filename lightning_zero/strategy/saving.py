@@ -41,7 +41,7 @@ from typing_extensions import override
 
 from lightning_zero._version import __version__
 from lightning_zero.checkpoint import atomic, open_checkpoint
-from lightning_zero.checkpoint.atomic import Place, local_path, locate
+from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
@@ -355,7 +355,7 @@ def _run_in_session(save: ShardedSave) -> None:
         save.run()
 
 
-def _remove_or_warn(path: Place) -> None:
+def _remove_or_warn(path: CheckpointPath) -> None:
     try:
         atomic.remove(path)
     except Exception as error:  # remote storage raises what it likes
