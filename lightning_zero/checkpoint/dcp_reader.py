@@ -34,11 +34,11 @@ from lightning_zero.checkpoint.atomic import (
     identity,
     replaced_meanwhile,
 )
+from lightning_zero.checkpoint.checkpoint_shard import boxes_of_range
 from lightning_zero.checkpoint.dcp_chunks import check_complete
 from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
-from lightning_zero.checkpoint.shard_tensor import boxes_of_range
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,

@@ -41,11 +41,11 @@ from lightning_zero.checkpoint.atomic import (
     locate,
     naming,
 )
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_metadata import METADATA, without_collector
 from lightning_zero.checkpoint.dcp_reader import REST
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.save_record import RECORD, digest_of_ends, end_mark, record
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.states import shards_in
 from lightning_zero.checkpoint.torch_file import reading
 from lightning_zero.comm.control import Channel
@@ -105,7 +105,7 @@ def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Ite
     for item in planner.plan.items:
         value = planner.state_dict[item.index.fqn]
         key: Any = item.index
-        if isinstance(value, ShardTensor):
+        if isinstance(value, CheckpointShard):
             key = (value.source, value.dtype, item.index.offset)
         if key not in places:
             file.write(bytes(-file.tell() % _ALIGNMENT))
@@ -184,7 +184,7 @@ class ShardedSave:
         cls,
         checkpoint: dict[str, Any],
         target: CheckpointPath,
-        shards: Mapping[str, ShardTensor],
+        shards: Mapping[str, CheckpointShard],
         channel: Channel,
         planned: Planned | None = None,
     ) -> ShardedSave:
@@ -206,7 +206,7 @@ class ShardedSave:
                 torch.save(others, rest)
                 planner.set_up_planner(tree, is_coordinator=True)
                 for name, value in planner.state_dict.items():
-                    if isinstance(value, ShardTensor):
+                    if isinstance(value, CheckpointShard):
                         agreed[name] = (value.source, value.dtype)
 
         channel.attempt(read_dict)
@@ -239,14 +239,14 @@ class ShardedSave:
         entries = self.planner.state_dict
         kept: dict[str, Tensor] = {}
         for name, value in entries.items():
-            if isinstance(value, ShardTensor):
+            if isinstance(value, CheckpointShard):
                 key, numel = _key(value), len(value.owned)
                 if key not in kept:
                     room = memory.get(key)
                     if room is None or room.numel() != numel:
                         room = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
                     kept[key] = room.copy_(value.read_owned(), non_blocking=pin)
-                entries[name] = value.kept_in(kept[key])
+                entries[name] = value.backed_by(kept[key])
             elif isinstance(value, Tensor):
                 entries[name] = value.detach().to("cpu", copy=True)
             else:
@@ -375,8 +375,8 @@ def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
         file.write(data)
 
 
-def _shards(planner: DefaultSavePlanner) -> list[ShardTensor]:
-    return [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
+def _shards(planner: DefaultSavePlanner) -> list[CheckpointShard]:
+    return [v for v in planner.state_dict.values() if isinstance(v, CheckpointShard)]
 
 
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
@@ -422,7 +422,9 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
     """Puts dicts with shards into `tree`; of those that hold such dicts, the others into `rest`."""
     if not shards_in(value):
         rest[key] = value
-    elif not isinstance(value, Mapping) or any(isinstance(v, ShardTensor) for v in value.values()):
+    elif not isinstance(value, Mapping) or any(
+        isinstance(v, CheckpointShard) for v in value.values()
+    ):
         tree[key] = value
     else:
         tree[key], rest[key] = {}, {}
@@ -430,5 +432,5 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
             _split(name, part, tree[key], rest[key])
 
 
-def _key(shard: ShardTensor) -> str:
+def _key(shard: CheckpointShard) -> str:
     return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import CheckpointPath, explained
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import INDEX, split, write_index, write_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.comm.control import Channel
@@ -308,7 +308,7 @@ def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any
         return tree.clone()
     source = sources.setdefault(identity(tree), f"tensor {len(sources)}")
     read = partial(_read, tree, progress)
-    return ShardTensor.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
+    return CheckpointShard.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
 
 
 def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:

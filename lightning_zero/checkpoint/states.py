@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
@@ -147,14 +147,14 @@ def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, 
         name = names.setdefault(parameter, f"parameter {key}")
         owned = _equal_share(range(parameter.numel()), rank, world_size)
         read = partial(read_flat, parameter.detach())
-        return ShardTensor.of(name, parameter.shape, parameter.dtype, owned, read)
+        return CheckpointShard.of(name, parameter.shape, parameter.dtype, owned, read)
 
     return _with_entries(_live_state(module), entry)
 
 
-def sharded_masters(engine: Engine) -> dict[str, ShardTensor]:
+def sharded_masters(engine: Engine) -> dict[str, CheckpointShard]:
     """The same as `narrow_masters`, as this rank's shards. Local."""
-    masters: dict[str, ShardTensor] = {}
+    masters: dict[str, CheckpointShard] = {}
     read = _part_reader()
     for bucket in _narrow_buckets(engine):
         for index, slot in enumerate(bucket.plan.layout.slots):
@@ -205,13 +205,13 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
     return {"state": state, "param_groups": groups}
 
 
-def shards_in(tree: Any) -> dict[str, ShardTensor]:
+def shards_in(tree: Any) -> dict[str, CheckpointShard]:
     """All shards in nested dicts and lists, by source."""
-    found: dict[str, ShardTensor] = {}
+    found: dict[str, CheckpointShard] = {}
     stack = [tree]
     while stack:
         value = stack.pop()
-        if isinstance(value, ShardTensor):
+        if isinstance(value, CheckpointShard):
             found[value.source] = value
         elif isinstance(value, Mapping):
             stack.extend(value.values())
@@ -239,14 +239,14 @@ def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any
         value = torch.empty(0, dtype=leaf.dtype) if own is None else next(values)
         owned = _equal_share(range(value.numel()), mesh.replica_rank, mesh.num_replicas)
         read = partial(read_flat, value)
-        return ShardTensor.of(f"state {number} {source}", leaf.shape, leaf.dtype, owned, read)
+        return CheckpointShard.of(f"state {number} {source}", leaf.shape, leaf.dtype, owned, read)
 
     return tree_map(shard, outline)
 
 
 def _shard(
     source: str, bucket: Bucket, index: int, dtype: torch.dtype, part: Callable[[], Tensor]
-) -> ShardTensor:
+) -> CheckpointShard:
     """`part()`, the elements of slot `index` that this rank steps, as what this rank writes."""
     stepped, mesh = bucket.owned(index), bucket.comm.mesh
     if bucket.replicates_optim:
@@ -258,7 +258,7 @@ def _shard(
         return read_flat(part(), start - stepped.start, stop - stepped.start)
 
     shape = bucket.plan.layout.slots[index].shape
-    return ShardTensor.of(source, shape, dtype, written, read)
+    return CheckpointShard.of(source, shape, dtype, written, read)
 
 
 def _part_reader() -> Callable[[Bucket, int], Tensor]:

@@ -42,10 +42,10 @@ from typing_extensions import override
 from lightning_zero._version import __version__
 from lightning_zero.checkpoint import atomic, open_checkpoint
 from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
     sharded_masters,
@@ -100,7 +100,7 @@ class Saving:
         self._in_flight: list[Future[None]] = []  # a save, and what is to follow it
         self._channel: Channel | None = None
         self._planned = Planned()  # over that channel
-        self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
+        self._shards: dict[str, CheckpointShard] = {}  # handed out for the next save, by source
         self._has_warned = False
         self._is_sharded: bool | None = None  # what "auto" means in this run; None: not decided yet
         self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.checkpoint.shard_tensor import Box, boxes_of_range
+from lightning_zero.checkpoint.checkpoint_shard import Box, boxes_of_range
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
 

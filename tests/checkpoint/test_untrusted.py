@@ -23,8 +23,8 @@ from lightning_zero.checkpoint.dcp_reader import open_sharded
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli import main
 from tests.checkpoint import fuzz
+from tests.checkpoint.test_checkpoint_shard import values
 from tests.checkpoint.test_dcp import save
-from tests.checkpoint.test_shard_tensor import values
 from tests.distributed.ranks import run_ranks
 from tests.test_source import write_indexed
 

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import lightning_zero
 from lightning_zero import Engine, ZeroConfig, open_checkpoint
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.cli import main
@@ -327,7 +327,7 @@ def _save_until_request(rank, world_size, form, address, number, last, variables
         write_torch_file(content, RemotePath(address))
         return
     read = partial(_part_of, weights)
-    shard = ShardTensor.of("w", weights.shape, weights.dtype, range(1000), read)
+    shard = CheckpointShard.of("w", weights.shape, weights.dtype, range(1000), read)
     content = {"global_step": number, "state_dict": {"w": shard}}
     ShardedSave.prepare(content, RemotePath(address), {"w": shard}, Channel(0, 1, None)).run()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.communicator import Communicator
@@ -36,7 +36,7 @@ def _save_again_and_again(rank, world_size, path, numbers, forms):
         def read(start, stop, number=number):
             return torch.full((stop - start,), float(number))
 
-        shard = ShardTensor.of("w", (NUMEL,), torch.float32, owned, read)
+        shard = CheckpointShard.of("w", (NUMEL,), torch.float32, owned, read)
         content = {"global_step": number, "state_dict": {"w": shard}}
         with channel.session():
             ShardedSave.prepare(content, path, {"w": shard}, channel).run()
