@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import CheckpointPath, files_below
+from lightning_zero.checkpoint.atomic import CheckpointPath, file_sizes
 from lightning_zero.layout.foreign_names import printable
 
 __all__ = ["check_complete", "overlap"]
@@ -48,7 +48,7 @@ def _missing_bytes(folder: CheckpointPath, metadata: Metadata) -> list[str]:
         end = place.offset + place.length
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
     problems = []
-    sizes = files_below(folder)
+    sizes = file_sizes(folder)
     for name, end in ends.items():
         if name not in sizes:
             problems.append(f"{printable(name)} is missing")

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_zero.checkpoint.atomic import (
     CheckpointPath,
-    files_below,
-    identity,
-    replaced_meanwhile,
+    file_identity,
+    file_sizes,
+    replaced_while_read_error,
 )
 from lightning_zero.checkpoint.checkpoint_shard import boxes_of_range
 from lightning_zero.checkpoint.dcp_chunks import check_complete
@@ -69,7 +69,7 @@ class _Items:
         # A remote one keeps blocks that it read.
         self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._identity = identity(folder) if isinstance(folder, Path) else None
+        self._identity = file_identity(folder) if isinstance(folder, Path) else None
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, LazyTensor] = {}  # by where they lie
@@ -218,8 +218,8 @@ class _Items:
                 mapped = mmap.mmap(
                     stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
-            if isinstance(self._folder, Path) and identity(self._folder) != self._identity:
-                raise replaced_meanwhile(self._folder)
+            if isinstance(self._folder, Path) and file_identity(self._folder) != self._identity:
+                raise replaced_while_read_error(self._folder)
             mapped.madvise(mmap.MADV_SEQUENTIAL)
             self._maps[file] = mapped
         return self._maps[file]
@@ -246,7 +246,7 @@ def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
     mine = sorted(names, key=lambda place: -place[2])[rank::world_size]
-    sizes = files_below(folder)
+    sizes = file_sizes(folder)
     files = {name: folder / name for name, _, _ in mine}
 
     def check(place: tuple[str, int, int]) -> str | None:

@@ -33,13 +33,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
-    FULL,
+    DISK_FULL_ERRNOS,
     CheckpointPath,
-    Draft,
-    files_below,
+    StagedDirectory,
+    file_sizes,
     full_disk_error,
     locate,
-    naming,
+    name_path_in_errors,
 )
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_metadata import METADATA, without_collector
@@ -66,14 +66,14 @@ def _write_items(
     """Writes the items of `planner.plan` and syncs; what two names share is written once."""
     path = folder / rank_file(rank)
     if isinstance(path, RemotePath):
-        with naming(path), path.replacing(_owned_bytes(planner)) as file:
+        with name_path_in_errors(path), path.atomic_write(_owned_bytes(planner)) as file:
             results = list(_append_items(planner, file, path.name))
             file.write(end_mark(save, path.name))
             return results
     results = []
     synced = 0
     with (
-        naming(path),
+        name_path_in_errors(path),
         open(path, "xb", buffering=_BUFFER_BYTES) as file,
         ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
     ):
@@ -176,7 +176,9 @@ class ShardedSave:
     rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
     planned: Planned  # of the saves before over this channel
-    _draft: Draft | None = field(default=None, init=False)  # on rank 0, of a local target
+    _staged: StagedDirectory | None = field(
+        default=None, init=False
+    )  # on rank 0, of a local target
     _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
@@ -276,20 +278,24 @@ class ShardedSave:
             channel.attempt(partial(self._finish, folder, save, written, digests))
         except BaseException as error:
             self.planned.clear()  # rank 0 may not have all of it
-            if self._draft is not None:
-                self._draft.discard()
+            if self._staged is not None:
+                self._staged.discard()
             elif is_first and isinstance(folder, RemotePath) and not self._may_be_named:
                 atomic.discard(folder)
             target = self.target
-            if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
+            if (
+                isinstance(target, Path)
+                and isinstance(error, OSError)
+                and error.errno in DISK_FULL_ERRNOS
+            ):
                 raise self._full(target) from error
             raise
 
     def _begin(self) -> CheckpointPath:
         """The folder of this save's files; its name at a remote address is that of the save."""
         if isinstance(self.target, Path):
-            self._draft = Draft(self.target)
-            return self._draft.folder
+            self._staged = StagedDirectory(self.target)
+            return self._staged.folder
         if self.target.is_file():
             raise FileExistsError(
                 errno.EEXIST,
@@ -317,7 +323,7 @@ class ShardedSave:
     ) -> None:
         if self.channel.rank != 0:
             return
-        files = files_below(folder)
+        files = file_sizes(folder)
         for rank in range(self.channel.size):
             if rank_file(rank) not in files:
                 raise OSError(
@@ -335,17 +341,17 @@ class ShardedSave:
             assert isinstance(self.target, RemotePath)
             self._finish_remote(folder, self.target, record(save, ends, {REST: rest}))
             return
-        assert self._draft is not None
+        assert self._staged is not None
         contents: dict[str, bytes | memoryview] = {METADATA: self.planned.metadata, REST: rest}
         contents[RECORD] = record(save, ends, contents)
         for name, content in contents.items():
-            with naming(folder / name), open(folder / name, "xb") as file:
+            with name_path_in_errors(folder / name), open(folder / name, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         atomic.write_checksums(folder, contents)
-        self._draft.publish()
-        self._draft = None
+        self._staged.publish()
+        self._staged = None
 
     def _finish_remote(self, folder: RemotePath, target: RemotePath, noted: bytes) -> None:
         """See [Note: Whole or not there, remotely]."""
@@ -371,7 +377,7 @@ _OF_A_SAVE = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
 
 
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
-    with naming(path), path.replacing(len(data)) as file:
+    with name_path_in_errors(path), path.atomic_write(len(data)) as file:
         file.write(data)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import CheckpointPath, explained
+from lightning_zero.checkpoint.atomic import CheckpointPath, explain_os_errors
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import INDEX, split, write_index, write_safetensors
@@ -253,10 +253,10 @@ def _write_weights(
             "delete it, choose another place, or let OUT end with .safetensors."
         )
     files = split(tensors, max_bytes)
-    draft = atomic.Draft(path) if isinstance(path, Path) else None
+    draft = atomic.StagedDirectory(path) if isinstance(path, Path) else None
     folder = path if draft is None else draft.folder
     try:
-        with explained(path, total_nbytes(tensors)):
+        with explain_os_errors(path, total_nbytes(tensors)):
             for name, held in files.items():
                 here = {other: kept for other, kept in tied.items() if kept in held}
                 write_safetensors(folder / name, held, here, progress)

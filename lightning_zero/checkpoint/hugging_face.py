@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import CheckpointPath, replacing
+from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
 from lightning_zero.layout.foreign_names import check_inside, printable
@@ -71,13 +71,13 @@ def write_safetensors(
 
     Raises:
         ValueError: A dtype that the format does not have.
-        OSError: See `replacing`.
+        OSError: See `atomic_write`.
     """
     # The widest elements first, so that every tensor is aligned to its own.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(ordered, tied)
     total = len(header) + sum(tensor.nbytes for _, tensor in ordered)
-    with replacing(path, total) as file:
+    with atomic_write(path, total) as file:
         file.write(header)
         for _, tensor in ordered:
             for piece in pieces(tensor, progress):
@@ -114,7 +114,7 @@ def write_index(
         metadata["tied"] = dict(tied)
     index = {"metadata": metadata, "weight_map": place}
     text = (json.dumps(index, indent=2) + "\n").encode()
-    with replacing(path, len(text)) as file:
+    with atomic_write(path, len(text)) as file:
         file.write(text)
 
 

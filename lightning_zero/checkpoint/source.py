@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic, dcp_reader, deepspeed, hugging_face, torch_file
-from lightning_zero.checkpoint.atomic import CheckpointPath, locate, recover, undisturbed
+from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
@@ -60,7 +60,7 @@ def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int 
     """
     place = locate(path)
     recover(place)
-    return undisturbed(place, lambda: _find_damage(place, rank, world_size))
+    return read_consistently(place, lambda: _find_damage(place, rank, world_size))
 
 
 def _find_damage(place: CheckpointPath, rank: int, world_size: int) -> list[str]:
@@ -170,7 +170,7 @@ def open_checkpoint(
     place = locate(path)
     recover(place)
     try:
-        return undisturbed(place, lambda: _open_place(place, path, weights_only))
+        return read_consistently(place, lambda: _open_place(place, path, weights_only))
     except (LookupError, UnicodeError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is "

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.atomic import CheckpointPath, replacing
+from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import is_composite, map_tensors
@@ -239,7 +239,7 @@ def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = si
     Tensors may be LazyTensors. See [Note: Torch files].
 
     Raises:
-        OSError: The file cannot be written; see `replacing`.
+        OSError: The file cannot be written; see `atomic_write`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -247,7 +247,7 @@ def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = si
     storages = pickler.storages
     payload = stream.tell() + sum(storage.nbytes for storage in storages)
     with (
-        replacing(path, payload + _RECORD_BYTES * (len(storages) + 4)) as file,
+        atomic_write(path, payload + _RECORD_BYTES * (len(storages) + 4)) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
     ):
         _write_record(archive, "data.pkl", [stream.getbuffer()])

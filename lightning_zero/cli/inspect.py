@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import files_below, locate
+from lightning_zero.checkpoint.atomic import file_sizes, locate
 from lightning_zero.checkpoint.source import find_damage, format_of, has_checksums, summarize
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import format_bytes
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists():
         raise FileNotFoundError(f"{name} does not exist.")
     damage = find_damage(name) if args.verify else []
-    files = {path.name: path.stat().st_size} if path.is_file() else files_below(path)
+    files = {path.name: path.stat().st_size} if path.is_file() else file_sizes(path)
     found: dict[str, Any] = {"path": name, "format": format_of(path), "files": files}
     if args.verify:
         found |= {"has_checksums": has_checksums(path), "damage": damage}

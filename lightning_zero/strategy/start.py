@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.atomic import local_path, tidy
+from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
 from lightning_zero.checkpoint.newest import newest_of
 from lightning_zero.checkpoint.remote import is_remote
 
@@ -104,7 +104,7 @@ def tidy_folders(trainer: Trainer) -> None:
     On rank 0 only.
     """
     for folder in _folders(trainer):
-        tidy(folder)
+        delete_leftovers(folder)
 
 
 def _folders(trainer: Trainer) -> list[Path]:

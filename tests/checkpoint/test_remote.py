@@ -127,9 +127,9 @@ def test_damage_at_an_address_is_found(tmp_path, memory):
 
 def test_a_file_is_there_only_when_all_of_it_was_written(memory):
     path = RemotePath("memory://run/a.ckpt")
-    with path.replacing(3) as file:
+    with path.atomic_write(3) as file:
         file.write(b"old")
-    with pytest.raises(RuntimeError, match="on the way"), path.replacing(3) as file:  # noqa: PT012
+    with pytest.raises(RuntimeError, match="on the way"), path.atomic_write(3) as file:  # noqa: PT012
         file.write(b"new")
         raise RuntimeError("on the way")
     assert path.open().read() == b"old"

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero import OffloadConfig, newest_checkpoint, open_checkpoint
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import tidy
+from lightning_zero.checkpoint.atomic import delete_leftovers
 from lightning_zero.checkpoint.source import find_damage
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
@@ -97,7 +97,7 @@ def _replay(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_
         shutil.rmtree(tmp_path / "crash", ignore_errors=True)
         write_tree(left, tmp_path / "crash")
         where = tmp_path / "crash" / "run"
-        tidy(where)  # as a run does that begins with "last"
+        delete_leftovers(where)  # as a run does that begins with "last"
         complete = [
             content(where / name) for name in dict.fromkeys(names) if (where / name).exists()
         ]

@@ -42,7 +42,7 @@ def _save_again_and_again(rank, world_size, path, numbers, forms):
             ShardedSave.prepare(content, path, {"w": shard}, channel).run()
 
 
-def _look(path, has_ended):
+def _open_repeatedly(path, has_ended):
     """Looks until the jobs have ended; the number of looks."""
     count = 0
     while not has_ended.is_set():
@@ -70,7 +70,7 @@ def test_every_look_finds_a_complete_checkpoint_while_two_jobs_save(num_saves, f
     write_torch_file({"global_step": 0, "state_dict": {"w": torch.zeros(NUMEL)}}, path)
     has_ended = threading.Event()
     with ThreadPoolExecutor(4) as threads:
-        readers = [threads.submit(_look, path, has_ended) for _ in range(2)]
+        readers = [threads.submit(_open_repeatedly, path, has_ended) for _ in range(2)]
         try:
             jobs = [
                 threads.submit(
