@@ -32,7 +32,7 @@ def check_complete(folder: CheckpointPath, metadata: Metadata) -> None:
     problems = _missing_bytes(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and (
-            why := _wrong_chunks(name, entry, metadata)
+            why := _find_chunk_problem(name, entry, metadata)
         ):
             problems.append(f"{printable(name)} {why}")
     if problems:
@@ -57,7 +57,7 @@ def _missing_bytes(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     return problems
 
 
-def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
+def _find_chunk_problem(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
     """What is wrong with the chunks of a tensor."""
     numel = math.prod(entry.size)
     itemsize = entry.properties.dtype.itemsize
@@ -76,7 +76,7 @@ def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -
 def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
     """Whether two chunks have an element in common."""
     boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
-    if len(boxes) < 2 or _follow_each_other(boxes, size):
+    if len(boxes) < 2 or _are_disjoint_ranges(boxes, size):
         return False
     starts = torch.tensor([offsets for offsets, _ in boxes], dtype=torch.int64)
     stops = starts + torch.tensor([sizes for _, sizes in boxes], dtype=torch.int64)
@@ -95,7 +95,7 @@ def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool
     return False
 
 
-def _follow_each_other(
+def _are_disjoint_ranges(
     boxes: Sequence[tuple[Sequence[int], Sequence[int]]], size: Sequence[int]
 ) -> bool:
     """Whether each box is a flat range of the tensor, and none begins before another ends.
@@ -105,8 +105,8 @@ def _follow_each_other(
     strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
     ranges = []
     for offsets, sizes in boxes:
-        cut = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
-        if list(sizes[cut + 1 :]) != list(size[cut + 1 :]):
+        dim = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
+        if list(sizes[dim + 1 :]) != list(size[dim + 1 :]):
             return False
         start = sum(map(operator.mul, offsets, strides))
         ranges.append((start, start + math.prod(sizes)))

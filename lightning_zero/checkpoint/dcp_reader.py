@@ -38,7 +38,7 @@ from lightning_zero.checkpoint.checkpoint_shard import boxes_of_range
 from lightning_zero.checkpoint.dcp_chunks import check_complete
 from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
-from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
+from lightning_zero.checkpoint.save_record import find_foreign_files, find_foreign_items
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
@@ -51,16 +51,24 @@ from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import unflatten_composites
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
+__all__ = ["METADATA", "META_FILE", "find_damage", "is_sharded", "open_sharded"]
 
-REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
+META_FILE = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 _NUM_FILES = 16  # of ranks, kept at hand
 _MAX_HEADERS_BYTES = 2**16  # of an item, beside its elements
 # What wrong bytes make torch's reader raise, beside RuntimeError.
-_OF_DAMAGE = (AssertionError, AttributeError, EOFError, LookupError, OSError, TypeError, ValueError)
+_DAMAGE_ERRORS = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+)
 
 
-class _Items:
+class _ItemReader:
     """Reads items of the directory `folder`, whose `metadata` says where each lies."""
 
     def __init__(self, folder: CheckpointPath, metadata: Metadata) -> None:
@@ -103,7 +111,7 @@ class _Items:
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{self._shown(name, place)}: {error}") from error
         except Exception as error:
-            if weights_only is False and not isinstance(error, _OF_DAMAGE):
+            if weights_only is False and not isinstance(error, _DAMAGE_ERRORS):
                 raise  # of a class that is unpickled
             raise self._damaged(name, place, error) from error
 
@@ -131,17 +139,17 @@ class _Items:
         self,
         index: MetadataIndex,
         dtype: torch.dtype,
-        whole_sizes: Sequence[int],
+        item_sizes: Sequence[int],
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> Tensor:
-        """The block at `offsets` of an item that has `whole_sizes`."""
+        """The block at `offsets` of an item that has `item_sizes`."""
         place = self._places[index]
         file = self._file(place.relative_path)
         try:
-            start, whole = self._item(file, index, dtype, whole_sizes)
-            strides, numel = whole.stride(), span(sizes, whole.stride())
-            first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
+            start, item = self._item(file, index, dtype, item_sizes)
+            strides, numel = item.stride(), span(sizes, item.stride())
+            first = int(item.storage_offset()) + sum(map(operator.mul, offsets, strides))
             start += first * dtype.itemsize
             if start + numel * dtype.itemsize > place.offset + place.length:
                 raise ValueError("it is smaller than its metadata says")
@@ -151,7 +159,7 @@ class _Items:
             else:
                 flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
             return flat.as_strided(sizes, strides)
-        except (*_OF_DAMAGE, RuntimeError, pickle.UnpicklingError) as error:
+        except (*_DAMAGE_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
             raise self._damaged(index.fqn, place, error) from error
 
     def _item(
@@ -264,8 +272,8 @@ def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -
     if any(name not in sizes for name in files):
         return problems
     if rank == 0:
-        problems += find_strangers(folder, metadata)
-    return problems + find_wrong_ends(folder, metadata, rank, world_size)
+        problems += find_foreign_files(folder, metadata)
+    return problems + find_foreign_items(folder, metadata, rank, world_size)
 
 
 def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -283,12 +291,12 @@ def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) ->
     """
     metadata = read_metadata(folder)
     check_complete(folder, metadata)
-    if strangers := find_strangers(folder, metadata):
+    if strangers := find_foreign_files(folder, metadata):
         raise ValueError(
             f"{folder} is no whole checkpoint: {'; '.join(strangers[:20])}. Use another "
             "checkpoint, or copy this one again."
         )
-    items = _Items(folder, metadata)
+    items = _ItemReader(folder, metadata)
     items.hold()
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
@@ -310,7 +318,7 @@ def _load_rest(
     """From beside the files of ranks, which a remote save has in a folder of their own."""
     names = {place.relative_path for place in metadata.storage_data.values()}
     for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
-        path = folder / REST if beside == "." else folder / beside / REST
+        path = folder / META_FILE if beside == "." else folder / beside / META_FILE
         if path.is_file():
             rest = open_torch_file(path, weights_only=weights_only, is_mapped=False)
             if not isinstance(rest, dict):

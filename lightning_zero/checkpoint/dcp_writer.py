@@ -42,16 +42,16 @@ from lightning_zero.checkpoint.atomic import (
     name_path_in_errors,
 )
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from lightning_zero.checkpoint.dcp_metadata import METADATA, without_collector
-from lightning_zero.checkpoint.dcp_reader import REST
+from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
+from lightning_zero.checkpoint.dcp_reader import META_FILE
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.save_record import RECORD, digest_of_ends, end_mark, record
+from lightning_zero.checkpoint.save_record import RECORD, digest_item_ends, encode_record, trailer
 from lightning_zero.checkpoint.states import shards_in
 from lightning_zero.checkpoint.torch_file import reading
 from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
 
-__all__ = ["Planned", "ShardedSave", "merged", "rank_file"]
+__all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -68,7 +68,7 @@ def _write_items(
     if isinstance(path, RemotePath):
         with name_path_in_errors(path), path.atomic_write(_owned_bytes(planner)) as file:
             results = list(_append_items(planner, file, path.name))
-            file.write(end_mark(save, path.name))
+            file.write(trailer(save, path.name))
             return results
     results = []
     synced = 0
@@ -85,7 +85,7 @@ def _write_items(
                 synced = file.tell()
                 syncing = thread.submit(os.fdatasync, file.fileno())  # else the last one waits
         syncing.result()
-        file.write(end_mark(save, path.name))
+        file.write(trailer(save, path.name))
         file.flush()
         os.fsync(file.fileno())
     return results
@@ -97,7 +97,7 @@ def _digest(path: CheckpointPath, results: Iterable[WriteResult]) -> str:
         return ""
     places = [result.storage_data for result in results]
     with reading(path) as pread:
-        return digest_of_ends(pread, [(place.offset, place.length) for place in places])
+        return digest_item_ends(pread, [(place.offset, place.length) for place in places])
 
 
 def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Iterator[WriteResult]:
@@ -131,19 +131,19 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
 
 
 @dataclass
-class Planned:
+class SavePlanCache:
     """What the saves over one channel have agreed on, which the next need not, while it holds."""
 
     # Source and dtype of every shard, by name.
     entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
     metadata: bytes = b""  # torch's, pickled; on rank 0
-    own: _Written | None = None  # of the last save; None: the next one sends all
+    last_written: _Written | None = None  # of the last save; None: the next one sends all
 
     def clear(self) -> None:
         """Forgets plans and files; the next save agrees anew, also if one rank alone forgets."""
-        self.metadata, self.own = b"", None
+        self.metadata, self.last_written = b"", None
 
-    def gather_changed(
+    def gather_if_changed(
         self, write: Callable[[], tuple[_Written, str]], channel: Channel
     ) -> tuple[list[_Written] | None, list[str]]:
         """Every rank's results of `write`: what was written, and the digest of it.
@@ -153,18 +153,18 @@ class Planned:
         """
 
         def write_and_compare() -> tuple[bool, str]:
-            last = self.own
-            self.own, digest = write()
-            return last != self.own, digest
+            last = self.last_written
+            self.last_written, digest = write()
+            return last != self.last_written, digest
 
         answers = channel.attempt(write_and_compare) or []
         has_changed = channel.broadcast(any(differs for differs, _ in answers))
         digests = [digest for _, digest in answers]
         if not has_changed:
             return None, digests
-        assert self.own is not None
-        with without_collector():
-            return channel.gather(self.own), digests
+        assert self.last_written is not None
+        with gc_paused():
+            return channel.gather(self.last_written), digests
 
 
 @dataclass
@@ -175,11 +175,11 @@ class ShardedSave:
     planner: DefaultSavePlanner  # with this rank's entries
     rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
-    planned: Planned  # of the saves before over this channel
+    plan_cache: SavePlanCache  # of the saves before over this channel
     _staged: StagedDirectory | None = field(
         default=None, init=False
     )  # on rank 0, of a local target
-    _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
+    _may_be_referenced: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
     def prepare(
@@ -188,7 +188,7 @@ class ShardedSave:
         target: CheckpointPath,
         shards: Mapping[str, CheckpointShard],
         channel: Channel,
-        planned: Planned | None = None,
+        plan_cache: SavePlanCache | None = None,
     ) -> ShardedSave:
         """Agrees on what is to be written. Collective.
 
@@ -197,7 +197,7 @@ class ShardedSave:
         that they have made for it, by source. The session of `channel` is held.
         """
         is_first = channel.rank == 0
-        planned = planned or Planned()
+        plan_cache = plan_cache or SavePlanCache()
         planner = DefaultSavePlanner()
         rest = io.BytesIO()
         agreed: dict[str, tuple[str, torch.dtype]] = {}
@@ -212,19 +212,19 @@ class ShardedSave:
                         agreed[name] = (value.source, value.dtype)
 
         channel.attempt(read_dict)
-        has_changed = agreed != planned.entries
+        has_changed = agreed != plan_cache.entries
         address, has_changed = channel.broadcast((str(target), has_changed))
         if has_changed:
-            planned.entries = channel.broadcast(agreed)
+            plan_cache.entries = channel.broadcast(agreed)
 
         def bring_shards() -> None:
             if not is_first:
-                entries = planned.entries.items()
+                entries = plan_cache.entries.items()
                 planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
                 planner.mappings = {}  # rank 0's has all names, in their order
 
         channel.attempt(bring_shards)
-        return cls(locate(address), planner, rest, channel, planned)
+        return cls(locate(address), planner, rest, channel, plan_cache)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -274,13 +274,13 @@ class ShardedSave:
             address, save = channel.broadcast(made_at)
             folder = locate(address)
             write = partial(self._write, folder, save)
-            written, digests = self.planned.gather_changed(write, channel)
+            written, digests = self.plan_cache.gather_if_changed(write, channel)
             channel.attempt(partial(self._finish, folder, save, written, digests))
         except BaseException as error:
-            self.planned.clear()  # rank 0 may not have all of it
+            self.plan_cache.clear()  # rank 0 may not have all of it
             if self._staged is not None:
                 self._staged.discard()
-            elif is_first and isinstance(folder, RemotePath) and not self._may_be_named:
+            elif is_first and isinstance(folder, RemotePath) and not self._may_be_referenced:
                 atomic.discard(folder)
             target = self.target
             if (
@@ -333,17 +333,20 @@ class ShardedSave:
                     str(self.target),
                 )
         if written is not None:
-            with without_collector():
-                self.planned.metadata = pickle.dumps(merged(self.planner, written))
+            with gc_paused():
+                self.plan_cache.metadata = pickle.dumps(merge_metadata(self.planner, written))
         ends = {rank_file(rank): digest for rank, digest in enumerate(digests)}
         rest = self.rest.getbuffer()
         if isinstance(folder, RemotePath):
             assert isinstance(self.target, RemotePath)
-            self._finish_remote(folder, self.target, record(save, ends, {REST: rest}))
+            self._finish_remote(folder, self.target, encode_record(save, ends, {META_FILE: rest}))
             return
         assert self._staged is not None
-        contents: dict[str, bytes | memoryview] = {METADATA: self.planned.metadata, REST: rest}
-        contents[RECORD] = record(save, ends, contents)
+        contents: dict[str, bytes | memoryview] = {
+            METADATA: self.plan_cache.metadata,
+            META_FILE: rest,
+        }
+        contents[RECORD] = encode_record(save, ends, contents)
         for name, content in contents.items():
             with name_path_in_errors(folder / name), open(folder / name, "xb") as file:
                 file.write(content)
@@ -355,25 +358,25 @@ class ShardedSave:
 
     def _finish_remote(self, folder: RemotePath, target: RemotePath, noted: bytes) -> None:
         """See [Note: Whole or not there, remotely]."""
-        metadata = pickle.loads(self.planned.metadata)
+        metadata = pickle.loads(self.plan_cache.metadata)
         for index, place in metadata.storage_data.items():
             path = f"{folder.name}/{place.relative_path}"
             metadata.storage_data[index] = replace(place, relative_path=path)
-        _write_file(folder / REST, self.rest.getbuffer())
+        _write_file(folder / META_FILE, self.rest.getbuffer())
         _write_file(folder / RECORD, noted)
         for name in (atomic.CHECKSUMS, RECORD):  # of a directory that was copied there
             (target / name).remove()
-        self._may_be_named = True  # also where storage fails to say that it has it
+        self._may_be_referenced = True  # also where storage fails to say that it has it
         _write_file(target / METADATA, pickle.dumps(metadata))
-        _write_file(target / REST, self.rest.getbuffer())
+        _write_file(target / META_FILE, self.rest.getbuffer())
         with contextlib.suppress(Exception):  # the checkpoint is there; the next save tries again
             for other in target.iterdir():
-                if _OF_A_SAVE.fullmatch(other.name) and other.name != folder.name:
+                if _SAVE_ENTRY.fullmatch(other.name) and other.name != folder.name:
                     other.remove()
 
 
 # What a save has at a remote address, or a directory that was copied there.
-_OF_A_SAVE = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
+_SAVE_ENTRY = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
 
 
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
@@ -389,7 +392,7 @@ def _owned_bytes(planner: DefaultSavePlanner) -> int:
     return sum(shard.owned_bytes for shard in _shards(planner))
 
 
-def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
+def merge_metadata(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
     """What of which tensor lies where, by rank 0's planner and what all ranks planned and wrote.
 
     Raises:

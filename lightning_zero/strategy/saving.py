@@ -44,7 +44,7 @@ from lightning_zero.checkpoint import atomic, open_checkpoint
 from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
-from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
+from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
@@ -99,7 +99,7 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
         self._in_flight: list[Future[None]] = []  # a save, and what is to follow it
         self._channel: Channel | None = None
-        self._planned = Planned()  # over that channel
+        self._planned = SavePlanCache()  # over that channel
         self._shards: dict[str, CheckpointShard] = {}  # handed out for the next save, by source
         self._has_warned = False
         self._is_sharded: bool | None = None  # what "auto" means in this run; None: not decided yet
@@ -258,7 +258,7 @@ class Saving:
             "world_size": engine.comm.size,
         }
         if self._channel is None or not self._channel.is_open:
-            self._channel, self._planned = engine.comm.open_channel(), Planned()
+            self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
         channel = self._channel
         shards, self._shards = self._shards, {}
         check_shared(filepath, channel.size)

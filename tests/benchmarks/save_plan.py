@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero import ZeroConfig
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from lightning_zero.checkpoint.dcp_metadata import without_collector
+from lightning_zero.checkpoint.dcp_metadata import gc_paused
 from lightning_zero.checkpoint.dcp_writer import merged, rank_file
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.shapes import SHAPES, Decoder
@@ -80,11 +80,11 @@ def _measured(plan: Plan) -> Iterator[str]:
             continue
         sent = pickle.dumps((own, _written(rank, own)))
         sent_bytes += len(sent)
-        with timed("unpickle"), without_collector():
+        with timed("unpickle"), gc_paused():
             everyone.append(pickle.loads(sent))
-    with timed("merge"), without_collector():
+    with timed("merge"), gc_paused():
         metadata = merged(first, everyone)
-    with timed("pickle"), without_collector():
+    with timed("pickle"), gc_paused():
         content = pickle.dumps(metadata)
     with timed("later"):
         assert first.create_local_plan() == everyone[0][0]
