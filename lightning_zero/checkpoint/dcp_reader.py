@@ -43,8 +43,8 @@ from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
     find_inflated,
+    open_pread,
     open_torch_file,
-    reading,
     span,
 )
 from lightning_zero.layout.foreign_names import printable
@@ -214,7 +214,7 @@ class _ItemReader:
 
     def _reading(self, file: CheckpointPath) -> AbstractContextManager[Pread]:
         if not isinstance(file, Path):
-            return reading(file)
+            return open_pread(file)
         mapped = self._map(file)  # and not the file of this name, which may be another by now
         return nullcontext(lambda size, offset: mapped[offset : offset + size])
 

@@ -47,7 +47,7 @@ from lightning_zero.checkpoint.dcp_reader import META_FILE
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.save_record import RECORD, digest_item_ends, encode_record, trailer
 from lightning_zero.checkpoint.states import shards_in
-from lightning_zero.checkpoint.torch_file import reading
+from lightning_zero.checkpoint.torch_file import open_pread
 from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
 
@@ -96,7 +96,7 @@ def _digest(path: CheckpointPath, results: Iterable[WriteResult]) -> str:
     if isinstance(path, RemotePath):
         return ""
     places = [result.storage_data for result in results]
-    with reading(path) as pread:
+    with open_pread(path) as pread:
         return digest_item_ends(pread, [(place.offset, place.length) for place in places])
 
 

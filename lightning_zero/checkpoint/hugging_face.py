@@ -24,17 +24,22 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
+from lightning_zero.checkpoint.torch_file import (
+    Progress,
+    iter_bytes,
+    open_torch_file,
+    read_elements,
+)
 from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
     "INDEX",
-    "checked_files",
-    "holds_weights",
+    "files_with_checksums",
+    "has_weights",
     "open_directory",
     "open_safetensors",
-    "split",
+    "split_by_size",
     "write_index",
     "write_safetensors",
 ]
@@ -42,7 +47,7 @@ __all__ = [
 INDEX = "model.safetensors.index.json"
 # In the order of preference: repositories often hold the same weights twice. Beside the file that
 # holds all of them others may lie (training_args.bin).
-_WHOLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
+_SINGLE_FILES = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -80,11 +85,11 @@ def write_safetensors(
     with atomic_write(path, total) as file:
         file.write(header)
         for _, tensor in ordered:
-            for piece in pieces(tensor, progress):
+            for piece in iter_bytes(tensor, progress):
                 file.write(piece)
 
 
-def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
+def split_by_size(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
     """Tensors by file name, in their order; none larger than `max_bytes` but for one tensor."""
     files: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -95,7 +100,7 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
         files[-1][name] = tensor
         size += tensor.nbytes
     if len(files) == 1:
-        return {_WHOLE[".safetensors"]: files[0]}
+        return {_SINGLE_FILES[".safetensors"]: files[0]}
     return {
         f"model-{number:05d}-of-{len(files):05d}.safetensors": held
         for number, held in enumerate(files, start=1)
@@ -136,8 +141,8 @@ def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-def holds_weights(path: CheckpointPath) -> bool:
-    return any(any(path.glob(f"*{suffix}*")) for suffix in _WHOLE)
+def has_weights(path: CheckpointPath) -> bool:
+    return any(any(path.glob(f"*{suffix}*")) for suffix in _SINGLE_FILES)
 
 
 def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Tensor]:
@@ -148,7 +153,7 @@ def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) ->
     return _open_file(found, weights_only)
 
 
-def checked_files(path: CheckpointPath) -> list[CheckpointPath]:
+def files_with_checksums(path: CheckpointPath) -> list[CheckpointPath]:
     """The files that `open_directory` opens and whose records have checksums."""
     found = _found(path)
     names = {found.name}
@@ -159,13 +164,13 @@ def checked_files(path: CheckpointPath) -> list[CheckpointPath]:
 
 def _found(path: CheckpointPath) -> CheckpointPath:
     """The index or the file of the weights in a directory."""
-    for suffix, whole in _WHOLE.items():
+    for suffix, single_file in _SINGLE_FILES.items():
         indices: list[CheckpointPath] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
         files: list[CheckpointPath] = sorted(path.glob(f"*{suffix}"), key=str)
         if len(indices) == 1:
             return indices[0]
-        if not indices and whole in [file.name for file in files]:
-            return path / whole
+        if not indices and single_file in [file.name for file in files]:
+            return path / single_file
         if indices or len(files) > 1:
             names = ", ".join(file.name for file in indices or files)
             raise ValueError(
@@ -174,7 +179,7 @@ def _found(path: CheckpointPath) -> CheckpointPath:
             )
         if files:
             return files[0]
-    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _WHOLE)}.")
+    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _SINGLE_FILES)}.")
 
 
 def open_safetensors(path: CheckpointPath) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.source import (
     find_damage,
     open_checkpoint,
     raise_damage,
-    raise_damage_of_any,
+    raise_damage_on_any_rank,
 )
 from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket, bucket_of
@@ -92,7 +92,7 @@ def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
     held = [p for p in held if not is_dropped(p)]
     if held:
         comm = bucket_of(placement_of(held[0])).comm
-        raise_damage_of_any(path, comm.rank, comm.size, comm.control.gather_objects)
+        raise_damage_on_any_rank(path, comm.rank, comm.size, comm.control.gather_objects)
     else:
         raise_damage(path, find_damage(path))
 

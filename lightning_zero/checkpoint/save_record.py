@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.checkpoint.remote import Pread
-from lightning_zero.checkpoint.torch_file import NUM_THREADS, reading
+from lightning_zero.checkpoint.torch_file import NUM_THREADS, open_pread
 from lightning_zero.layout.foreign_names import printable
 
 __all__ = [
@@ -131,7 +131,7 @@ def find_foreign_items(
         expected = ends.get(path.name)
         if not expected or not (folder / name).is_file():
             continue
-        with reading(folder / name) as pread:
+        with open_pread(folder / name) as pread:
             if digest_item_ends(pread, parts[name]) != expected:
                 problems.append(f"{printable(name)} has items that differ from what {RECORD} says")
     return problems
@@ -153,7 +153,7 @@ def _read_trailer(folder: CheckpointPath, name: str) -> str:
     size = path.stat().st_size
     if size < _TRAILER_BYTES:
         return ""
-    with reading(path) as pread:
+    with open_pread(path) as pread:
         match = _TRAILER.fullmatch(pread(_TRAILER_BYTES, size - _TRAILER_BYTES))
     if match is None:
         return ""

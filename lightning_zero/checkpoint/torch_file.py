@@ -46,10 +46,10 @@ __all__ = [
     "has_checksums",
     "is_torch_file",
     "open_torch_file",
-    "pieces",
+    "iter_bytes",
     "read_elements",
-    "reading",
-    "silent",
+    "open_pread",
+    "no_progress",
     "span",
     "write_torch_file",
 ]
@@ -107,7 +107,7 @@ def open_torch_file(
 
 
 # Of torch's reader; other errors may be those of a class that is unpickled.
-_WORDS_OF_TORCH = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
+_TORCH_ERROR_WORDS = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
 
 
 def _named(
@@ -122,7 +122,7 @@ def _named(
     elif isinstance(error, (MemoryError, ImportError)) or (
         runs_classes
         and not isinstance(error, (LookupError, UnicodeError))
-        and not any(word in str(error) for word in _WORDS_OF_TORCH)
+        and not any(word in str(error) for word in _TORCH_ERROR_WORDS)
     ):
         return error
     return ValueError(_damaged(path, printable(f"{type(error).__name__}: {error}")))
@@ -135,7 +135,7 @@ def find_inflated(file: Any) -> str | None:
     """What is wrong with an archive whose records take more memory than it has bytes."""
     try:
         records = zipfile.ZipFile(file).infolist()
-    except _UNREADABLE as error:
+    except _ZIP_ERRORS as error:
         return f"the directory of its records at the end is damaged ({error})"
     finally:
         file.seek(0)
@@ -229,11 +229,11 @@ _RECORD_BYTES = 512  # more than the headers of a record take
 Progress = Callable[[int], object]  # is told the bytes of every piece of a tensor that was written
 
 
-def silent(nbytes: int) -> None:
+def no_progress(nbytes: int) -> None:
     """The progress of what nobody watches."""
 
 
-def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = silent) -> None:
+def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = no_progress) -> None:
     """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
 
     Tensors may be LazyTensors. See [Note: Torch files].
@@ -253,11 +253,11 @@ def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = si
         _write_record(archive, "data.pkl", [stream.getbuffer()])
         _write_record(archive, "byteorder", [memoryview(sys.byteorder.encode())])
         for number, storage in enumerate(storages):
-            _write_record(archive, f"data/{number}", pieces(storage, progress))
+            _write_record(archive, f"data/{number}", iter_bytes(storage, progress))
         _write_record(archive, "version", [memoryview(b"3\n")])
 
 
-def pieces(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
+def iter_bytes(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, at most `PIECE_BYTES` at a time."""
     step = max(1, PIECE_BYTES // tensor.element_size())
     for start in range(0, tensor.numel(), step):
@@ -278,7 +278,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryvie
 
 
 @dataclass(frozen=True)
-class _StoredStorage:
+class _LazyStorage:
     """Stands in a pickle for the storage of a LazyTensor."""
 
     tensor: LazyTensor
@@ -300,12 +300,12 @@ class _Pickler(pickle.Pickler):
         empty = torch.empty(0, dtype=value.dtype)
         rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
         strides = torch.empty(value.shape, device="meta").stride()
-        stored = _StoredStorage(value, storage)
+        stored = _LazyStorage(value, storage)
         return rebuild, (stored, offset, tuple(value.shape), strides, *rest)
 
     def persistent_id(self, value: Any) -> Any:
         storage: Tensor
-        if isinstance(value, _StoredStorage):
+        if isinstance(value, _LazyStorage):
             storage, key, location, like = value.tensor, id(value.tensor), "cpu", value.empty
         elif torch.is_storage(value):
             untyped = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
@@ -328,7 +328,7 @@ NUM_THREADS = 4
 _CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
 _CHECKED_REMOTE_BYTES = 4 * 1024**2  # where every read waits for a network
 # What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
-_UNREADABLE = (
+_ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -349,12 +349,12 @@ def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> 
     Returns:
         One line for each damaged record.
     """
-    with reading(path) as pread:
+    with open_pread(path) as pread:
         if pread(4, 0) != _ZIP_MAGIC:
             return []
         try:
             records = zipfile.ZipFile(ByteRange(pread, 0, path.stat().st_size)).infolist()
-        except _UNREADABLE as error:
+        except _ZIP_ERRORS as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -363,10 +363,10 @@ def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> 
 
 def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | None:
     """What is wrong with a record of a small torch file that is a part of the file `path`."""
-    with reading(path) as pread:
+    with open_pread(path) as pread:
         try:
             records = zipfile.ZipFile(ByteRange(pread, start, length)).infolist()
-        except _UNREADABLE as error:
+        except _ZIP_ERRORS as error:
             if pread(1, start) == _PICKLE_MAGIC:
                 return None
             return f"the directory of its records is missing or damaged ({error})"
@@ -374,7 +374,7 @@ def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | 
 
 
 @contextmanager
-def reading(path: CheckpointPath) -> Iterator[Pread]:
+def open_pread(path: CheckpointPath) -> Iterator[Pread]:
     """Reads ranges of a file, from several threads."""
     if isinstance(path, RemotePath):
         yield path.pread
@@ -399,7 +399,7 @@ def has_checksums(path: CheckpointPath) -> bool:
         try:
             records = zipfile.ZipFile(file).infolist()
             return any(entry.CRC for entry in records if "/data/" in entry.filename)
-        except _UNREADABLE:
+        except _ZIP_ERRORS:
             return True  # `find_damage` says what is wrong with them
 
 
@@ -415,7 +415,7 @@ def _check_record(
             while record.read(_CHECKED_BYTES):
                 pass
         return None
-    except _UNREADABLE as error:
+    except _ZIP_ERRORS as error:
         return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
 
 

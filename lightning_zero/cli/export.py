@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import CheckpointPath, locate
-from lightning_zero.checkpoint.export import plan, release
+from lightning_zero.checkpoint.export import drop_pages, plan_export
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import format_bytes
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise_damage(args.checkpoint, find_damage(args.checkpoint))
     opened = open_checkpoint(args.checkpoint, weights_only=False if args.trust else None)
     opened.setdefault("pytorch-lightning_version", lightning.__version__)
-    planned = plan(
+    planned = plan_export(
         opened,
         args.format,
         dtype=_DTYPES[args.dtype] if args.dtype else None,
@@ -105,6 +105,6 @@ def _bar(total: int, checkpoint: CheckpointPath) -> Iterator[Callable[[int], Any
             pending += nbytes
             if pending >= _RELEASE_BYTES and isinstance(checkpoint, Path):
                 pending = 0
-                release(checkpoint)
+                drop_pages(checkpoint)
 
         yield progress

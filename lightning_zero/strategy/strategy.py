@@ -50,7 +50,7 @@ from lightning_zero.checkpoint import (
 from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.modules import replace_held
 from lightning_zero.checkpoint.remote import check_shared
-from lightning_zero.checkpoint.source import raise_damage_of_any
+from lightning_zero.checkpoint.source import raise_damage_on_any_rank
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.comm.world import (
     DEFAULT_TIMEOUT,
@@ -507,7 +507,7 @@ class ZeroStrategy(EngineStrategy):
         with failing_together(f"reach {path}"):
             check_shared(path, self.world_size)
         self._on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
-        raise_damage_of_any(path, self.global_rank, self.world_size, gather_objects)
+        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather_objects)
         with failing_together(f"open {path}"):
             checkpoint = open_checkpoint(path, weights_only=weights_only)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
