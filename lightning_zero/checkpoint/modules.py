@@ -19,12 +19,12 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
 from lightning_zero.tensors.sharded import ShardedTensor
 
-__all__ = ["replace_held"]
+__all__ = ["replace_sharded_parameters"]
 
 _OWN_FORM = {"state_dict", "optimizer_states"}  # they have none, and are large
 
 
-def replace_held(checkpoint: dict[str, Any], engine: Engine) -> None:
+def replace_sharded_parameters(checkpoint: dict[str, Any], engine: Engine) -> None:
     """Replaces entries with held parameters by copies with plain ones, on rank 0. Collective.
 
     Other ranks keep theirs. Values that the state dict has too are in the file once.

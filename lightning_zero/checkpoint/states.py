@@ -43,14 +43,14 @@ __all__ = [
     "sharded_optimizer_state",
     "sharded_state_dict",
     "shards_in",
-    "whole_as_shards",
+    "replicated_as_shards",
 ]
 
 # ------------------------------------------------------------------------------------------- whole
 
 
 def full_state_dict(
-    engine: Engine, module: nn.Module | None = None, *, is_everywhere: bool = False
+    engine: Engine, module: nn.Module | None = None, *, is_on_all_ranks: bool = False
 ) -> dict[str, Any]:
     """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
 
@@ -59,22 +59,22 @@ def full_state_dict(
     Args:
         engine: Holds the parameters.
         module: A shadow of the engine's; None: that itself.
-        is_everywhere: Every rank gets the values.
+        is_on_all_ranks: Every rank gets the values.
 
     Returns:
         The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device unless
-        `is_everywhere`: hooks that rename or delete entries work on every rank.
+        `is_on_all_ranks`: hooks that rename or delete entries work on every rank.
     """
-    target = "cpu" if is_everywhere or engine.comm.rank == 0 else "meta"
+    target = "cpu" if is_on_all_ranks or engine.comm.rank == 0 else "meta"
     state = _live_state(engine.module if module is None else module)
     wanted = [v for v in state.values() if isinstance(v, nn.Parameter) and has_placement(v)]
-    whole = dict.fromkeys(wanted, torch.empty(0))
-    for bucket in dict.fromkeys(bucket_of(placement_of(p)) for p in whole):
+    full = dict.fromkeys(wanted, torch.empty(0))
+    for bucket in dict.fromkeys(bucket_of(placement_of(p)) for p in full):
         views = bucket.masters.full_tensors()
         for index, parameter in enumerate(bucket.parameters):
-            if parameter in whole:
-                whole[parameter] = views[index].to(target, bucket.orig_dtypes[index], copy=True)
-    return _with_entries(state, lambda key, parameter: whole.get(parameter))
+            if parameter in full:
+                full[parameter] = views[index].to(target, bucket.orig_dtypes[index], copy=True)
+    return _with_entries(state, lambda key, parameter: full.get(parameter))
 
 
 def narrow_masters(engine: Engine) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ def sharded_state_dict(module: nn.Module, kind: str) -> dict[str, Any]:
     return _with_entries(_live_state(module), entry)
 
 
-def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, Any]:
+def replicated_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, Any]:
     """The state dict of a module that is whole and equal on every rank: each writes its 1/N."""
     names: dict[nn.Parameter, str] = {}
 

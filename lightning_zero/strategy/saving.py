@@ -48,11 +48,11 @@ from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
+    replicated_as_shards,
     sharded_masters,
     sharded_optimizer_state,
     sharded_state_dict,
     shards_in,
-    whole_as_shards,
 )
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
@@ -185,7 +185,7 @@ class Saving:
     ) -> dict[str, Any]:
         """Entries of the module, or of a shadow of it; see `sharded_state_dict`. Local."""
         if is_closed:
-            state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
+            state = replicated_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
             state = sharded_state_dict(module, kind)
         self._shards |= shards_in(state)

@@ -48,7 +48,7 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.atomic import locate, recover
-from lightning_zero.checkpoint.modules import replace_held
+from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_on_any_rank
 from lightning_zero.comm.consistency import check_equal
@@ -397,7 +397,7 @@ class ZeroStrategy(EngineStrategy):
         if not is_for_file:
             num_bytes = sum(whole_bytes(bucket) for bucket in engine.buckets)
             engine.lockstep.check_cpu_memory("lightning_module_state_dict()", num_bytes)
-        return full_state_dict(engine, is_everywhere=not is_for_file)
+        return full_state_dict(engine, is_on_all_ranks=not is_for_file)
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
         """As `_module_state`, of a callback's averaged module. Collective."""
@@ -449,7 +449,7 @@ class ZeroStrategy(EngineStrategy):
             )
             return
         if self._engine is not None:
-            replace_held(checkpoint, self._engine)
+            replace_sharded_parameters(checkpoint, self._engine)
         if self._owner is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
