@@ -65,9 +65,9 @@ from lightning_zero.tensors.meta import (
 from lightning_zero.tensors.ties import tie_shared
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["RALLY_DEADLINE", "EngineStrategy", "WholeAfterFit", "run_state"]
+__all__ = ["RALLY_DEADLINE", "EngineStrategy", "UnshardAfterFit", "run_state"]
 
-WholeAfterFit = bool | Literal["auto"]
+UnshardAfterFit = bool | Literal["auto"]
 
 RALLY_DEADLINE = timedelta(seconds=60)
 _CPU = torch.device("cpu")
@@ -81,14 +81,14 @@ class EngineStrategy(ProcessStrategy):
     """
 
     def __init__(
-        self, settings: Settings, *, whole_after_fit: WholeAfterFit, **of_processes: Any
+        self, settings: Settings, *, unshard_after_fit: UnshardAfterFit, **of_processes: Any
     ) -> None:
-        if not isinstance(whole_after_fit, bool) and whole_after_fit != "auto":
+        if not isinstance(unshard_after_fit, bool) and unshard_after_fit != "auto":
             raise ValueError(
-                f'whole_after_fit must be True, False or "auto", got {whole_after_fit!r}.'
+                f'unshard_after_fit must be True, False or "auto", got {unshard_after_fit!r}.'
             )
         self._settings = settings
-        self._whole_after_fit = whole_after_fit
+        self._unshard_after_fit = unshard_after_fit
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._loops = LockstepLoops()
         # See [Note: A run].
@@ -100,7 +100,7 @@ class EngineStrategy(ProcessStrategy):
         self._last_masters: dict[str, Tensor] = {}  # by name, of a 16-bit module; on rank 0
         self._watched_by: Watchdog | None = None  # the run that has been set up last
         self._has_rallied: bool | None = None  # after an exception: all ranks came together again
-        self._keeps_whole: bool | None = None  # once that is decided for this run
+        self._keeps_full_module: bool | None = None  # once that is decided for this run
         super().__init__(**of_processes)
 
     @property
@@ -219,7 +219,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_rallied = self._keeps_whole = None  # a failure of the run before is over
+        self._has_rallied = self._keeps_full_module = None  # a failure of the run before is over
         check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -411,7 +411,7 @@ class EngineStrategy(ProcessStrategy):
     def _end(self, engine: Engine) -> None:
         """Gives parameters back, on the CPU, where the ranks are together, else what there is."""
         if self._is_together():
-            is_whole = self._is_kept_whole()
+            is_whole = self._should_keep_full_module()
             if self._averages is not None:
                 self._averages.give_back(_CPU if is_whole else None)
             self._last_masters = narrow_masters(engine) if is_whole else {}
@@ -426,27 +426,27 @@ class EngineStrategy(ProcessStrategy):
                 self._averages.let_go()
         self._engine = self._averages = None
 
-    def _is_kept_whole(self) -> bool:
+    def _should_keep_full_module(self) -> bool:
         """Whether every rank gets the module when this run has ended. Collective."""
-        if self._keeps_whole is None:
+        if self._keeps_full_module is None:
             # A rank may have a batch or a forward more.
             self.engine.lockstep.barrier("the end of the run")
-            if isinstance(self._whole_after_fit, bool):
-                self._keeps_whole = self._whole_after_fit
+            if isinstance(self._unshard_after_fit, bool):
+                self._keeps_full_module = self._unshard_after_fit
             else:  # only what a fit leaves is saved before it goes
-                self._keeps_whole = not self._was_fitting() or _has_room_for_whole(
+                self._keeps_full_module = not self._was_fitting() or _full_module_fits(
                     self.engine, num_averages=len(self._averages or ())
                 )
-        return self._keeps_whole
+        return self._keeps_full_module
 
     def _was_fitting(self) -> bool:
         return run_state(self.engine.module).fn == TrainerFn.FITTING
 
-    def _loses_weights(self) -> bool:
+    def _drops_weights(self) -> bool:
         """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
-        if self._engine is None or self._whole_after_fit != "auto":
+        if self._engine is None or self._unshard_after_fit != "auto":
             return False
-        return self._was_fitting() and not self._is_kept_whole()
+        return self._was_fitting() and not self._should_keep_full_module()
 
     def _give_module_back(self) -> None:
         module = self.lightning_module
@@ -481,7 +481,7 @@ def _share_methods(optimizer: LightningOptimizer) -> None:
             optimizer.__dict__[name] = value
 
 
-def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:
+def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
     """Whether each rank can hold the module, and averages of it, whole in CPU memory. Collective.
 
     It can where that takes at most half of what is free for each rank of a node, on all nodes.
@@ -495,10 +495,10 @@ def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:
     fits = bool(engine.comm.control.min_ints([room - needed])[0] >= 0)
     if not fits:
         rank_zero_warn(
-            f'whole_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '
+            f'unshard_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '
             f"{needed / _GIB:.3g} GiB more with the whole module, and less than twice that is free "
             "for each: its parameters are left out. Load them from a checkpoint, by "
-            "Model.load_from_checkpoint(path) or ckpt_path=path; whole_after_fit=True keeps them."
+            "Model.load_from_checkpoint(path) or ckpt_path=path; unshard_after_fit=True keeps them."
         )
     return fits
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _AUTO = "auto"
-_OTHER_FACTS = ("check_memory", "checkpoint", "async_save", "whole_after_fit")  # not the engine's
+_OTHER_FACTS = ("check_memory", "checkpoint", "async_save", "unshard_after_fit")  # not the engine's
 _STAGES = (1, 2, 3)  # 0 is the control
 _SHARE = 0.7  # of the free memory: activations, which nobody knows yet, take the rest
 _GIB = 1024**3

@@ -69,7 +69,7 @@ from lightning_zero.strategy.averages import Averages, check_restorable
 from lightning_zero.strategy.engine_strategy import (
     RALLY_DEADLINE,
     EngineStrategy,
-    WholeAfterFit,
+    UnshardAfterFit,
     run_state,
 )
 from lightning_zero.strategy.loops import LockstepLoops
@@ -130,7 +130,7 @@ class ZeroStrategy(EngineStrategy):
             and from 2^31 parameter elements on; else full.
         check_memory: Refuse to begin where model states alone are more than all the memory there
             is, and say what would fit.
-        whole_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
+        unshard_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
             False: its parameters have no values then, and using one is an error. "auto": where it
             takes at most half of the memory that is free for all ranks of a node; else the last
             step is saved, if no callback has done so.
@@ -183,7 +183,7 @@ class ZeroStrategy(EngineStrategy):
         checkpoint: CheckpointForm = "auto",
         async_save: bool = False,
         check_memory: bool = True,
-        whole_after_fit: WholeAfterFit = "auto",
+        unshard_after_fit: UnshardAfterFit = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -208,7 +208,7 @@ class ZeroStrategy(EngineStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             limits=WaitLimits(wait_report_s, lost_after_s),
-            whole_after_fit=whole_after_fit,
+            unshard_after_fit=unshard_after_fit,
             start_method=start_method,
         )
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
@@ -338,7 +338,7 @@ class ZeroStrategy(EngineStrategy):
     def teardown(self) -> None:
         has_failed = run_state(self.lightning_module).status == TrainerStatus.INTERRUPTED
         try:
-            if not has_failed and self._loses_weights():
+            if not has_failed and self._drops_weights():
                 assert self.lightning_module is not None
                 _save_unsaved(self.lightning_module.trainer)
             self.finish_saving(warns=has_failed)
@@ -568,7 +568,7 @@ class ZeroStrategy(EngineStrategy):
         if hasattr(launcher, "procs"):
             launcher.procs = []  # what it has started is this process's
         state["_launcher"] = launcher
-        of_runs = ("_building", "_closed", "_watched_by", "_has_rallied", "_keeps_whole")
+        of_runs = ("_building", "_closed", "_watched_by", "_has_rallied", "_keeps_full_module")
         renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
         return state | dict.fromkeys(of_runs) | renewed
 

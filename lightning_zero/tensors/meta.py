@@ -217,6 +217,6 @@ def clear_dropped(module: nn.Module) -> None:
 def _text(name: str) -> str:
     return (
         f"parameter {name} was left out when training ended: whole on every rank, the module was "
-        "too large (whole_after_fit). Load a checkpoint: Model.load_from_checkpoint(path) for a "
+        "too large (unshard_after_fit). Load a checkpoint: Model.load_from_checkpoint(path) for a "
         "whole module, ckpt_path=path for fit, validate, test and predict."
     )
