@@ -96,7 +96,7 @@ def test_a_timeout_may_be_a_number_of_seconds(timeout):
     ("seconds", "error"),
     [("30", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)],
 )
-@pytest.mark.parametrize("name", ["wait_report_s", "lost_after_s"])
+@pytest.mark.parametrize("name", ["wait_report_s", "heartbeat_timeout_s"])
 def test_the_seconds_of_waiting_are_checked(name, seconds, error):
     with pytest.raises(error, match=f"{name} must be"):
         build_strategy(**{name: seconds})

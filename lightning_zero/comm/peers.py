@@ -264,7 +264,7 @@ class Heartbeats:
             self._heard, self._heard_at = beat, now
         elif now - self._heard_at > self._lost_s:
             return (
-                f"rank {self.next_rank} has been silent for {self._lost_s:g} s (lost_after_s): its "
+                f"rank {self.next_rank} has been silent for {self._lost_s:g} s (heartbeat_timeout_s): its "
                 "process is stopped, or its node cannot be reached"
             )
         return None

@@ -452,7 +452,7 @@ class Watchdog:
             self._bury(
                 None,
                 f"the ranks' store ({place}) has not answered for {limits.lost_s:g} s "
-                "(lost_after_s): its process is stopped, or its node cannot be reached",
+                "(heartbeat_timeout_s): its process is stopped, or its node cannot be reached",
             )
         return True
 

@@ -85,7 +85,7 @@ class WaitLimits:
 
     def __post_init__(self) -> None:
         _check_seconds("wait_report_s", self.report_s, "no report")
-        _check_seconds("lost_after_s", self.lost_s, "that silence alone ends nothing")
+        _check_seconds("heartbeat_timeout_s", self.lost_s, "that silence alone ends nothing")
 
 
 def _check_seconds(name: str, value: object, without: str) -> None:

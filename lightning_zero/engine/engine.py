@@ -85,7 +85,7 @@ class Engine:
         timeout: Of collectives, as a `timedelta` or in seconds; None: the backend's.
         wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing,
             in the output of rank 0; None: never.
-        lost_after_s: Seconds of silence after which a rank is lost, which ends the job on all
+        heartbeat_timeout_s: Seconds of silence after which a rank is lost, which ends the job on all
             ranks; None: silence alone ends nothing. Long pauses that hold Python's lock are silent
             too: at least a minute.
         watchdog: Tells of the failures of other ranks; None: one of its own.
@@ -119,7 +119,7 @@ class Engine:
         device: torch.device | None = None,
         timeout: timedelta | float | None = None,
         wait_report_s: float | None = 30.0,
-        lost_after_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.module = module
@@ -128,7 +128,7 @@ class Engine:
             Communicator,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
-            limits=WaitLimits(wait_report_s, lost_after_s),
+            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
         )
         comm, device, examined, checkpointed_modules, warned = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm

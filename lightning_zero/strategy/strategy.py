@@ -146,7 +146,7 @@ class ZeroStrategy(EngineStrategy):
         timeout: Of every collective: a `timedelta`, or seconds. None: the backend's.
         wait_report_s: When a rank has waited so many seconds for others, rank 0's output tells what
             every rank is doing, once. None: never.
-        lost_after_s: A rank that has been silent for so many seconds, because its process is
+        heartbeat_timeout_s: A rank that has been silent for so many seconds, because its process is
             stopped or its node cannot be reached, is lost, and the job ends on all ranks. None:
             silence alone ends nothing.
         start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
@@ -192,7 +192,7 @@ class ZeroStrategy(EngineStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         wait_report_s: float | None = 30.0,
-        lost_after_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
         settings = Settings(locals())  # by their names
@@ -207,7 +207,7 @@ class ZeroStrategy(EngineStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            limits=WaitLimits(wait_report_s, lost_after_s),
+            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
             unshard_after_fit=unshard_after_fit,
             start_method=start_method,
         )

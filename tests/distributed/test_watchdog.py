@@ -543,12 +543,12 @@ def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
     assert "not readable and is skipped" in logged
 
 
-def _stop_and_wait(rank, world_size, stopped, lost_after_s):
+def _stop_and_wait(rank, world_size, stopped, heartbeat_timeout_s):
     """One rank is stopped, rank 0 with the store; the other one lets it go on in the end."""
     dist.init_process_group("gloo")
     shown = _Lines()
     logging.getLogger("lightning_zero.comm").addHandler(shown)
-    limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=lost_after_s)
+    limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=heartbeat_timeout_s)
     watchdog = Watchdog("stopped", rank=rank, size=world_size, limits=limits)
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
@@ -572,18 +572,20 @@ def _stop_and_wait(rank, world_size, stopped, lost_after_s):
 def test_a_stopped_rank_is_lost_after_the_time_that_was_given():
     (seconds, text, _), _ = run_ranks(2, _stop_and_wait, 1, 1.0, has_group=False)
     assert seconds < 3.5
-    assert text.startswith("rank 1 has been silent for 1 s (lost_after_s): its process is stopped")
+    assert text.startswith(
+        "rank 1 has been silent for 1 s (heartbeat_timeout_s): its process is stopped"
+    )
 
 
-@pytest.mark.parametrize("lost_after_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_rank_whose_store_does_not_answer_reports_so_itself(lost_after_s):
-    _, (_, text, logged) = run_ranks(2, _stop_and_wait, 0, lost_after_s, has_group=False)
+@pytest.mark.parametrize("heartbeat_timeout_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rank_whose_store_does_not_answer_reports_so_itself(heartbeat_timeout_s):
+    _, (_, text, logged) = run_ranks(2, _stop_and_wait, 0, heartbeat_timeout_s, has_group=False)
     assert re.search(r"the ranks' store \(.+:\d+, in the process of rank 0\) has not", logged)
     assert "waits for the other rank" in logged
-    if lost_after_s is None:
+    if heartbeat_timeout_s is None:
         assert text is None
     else:
-        assert "has not answered for 1 s (lost_after_s)" in text
+        assert "has not answered for 1 s (heartbeat_timeout_s)" in text
 
 
 def _regroup_late(rank, world_size):
