@@ -338,7 +338,7 @@ class Engine:
         self.optimizers.reset()
         self.schedule.reset()
 
-    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+    def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """After an exception: brings the ranks together again, at rest and with fresh groups.
 
         The other ranks learn of the exception, fail too where they wait for others, and come here.
@@ -361,7 +361,7 @@ class Engine:
             bucket.cancel_unshard(is_lost=False)
         return True
 
-    def abandon(self) -> None:
+    def _abort(self) -> None:
         """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
         self._is_closed = True
         self.worker.drain()

@@ -65,11 +65,11 @@ from lightning_zero.tensors.meta import (
 from lightning_zero.tensors.ties import tie_shared
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["RALLY_DEADLINE", "EngineStrategy", "UnshardAfterFit", "run_state"]
+__all__ = ["REGROUP_TIMEOUT", "EngineStrategy", "UnshardAfterFit", "run_state"]
 
 UnshardAfterFit = bool | Literal["auto"]
 
-RALLY_DEADLINE = timedelta(seconds=60)
+REGROUP_TIMEOUT = timedelta(seconds=60)
 _CPU = torch.device("cpu")
 _GIB = 2**30
 
@@ -99,7 +99,7 @@ class EngineStrategy(ProcessStrategy):
         self._closed: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # by name, of a 16-bit module; on rank 0
         self._watched_by: Watchdog | None = None  # the run that has been set up last
-        self._has_rallied: bool | None = None  # after an exception: all ranks came together again
+        self._has_regrouped: bool | None = None  # after an exception: all ranks came together again
         self._keeps_full_module: bool | None = None  # once that is decided for this run
         super().__init__(**of_processes)
 
@@ -219,7 +219,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_rallied = self._keeps_full_module = None  # a failure of the run before is over
+        self._has_regrouped = self._keeps_full_module = None  # a failure of the run before is over
         check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -349,10 +349,14 @@ class EngineStrategy(ProcessStrategy):
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
-    def _meets(self, name: str, *, everyone: bool = True) -> bool:
+    def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
         """As the base; raises a RuntimeError where another rank is elsewhere, or has failed."""
-        is_lost = self._has_rallied is False
-        if not super()._meets(name, everyone=everyone) or is_lost or not self._is_together():
+        is_lost = self._has_regrouped is False
+        if (
+            not super()._enter_collective(name, everyone=everyone)
+            or is_lost
+            or not self._can_communicate()
+        ):
             return False
         if self._engine is not None:
             lockstep = self._engine.lockstep
@@ -361,7 +365,7 @@ class EngineStrategy(ProcessStrategy):
 
     # ---------------------------------------------------------------- failure and the end
 
-    def _is_together(self) -> bool:
+    def _can_communicate(self) -> bool:
         """Whether collectives are possible. After an exception the ranks first rally, once.
 
         The failing rank tells the others, which fail at their next agreement; those that come here
@@ -371,22 +375,22 @@ class EngineStrategy(ProcessStrategy):
             return self._watched_by is None or self._watched_by.failure is None
         if run_state(self._engine.module).status != TrainerStatus.INTERRUPTED:
             return True
-        if self._has_rallied is None:
-            deadline = min(self._timeout or RALLY_DEADLINE, RALLY_DEADLINE)
-            self._has_rallied = self._engine.rally(deadline, sys.exc_info()[1])
-        return self._has_rallied
+        if self._has_regrouped is None:
+            deadline = min(self._timeout or REGROUP_TIMEOUT, REGROUP_TIMEOUT)
+            self._has_regrouped = self._engine._regroup(deadline, sys.exc_info()[1])
+        return self._has_regrouped
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, RequeuedExit):
-            self._has_rallied = False  # all is saved and time is short: nothing is gathered
+            self._has_regrouped = False  # all is saved and time is short: nothing is gathered
         elif isinstance(exception, SIGTERMException):
             with_status(exception)  # Lightning's own says that all is done
         if self._watchdog is not None:
             if self._engine is None:
                 self._watchdog.abort(exception)
             self._watchdog.explain(exception)
-        self._is_together()
+        self._can_communicate()
 
     @override
     def teardown(self) -> None:
@@ -410,7 +414,7 @@ class EngineStrategy(ProcessStrategy):
 
     def _end(self, engine: Engine) -> None:
         """Gives parameters back, on the CPU, where the ranks are together, else what there is."""
-        if self._is_together():
+        if self._can_communicate():
             is_whole = self._should_keep_full_module()
             if self._averages is not None:
                 self._averages.give_back(_CPU if is_whole else None)
@@ -421,7 +425,7 @@ class EngineStrategy(ProcessStrategy):
             else:
                 engine.comm.close()
         else:
-            engine.abandon()
+            engine._abort()
             if self._averages is not None:
                 self._averages.let_go()
         self._engine = self._averages = None

@@ -154,7 +154,7 @@ class ProcessStrategy(ParallelStrategy):
         device_id = None if device.type == "cpu" else device
         settings: dict[str, Any] = {"timeout": self._timeout, "device_id": device_id}
         if not has_world():
-            settings["store"] = self._meet_ranks()
+            settings["store"] = self._rendezvous()
         _init_dist_connection(self.cluster_environment, backend, **settings)
         self._check_world_size()
         if self._watchdog is not None:
@@ -169,7 +169,7 @@ class ProcessStrategy(ParallelStrategy):
             describe_exit=how_child_ended,
         )
 
-    def _meet_ranks(self) -> Any:
+    def _rendezvous(self) -> Any:
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"] = environment.main_address
@@ -211,7 +211,7 @@ class ProcessStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- small collectives
 
-    def _meets(self, name: str, *, everyone: bool = True) -> bool:
+    def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
         """Whether a collective of every rank, or of some, is possible; else there is none.
 
         Where a subclass brings ranks together that are not at the same point; `name` is that of
@@ -227,14 +227,14 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         name = f"the barrier {name!r}" if name else "a barrier"
-        if self._meets(name):
+        if self._enter_collective(name):
             with self._waiting(name):
                 wait_for_world(self.root_device)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         name = f"an object of rank {src}"
-        if not self._meets(name):
+        if not self._enter_collective(name):
             return obj
         with self._waiting(name, is_one_way=True):
             return broadcast_object(obj, src)
@@ -246,7 +246,7 @@ class ProcessStrategy(ParallelStrategy):
         # Torch's ReduceOp says its address, which is another on every rank.
         how = reduce_op if isinstance(reduce_op, str) else "reduction"
         name = f"a {how} over ranks of {_shape_of(tensor)}"
-        if not self._meets(name, everyone=is_world(group)):
+        if not self._enter_collective(name, everyone=is_world(group)):
             return tensor
         with self._waiting(name):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -256,7 +256,7 @@ class ProcessStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         name = f"an all-gather of {_shape_of(tensor)}"
-        if not self._meets(name, everyone=is_world(group)):
+        if not self._enter_collective(name, everyone=is_world(group)):
             return tensor
         with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)

@@ -67,7 +67,7 @@ from lightning_zero.layout.stage import STAGES
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import Averages, check_restorable
 from lightning_zero.strategy.engine_strategy import (
-    RALLY_DEADLINE,
+    REGROUP_TIMEOUT,
     EngineStrategy,
     UnshardAfterFit,
     run_state,
@@ -378,7 +378,7 @@ class ZeroStrategy(EngineStrategy):
             self.before_saving()
         module = self.lightning_module
         assert module is not None
-        if not self._is_together():
+        if not self._can_communicate():
             return {}
         self._meet("the state of the module, for a checkpoint")
         if is_for_file and self._owner is not None and self._saves_shards:
@@ -401,7 +401,7 @@ class ZeroStrategy(EngineStrategy):
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
         """As `_module_state`, of a callback's averaged module. Collective."""
-        if not self._is_together():
+        if not self._can_communicate():
             return {}
         if self._saves_shards:
             return self._saving.state_dict(self.engine, average, kind)
@@ -421,7 +421,7 @@ class ZeroStrategy(EngineStrategy):
             )
         if owner is None or optimizer not in owner.optimizers:
             return super().optimizer_state(optimizer)
-        if not self._is_together():
+        if not self._can_communicate():
             return {}
         owner.optimizers.check_has_states()
         self._meet("the state of an optimizer, for a checkpoint")
@@ -442,10 +442,10 @@ class ZeroStrategy(EngineStrategy):
         if (choice := self._settings.choice) is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
             checkpoint[NOTE_KEY] = {"auto": chosen}
-        if not self._is_together():
+        if not self._can_communicate():
             rank_zero_warn(
                 f"{filepath} was not saved: other ranks did not come together within "
-                f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
+                f"{REGROUP_TIMEOUT.seconds} s after the exception, so that no whole state exists."
             )
             return
         if self._engine is not None:
@@ -568,7 +568,7 @@ class ZeroStrategy(EngineStrategy):
         if hasattr(launcher, "procs"):
             launcher.procs = []  # what it has started is this process's
         state["_launcher"] = launcher
-        of_runs = ("_building", "_closed", "_watched_by", "_has_rallied", "_keeps_full_module")
+        of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
         renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
         return state | dict.fromkeys(of_runs) | renewed
 
