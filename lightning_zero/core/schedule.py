@@ -159,7 +159,7 @@ class Schedule:
         self._recorder = comm.recorder
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._retains_graph = False  # the backward under way leaves its graph for another one
+        self._retain_graph = False  # the backward under way leaves its graph for another one
         self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
@@ -367,9 +367,9 @@ class Schedule:
     # ---------------------------------------------------------------- backward
 
     @contextmanager
-    def backward_context(self, *, reduces: bool, retains_graph: bool = False) -> Iterator[None]:
+    def backward_context(self, *, reduces: bool, retain_graph: bool = False) -> Iterator[None]:
         """Around `loss.backward()`; if it does not reduce, gradients stay local where they can."""
-        self._retains_graph = retains_graph
+        self._retain_graph = retain_graph
         try:
             self._begin_backward(reduces)
             yield
@@ -423,7 +423,7 @@ class Schedule:
 
     def _reshard_after_backward(self, unit: Unit) -> None:
         """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
-        unit.is_saved_for_backward = self._retains_graph
+        unit.is_saved_for_backward = self._retain_graph
         unit.reshard()
 
     def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -448,7 +448,7 @@ class Schedule:
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
-            unit.is_saved_for_backward = self._retains_graph
+            unit.is_saved_for_backward = self._retain_graph
         self.unsharder.reshard_all()
         self._has_computed = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)

@@ -218,15 +218,15 @@ class Engine:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """`loss.backward(...)`, with gradients averaged over ranks at its end. Collective."""
-        retains_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.backward_context(retains_graph=retains_graph):
+        retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with self.backward_context(retain_graph=retain_graph):
             loss.backward(*args, **kwargs)
 
-    def backward_context(self, *, retains_graph: bool = False) -> AbstractContextManager[None]:
-        """Around a backward that somebody else calls; `retains_graph`: for another backward."""
+    def backward_context(self, *, retain_graph: bool = False) -> AbstractContextManager[None]:
+        """Around a backward that somebody else calls; `retain_graph`: for another backward."""
         if self._syncs:
             self.optimizers.read_ahead()
-        return self.schedule.backward_context(reduces=self._syncs, retains_graph=retains_graph)
+        return self.schedule.backward_context(reduces=self._syncs, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -377,18 +377,18 @@ class Engine:
         self,
         device: torch.device | None = None,
         *,
-        keeps_optimizer_shards: bool = False,
-        keeps_parameters: bool = True,
+        keep_optimizer_shards: bool = False,
+        keep_parameters: bool = True,
     ) -> None:
         """Gives everything back: whole tensors, no hooks. Collective. Closing twice is harmless.
 
         Args:
             device: Where parameters and optimizer states are to be; None: where they are.
-            keeps_optimizer_shards: Leave each rank its part of the optimizer states, from which
+            keep_optimizer_shards: Leave each rank its part of the optimizer states, from which
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
                 States on NVMe or a GPU that would fill more than half of the CPU memory, with the
                 module, are dropped instead (`optimizers.check_has_states` then raises).
-            keeps_parameters: False: parameters and optimizer states have no values afterwards, and
+            keep_parameters: False: parameters and optimizer states have no values afterwards, and
                 a use of them is an error.
 
         Raises:
@@ -398,7 +398,7 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        target = (device or self.device) if keeps_parameters else None
+        target = (device or self.device) if keep_parameters else None
         if self.comm.control.is_open:
             self.lockstep.barrier("the end of the engine")
         self.worker.drain()
@@ -410,11 +410,11 @@ class Engine:
         self._end_checkpointing()
         self._hooks.detach()
         failure = self.schedule.reset_all() or failure
-        self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
+        self.optimizers.give_back(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
         self.storage.close()
-        if not keeps_optimizer_shards:
+        if not keep_optimizer_shards:
             self.comm.close()
         if failure is not None:
             raise failure

@@ -218,19 +218,19 @@ class AttachedOptimizers(Sequence[Optimizer]):
         for step in self._steps:
             step.detach()
 
-    def give_back(self, device: torch.device | None, *, keeps_shards: bool) -> None:
+    def give_back(self, device: torch.device | None, *, keep_shards: bool) -> None:
         """Leaves the optimizers states on `device`. Collective.
 
         Args:
             device: Where they are to be; None: they are dropped.
-            keeps_shards: This rank's part only. What would fill more than half of the memory,
+            keep_shards: This rank's part only. What would fill more than half of the memory,
                 with the whole module, is dropped instead.
         """
-        self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory(device))
+        self._lacks_states = device is None or (keep_shards and not self._fit_in_memory(device))
         for optimizer in self:
             if self._lacks_states or device is None:
                 raw_states(optimizer).clear()
-            elif keeps_shards:
+            elif keep_shards:
                 states = raw_states(optimizer)
                 for parameter, state in states.items():
                     states[parameter] = map_tensors(partial(_read_to, device), state)

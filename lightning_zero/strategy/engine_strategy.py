@@ -319,8 +319,8 @@ class EngineStrategy(ProcessStrategy):
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
-        retains_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.engine.backward_context(retains_graph=retains_graph):
+        retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with self.engine.backward_context(retain_graph=retain_graph):
             plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -419,7 +419,7 @@ class EngineStrategy(ProcessStrategy):
             if self._averages is not None:
                 self._averages.give_back(_CPU if is_whole else None)
             self._last_masters = narrow_masters(engine) if is_whole else {}
-            engine.close(_CPU, keeps_optimizer_shards=True, keeps_parameters=is_whole)
+            engine.close(_CPU, keep_optimizer_shards=True, keep_parameters=is_whole)
             if is_whole:
                 self._closed = engine
             else:

@@ -162,7 +162,7 @@ def _states(rank, world_size, folder):
         engine.step()
         room = int(2 * nbytes / world_size + share * nbytes)
         attached.available_memory_bytes = lambda: 2 * attached.local_world_size() * room  # noqa: B023
-        engine.close(torch.device("cpu"), keeps_optimizer_shards=True)
+        engine.close(torch.device("cpu"), keep_optimizer_shards=True)
         engine.comm.close()
         kept.append(bool(engine.optimizers[0].state))
         if not kept[-1]:
