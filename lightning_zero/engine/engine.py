@@ -146,7 +146,7 @@ class Engine:
         self._is_closed = False
         self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
         try:
-            self.buckets = self._take_over()
+            self.buckets = self._wrap_parameters()
             rest = iter(self.buckets)
             units = [
                 Unit(unit, index, [next(rest) for _ in unit.buckets])
@@ -172,7 +172,7 @@ class Engine:
             self.storage.close()
             raise
 
-    def _take_over(self) -> list[Bucket]:
+    def _wrap_parameters(self) -> list[Bucket]:
         """The buckets of the module, in layout order, with all values there are. Collective."""
         plans = self.plan.buckets
         queue = GradQueue(self.storage)
@@ -410,7 +410,7 @@ class Engine:
         self._end_checkpointing()
         self._hooks.detach()
         failure = self.schedule.reset_all() or failure
-        self.optimizers.give_back(target, keep_shards=keep_optimizer_shards)
+        self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
         self.storage.close()

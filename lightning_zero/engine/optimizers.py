@@ -218,7 +218,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         for step in self._steps:
             step.detach()
 
-    def give_back(self, device: torch.device | None, *, keep_shards: bool) -> None:
+    def unwrap(self, device: torch.device | None, *, keep_shards: bool) -> None:
         """Leaves the optimizers states on `device`. Collective.
 
         Args:
@@ -256,7 +256,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         return bool(self._comm.control.min_ints([room - nbytes])[0] >= 0)
 
     def check_has_states(self) -> None:
-        """After `give_back`: a RuntimeError if states were too large to keep."""
+        """After `unwrap`: a RuntimeError if states were too large to keep."""
         if self._lacks_states:
             raise RuntimeError(
                 "the optimizer states rested on NVMe or a GPU, were too large for CPU memory "

@@ -3,7 +3,7 @@
 [Note: Shadows] Each bucket of the module has one beside it for the copy: of the same layout, in the
 dtype and where the master is, and at rest as what this rank steps. That costs what one more
 optimizer state costs, 1/N where those are shards. Nothing but `gathered` makes it whole. Inside
-`shown` the parameters of both modules are plain tensors of the same elements, 1-D and in full
+`shard_views` the parameters of both modules are plain tensors of the same elements, 1-D and in full
 precision, so that averaging, swapping and copying are what they are without sharding.
 """
 
@@ -86,25 +86,25 @@ class Shadow:
         return copy
 
     @contextmanager
-    def shown(self, *, writes: bool) -> Iterator[None]:
-        """The parameters of both modules are this rank's elements. Collective where it `writes`.
+    def shard_views(self, *, write_back: bool) -> Iterator[None]:
+        """The parameters of both modules are this rank's elements. Collective where it `write_back`.
 
         To those of the trained module: narrower parameters, and whole ones on all ranks, follow.
         """
-        with self.bare(), _bare(self._engine.buckets) as shown:
+        with self.own_views(), _installed_views(self._engine.buckets) as shown:
             yield
-        if writes:
+        if write_back:
             for masters, values in shown:
                 masters.store(values)
             self._engine.schedule.shared.share_again()  # each rank has averaged its own
 
     @contextmanager
-    def bare(self) -> Iterator[None]:
+    def own_views(self) -> Iterator[None]:
         """The shadow's parameters are this rank's elements; moved, they come back. Local."""
-        with _bare(self.buckets):
+        with _installed_views(self.buckets):
             yield
 
-    def give_back(self, device: torch.device | None) -> None:
+    def unwrap(self, device: torch.device | None) -> None:
         """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
         for bucket in self.buckets:
             self._engine.average_buckets.remove(bucket)
@@ -112,7 +112,7 @@ class Shadow:
 
 
 @contextmanager
-def _bare(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
+def _installed_views(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
     """Yields masters with what their parameters show."""
     with ExitStack() as hiding:
         shown = []

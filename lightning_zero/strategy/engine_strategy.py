@@ -225,7 +225,7 @@ class EngineStrategy(ProcessStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        with self._taking_over():
+        with self._wrapping_built_parameters():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             self._reset_optimizers_and_schedulers()
@@ -242,7 +242,7 @@ class EngineStrategy(ProcessStrategy):
         self.setup_precision_plugin()
 
     @contextmanager
-    def _taking_over(self) -> Iterator[None]:
+    def _wrapping_built_parameters(self) -> Iterator[None]:
         """Around the set-up that takes over what is in parts, if anything. Collective."""
         building = self._building
         if building is None:
@@ -404,7 +404,7 @@ class EngineStrategy(ProcessStrategy):
         if self._watchdog is not None:
             self._watchdog.leave()
         release_children()  # nothing collective comes from here on
-        self._give_module_back()
+        self._unwrap_module()
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
@@ -417,7 +417,7 @@ class EngineStrategy(ProcessStrategy):
         if self._can_communicate():
             is_whole = self._should_keep_full_module()
             if self._averages is not None:
-                self._averages.give_back(_CPU if is_whole else None)
+                self._averages.unwrap(_CPU if is_whole else None)
             self._last_masters = narrow_masters(engine) if is_whole else {}
             engine.close(_CPU, keep_optimizer_shards=True, keep_parameters=is_whole)
             if is_whole:
@@ -427,7 +427,7 @@ class EngineStrategy(ProcessStrategy):
         else:
             engine._abort()
             if self._averages is not None:
-                self._averages.let_go()
+                self._averages.restore_methods()
         self._engine = self._averages = None
 
     def _should_keep_full_module(self) -> bool:
@@ -452,7 +452,7 @@ class EngineStrategy(ProcessStrategy):
             return False
         return self._was_fitting() and not self._should_keep_full_module()
 
-    def _give_module_back(self) -> None:
+    def _unwrap_module(self) -> None:
         module = self.lightning_module
         if module is None:
             return

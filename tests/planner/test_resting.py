@@ -175,7 +175,7 @@ def _count_averaged(rank, world_size, cases):
         whole = report.data_parallel_bytes - before.data_parallel_bytes
         found.append((tiers, report.average_bytes, added, whole))
         for shadow in shadows:
-            shadow.give_back(torch.device("cpu"))
+            shadow.unwrap(torch.device("cpu"))
         assert trained.engine.memory_report().tiers == before.tiers
         trained.engine.close()
     return found

@@ -132,7 +132,7 @@ class _Training:
         else:
             self._engine.step()
         if self._shadow is not None:
-            with self._shadow.shown(writes=False), torch.no_grad():
+            with self._shadow.shard_views(write_back=False), torch.no_grad():
                 pairs = zip(
                     self._shadow.module.parameters(), self._module.parameters(), strict=True
                 )
@@ -174,13 +174,13 @@ class _Training:
         """After the last step."""
         assert bool(self._offload.nbytes) == ("activations" in self._options)
         if self._shadow is not None:
-            with self._shadow.shown(writes=True), torch.no_grad():
+            with self._shadow.shard_views(write_back=True), torch.no_grad():
                 pairs = zip(
                     self._shadow.module.parameters(), self._module.parameters(), strict=True
                 )
                 for average, parameter in pairs:
                     parameter.copy_(average)
-            self._shadow.give_back(None)
+            self._shadow.unwrap(None)
         self._engine.close()
         for parameter in self._module.parameters():
             parameter.data.add_(1.0)
