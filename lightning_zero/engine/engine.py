@@ -36,13 +36,13 @@ from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, to
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
-from lightning_zero.engine.counting import count_memory
-from lightning_zero.engine.facts import (
-    config_facts,
-    module_facts,
-    optimizer_facts,
-    software_facts,
+from lightning_zero.engine.consistency import (
+    describe_config,
+    describe_module,
+    describe_optimizer,
+    describe_software,
 )
+from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, examine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
@@ -455,11 +455,11 @@ def _begin_together(
         look = partial(examine, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in given]
         checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
-        facts = {"the installed versions": software_facts()} | module_facts(module, config)
+        facts = {"the installed versions": describe_software()} | describe_module(module, config)
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
         for number, (optimizer, found) in enumerate(examined):
-            facts |= optimizer_facts(number, optimizer, found, names)
-        facts["ZeroConfig"] = config_facts(config)
+            facts |= describe_optimizer(number, optimizer, found, names)
+        facts["ZeroConfig"] = describe_config(config)
         facts["sharding_group_size"] = {"number of ranks": str(group_size)}  # also of "node"
     except Exception as error:
         if not has_world():

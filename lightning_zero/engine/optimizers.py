@@ -16,8 +16,8 @@ from lightning_zero.comm.consistency import ComparedFields, compare
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepWorker
+from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.engine.counting import held_bytes, whole_bytes
-from lightning_zero.engine.facts import optimizer_facts
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
@@ -136,7 +136,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 for bucket in self._buckets
                 for parameter, slot in zip(bucket.parameters, bucket.plan.layout.slots, strict=True)
             }
-            facts = optimizer_facts(len(self), optimizer, found, names)
+            facts = describe_optimizer(len(self), optimizer, found, names)
         except Exception as error:
             failure = error
         compare(self._comm.control, facts, failure)

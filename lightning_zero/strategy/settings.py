@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.world import failing_together, gather_objects
-from lightning_zero.engine.facts import config_facts
+from lightning_zero.engine.consistency import describe_config
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.probe import find_full_optimizers
@@ -49,7 +49,12 @@ __all__ = [
 ]
 
 _AUTO = "auto"
-_OTHER_FACTS = ("check_memory", "checkpoint", "async_save", "unshard_after_fit")  # not the engine's
+_OTHER_COMPARED = (
+    "check_memory",
+    "checkpoint",
+    "async_save",
+    "unshard_after_fit",
+)  # not the engine's
 _STAGES = (1, 2, 3)  # 0 is the control
 _SHARE = 0.7  # of the free memory: activations, which nobody knows yet, take the rest
 _GIB = 1024**3
@@ -118,14 +123,14 @@ class Settings:
         self._checks_memory = given["check_memory"]
         if not isinstance(self._checks_memory, bool):
             raise TypeError(f"check_memory must be True or False, got {self._checks_memory!r}.")
-        self._others = {name: str(given[name]) for name in _OTHER_FACTS}
+        self._others = {name: str(given[name]) for name in _OTHER_COMPARED}
         self.config = self._given
         self.choice: AutoChoice | None = None
 
-    def facts(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """What was given, to be compared between ranks."""
         stage = {"stage": _AUTO} if self._is_auto else {}
-        return config_facts(self._given) | stage | self._others
+        return describe_config(self._given) | stage | self._others
 
     def decide(
         self,

@@ -281,7 +281,7 @@ class ZeroStrategy(EngineStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # Before any rank does what the others would have to do with it.
-        fields = self._settings.facts() | {"precision": str(self.precision_plugin.precision)}
+        fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
         with self._waiting("the settings of all ranks"):
             everyone = gather_objects({"ZeroStrategy": fields})
         check_equal(everyone)

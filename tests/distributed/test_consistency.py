@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adam
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.core import building
-from lightning_zero.engine.facts import optimizer_facts
+from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.optim.probe import ProbeResult, StepKind
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
@@ -393,7 +393,7 @@ def test_options_without_a_repr_of_their_own_are_named_by_their_class():
     optimizer = SGD([{"params": module.parameters(), "f": print, "g": lambda: 0}], lr=0.1)
     names = {parameter: name for name, parameter in module.named_parameters()}
     found = ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
-    options = optimizer_facts(0, optimizer, found, names)["group 0 of optimizer 0 (SGD)"]
+    options = describe_optimizer(0, optimizer, found, names)["group 0 of optimizer 0 (SGD)"]
     assert options["f"] == "<built-in function print>"
     assert options["g"] == "function"
 
