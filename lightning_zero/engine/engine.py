@@ -43,7 +43,7 @@ from lightning_zero.engine.consistency import (
     describe_software,
 )
 from lightning_zero.engine.counting import count_memory
-from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, examine
+from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
@@ -161,7 +161,7 @@ class Engine:
                 self.storage,
                 comm,
                 worker=self.worker if config.overlap_step else None,
-                examine=partial(examine, module=module, config=config, device=device),
+                examine=partial(check_and_probe, module=module, config=config, device=device),
             )
             for optimizer, found in examined:
                 self.optimizers.take(optimizer, found)
@@ -452,7 +452,7 @@ def _begin_together(
         warned += alias_texts(module)
         device = _find_device(module, device)
         check_can_materialize(module)
-        look = partial(examine, module=module, config=config, device=device)
+        look = partial(check_and_probe, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in given]
         checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
         facts = {"the installed versions": describe_software()} | describe_module(module, config)

@@ -31,7 +31,7 @@ from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["AttachedOptimizers", "as_optimizers", "examine"]
+__all__ = ["AttachedOptimizers", "as_optimizers", "check_and_probe"]
 
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -51,7 +51,7 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
-def examine(
+def check_and_probe(
     optimizer: Optimizer, *, module: nn.Module, config: ZeroConfig, device: torch.device
 ) -> ProbeResult:
     """Finds out how `optimizer` can step the shards of `module`.
