@@ -22,7 +22,7 @@ from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["count_memory", "full_checkpoint_bytes", "held_bytes", "whole_bytes"]
+__all__ = ["count_memory", "full_checkpoint_bytes", "cpu_param_bytes", "full_bytes"]
 
 _STATES_NUMEL = 2  # of Adam, for each element of a trained parameter
 
@@ -43,7 +43,7 @@ def count_memory(
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
         held.update(_allocated_bytes(bucket))
-        params = whole_bytes(bucket)
+        params = full_bytes(bucket)
         alone[State.PARAM] += params
         if any(parameter.requires_grad for parameter in bucket.parameters):
             alone[State.GRAD] += params
@@ -53,14 +53,14 @@ def count_memory(
                 nbytes = value.untyped_storage().nbytes()
                 held[_tier_in_memory(placement), State.OPTIM] += nbytes
             own = bucket_of(placement).orig_dtypes[placement.index]
-            alone[State.OPTIM] += _whole_numel(placement, value) * _own_itemsize(value, own)
+            alone[State.OPTIM] += _full_numel(placement, value) * _own_itemsize(value, own)
         alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
     average_bytes = 0
     for bucket in averages:
         for tier, _, store in bucket.shards.stores():
             held[tier, State.OPTIM] += store.nbytes
             average_bytes += store.nbytes
-        alone[State.OPTIM] += whole_bytes(bucket)
+        alone[State.OPTIM] += full_bytes(bucket)
     used = {Tier.DEVICE} | {tier for tier, _ in held}  # and those where states are meant to rest
     for bucket in buckets:
         used |= {bucket.plan.tiers.param, bucket.plan.tiers.optim, bucket.plan.tiers.grad}
@@ -91,7 +91,7 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     return held
 
 
-def whole_bytes(bucket: Bucket) -> int:
+def full_bytes(bucket: Bucket) -> int:
     """Bytes of whole parameters in the dtypes that they are given back in."""
     slots = zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
     return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
@@ -105,7 +105,7 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
     """
     total = 0
     for bucket in buckets:
-        total += whole_bytes(bucket)
+        total += full_bytes(bucket)
         master = bucket.plan.master_dtype
         slots = bucket.plan.layout.slots
         for slot, own, p in zip(slots, bucket.orig_dtypes, bucket.parameters, strict=True):
@@ -115,7 +115,7 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
     return total
 
 
-def held_bytes(bucket: Bucket) -> int:
+def cpu_param_bytes(bucket: Bucket) -> int:
     """Bytes of parameters in CPU memory now, which go as the whole comes."""
     held = _allocated_bytes(bucket)
     tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
@@ -135,7 +135,7 @@ def _tier_in_memory(placement: Placement) -> Tier:
     return Tier.CPU if tier is Tier.NVME else tier
 
 
-def _whole_numel(placement: Placement, value: Tensor) -> int:
+def _full_numel(placement: Placement, value: Tensor) -> int:
     """Elements that the whole tensor has of which `value` is this rank's part."""
     bucket = bucket_of(placement)
     is_whole = bucket.replicates_optim or bucket.shards.has_tensor_owners

@@ -17,7 +17,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.consistency import describe_optimizer
-from lightning_zero.engine.counting import held_bytes, whole_bytes
+from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
@@ -251,7 +251,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         if nbytes and device.type == "cpu":
-            nbytes += sum(whole_bytes(bucket) - held_bytes(bucket) for bucket in self._buckets)
+            nbytes += sum(full_bytes(bucket) - cpu_param_bytes(bucket) for bucket in self._buckets)
         room = available_memory_bytes() // (2 * local_world_size())
         return bool(self._comm.control.min_ints([room - nbytes])[0] >= 0)
 

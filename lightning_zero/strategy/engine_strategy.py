@@ -41,7 +41,7 @@ from lightning_zero.checkpoint import load_masters, narrow_masters
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import Building, move_all_but_parameters
-from lightning_zero.engine.counting import held_bytes, whole_bytes
+from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
@@ -491,8 +491,8 @@ def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
     It can where that takes at most half of what is free for each rank of a node, on all nodes.
     Warns, once, where it does not.
     """
-    needed = (1 + num_averages) * sum(whole_bytes(bucket) for bucket in engine.buckets)
-    needed -= sum(held_bytes(bucket) for bucket in engine.buckets)
+    needed = (1 + num_averages) * sum(full_bytes(bucket) for bucket in engine.buckets)
+    needed -= sum(cpu_param_bytes(bucket) for bucket in engine.buckets)
     if engine.comm.rank == 0:
         needed += sum(_masters_bytes(bucket) for bucket in engine.buckets)
     room = available_memory_bytes() // (2 * local_world_size())

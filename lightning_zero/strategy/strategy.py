@@ -59,7 +59,7 @@ from lightning_zero.comm.world import (
     gather_objects,
 )
 from lightning_zero.deepspeed import Translation, translate
-from lightning_zero.engine.counting import whole_bytes
+from lightning_zero.engine.counting import full_bytes
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
@@ -395,7 +395,7 @@ class ZeroStrategy(EngineStrategy):
         if engine is None:
             return module.state_dict()
         if not is_for_file:
-            num_bytes = sum(whole_bytes(bucket) for bucket in engine.buckets)
+            num_bytes = sum(full_bytes(bucket) for bucket in engine.buckets)
             engine.lockstep.check_cpu_memory("lightning_module_state_dict()", num_bytes)
         return full_state_dict(engine, is_on_all_ranks=not is_for_file)
 
