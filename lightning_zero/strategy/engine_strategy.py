@@ -52,7 +52,7 @@ from lightning_zero.strategy.children import release_children
 from lightning_zero.strategy.loops import LockstepLoops, keep_in_loop, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
-from lightning_zero.strategy.settings import Place, Settings
+from lightning_zero.strategy.settings import Hardware, Settings
 from lightning_zero.strategy.slurm import RequeuedExit
 from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
@@ -266,8 +266,8 @@ class EngineStrategy(ProcessStrategy):
 
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
-        place = Place(self.root_device, self.world_size, self.num_processes)
-        config = self._settings.decide(trainer, optimizers, place, self._precision_plugin)
+        hardware = Hardware(self.root_device, self.world_size, self.num_processes)
+        config = self._settings.decide(trainer, optimizers, hardware, self._precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._engine = Engine(
