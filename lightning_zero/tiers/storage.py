@@ -239,7 +239,8 @@ class Storage:
 
     Attributes:
         device: Where the module computes.
-        has_device_memory: The CPU tier is other memory than the device's. See [Note: Apart or together].
+        has_device_memory: The CPU tier is other memory than the device's.
+            See [Note: Apart or together].
         buffer_bytes: Of the buffers through which files are read and written.
     """
 
