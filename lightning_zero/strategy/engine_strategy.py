@@ -49,7 +49,7 @@ from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.stage import State
 from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.children import release_children
-from lightning_zero.strategy.loops import LockstepLoops, keep_in_loop, with_status
+from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
 from lightning_zero.strategy.settings import Hardware, Settings
@@ -337,7 +337,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        return keep_in_loop(dataloader, self.lightning_module.trainer)
+        return replace_empty_loader(dataloader, self.lightning_module.trainer)
 
     def _begin_evaluation(self) -> None:
         self._loops.begin_evaluation()

@@ -99,7 +99,7 @@ TERMS = (
     Term("says", r"\b(says|saying|sayings)\b", "states, reports, contains, a vote"),
     Term(
         "Said, Voice, Learned",
-        r"\b(Said|RoundResult|Voice|Learned|ProbeResult|Roll|Doing|Wish|Talk)\b(?![ ,])",
+        r"\b(Said|RoundResult|Voice|Learned|ProbeResult|Roll|Doing|StopRequest|Talk)\b(?![ ,])",
         "Vote, RoundResult, RoundClient, RecordedSchedules, ...",
         is_exact=True,
         only="*.py",
