@@ -49,7 +49,7 @@ from lightning_zero.comm.world import (
     wait_for_world,
     world_size,
 )
-from lightning_zero.strategy.children import Children, Untouched, how_child_ended
+from lightning_zero.strategy.children import Children, ProcessSnapshot, how_child_ended
 from lightning_zero.strategy.hydra import check_launch, child_command, current_job
 from lightning_zero.strategy.slurm import Requeueing, check_slurm_layout
 from lightning_zero.strategy.start import finding_start
@@ -343,7 +343,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         check_launch(self.num_processes)
         commands = [child_command(local_rank) for local_rank in range(1, self.num_processes)]
         first_rank = environment.node_rank() * self.num_processes + 1
-        children = Children(current_job(), first_rank=first_rank, before=Untouched.now())
+        children = Children(current_job(), first_rank=first_rank, before=ProcessSnapshot.take())
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         os.environ["NODE_RANK"] = str(environment.node_rank())
