@@ -51,8 +51,8 @@ from lightning_zero.comm.world import (
 )
 from lightning_zero.strategy.children import Children, ProcessSnapshot, how_child_ended
 from lightning_zero.strategy.hydra import check_launch, child_command, current_job
+from lightning_zero.strategy.resume import with_resolved_ckpt_path
 from lightning_zero.strategy.slurm import Requeueing, check_slurm_layout
-from lightning_zero.strategy.start import finding_start
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 
@@ -294,7 +294,9 @@ class _ProcessLauncher(_MultiProcessingLauncher):
         function: Callable[..., Any],
         *rest: Any,
     ) -> None:
-        super()._wrapping_function(process_idx, trainer, finding_start(function, trainer), *rest)
+        super()._wrapping_function(
+            process_idx, trainer, with_resolved_ckpt_path(function, trainer), *rest
+        )
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
@@ -332,7 +334,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         children = Children.current()
         self.procs = children.processes if children is not None else []
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        function = finding_start(function, trainer)
+        function = with_resolved_ckpt_path(function, trainer)
         with children.needed() if children is not None else nullcontext():
             if trainer is not None and Requeueing.is_wanted(trainer):
                 return Requeueing(trainer).run(function, *args, **kwargs)

@@ -76,6 +76,7 @@ from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.processes import StartMethod
+from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
     MASTERS_KEY,
     NOTE_KEY,
@@ -86,7 +87,6 @@ from lightning_zero.strategy.saving import (
     is_own_io,
 )
 from lightning_zero.strategy.settings import Settings
-from lightning_zero.strategy.start import tidy_folders
 from lightning_zero.tensors.meta import accepting_pending_values, set_pending_values
 
 __all__ = ["ZeroStrategy"]

@@ -27,13 +27,15 @@ from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
 from lightning_zero.checkpoint.newest import newest_of
 from lightning_zero.checkpoint.remote import is_remote
 
-__all__ = ["finding_start", "tidy_folders"]
+__all__ = ["with_resolved_ckpt_path", "tidy_folders"]
 
 _LAST = "last"
 _NEWEST = "newest"
 
 
-def finding_start(function: Callable[..., Any], trainer: Trainer | None) -> Callable[..., Any]:
+def with_resolved_ckpt_path(
+    function: Callable[..., Any], trainer: Trainer | None
+) -> Callable[..., Any]:
     """`function`, of the Trainer, given the checkpoint for "last" and "newest".
 
     See [Note: Before Lightning looks]. Collective when it is called.
