@@ -10,7 +10,7 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.strategy.saving import accept_every_format
+from lightning_zero.strategy.saving import patch_load_from_checkpoint
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [
@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)
-accept_every_format()
+patch_load_from_checkpoint()

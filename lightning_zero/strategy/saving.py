@@ -9,7 +9,7 @@ stays if that fails.
 
 [Note: Every format] Lightning's `load_from_checkpoint` opens its argument as one file of
 `torch.save`, through one function of its module `lightning.pytorch.core.saving`.
-`accept_every_format` puts another in that function's place: it opens directories, `.safetensors`
+`patch_load_from_checkpoint` puts another in that function's place: it opens directories, `.safetensors`
 files and remote storage, and hands everything else to Lightning's as before. The rest of the loader
 (hyperparameters, arguments, strictness) is its own, for all formats.
 
@@ -64,30 +64,30 @@ from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
     "MASTERS_KEY",
-    "NOTE_KEY",
-    "CheckpointForm",
+    "METADATA_KEY",
+    "CheckpointType",
     "Saving",
     "ZeroCheckpointIO",
-    "accept_every_format",
+    "patch_load_from_checkpoint",
     "is_download",
-    "is_own_io",
+    "is_user_io",
 ]
 
 
-CheckpointForm = Literal["auto", "full", "sharded"]
+CheckpointType = Literal["auto", "full", "sharded"]
 MASTERS_KEY = "lightning_zero_masters"
-NOTE_KEY = "lightning_zero"  # in the sharded form: who wrote it
+METADATA_KEY = "lightning_zero"  # in the sharded form: who wrote it
 
-_FORMS = get_args(CheckpointForm)
+_CHECKPOINT_TYPES = get_args(CheckpointType)
 _SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
 
 
 class Saving:
     """Decides on the form and writes the sharded one; `is_async`: while training goes on."""
 
-    def __init__(self, form: CheckpointForm, *, is_async: bool) -> None:
-        if form not in _FORMS:
-            raise ValueError(f"checkpoint must be one of {_FORMS}, got {form!r}.")
+    def __init__(self, form: CheckpointType, *, is_async: bool) -> None:
+        if form not in _CHECKPOINT_TYPES:
+            raise ValueError(f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {form!r}.")
         if is_async and form == "full":
             raise ValueError(
                 'async_save needs the sharded form, got checkpoint="full"; use '
@@ -113,7 +113,7 @@ class Saving:
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:
         """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it."""
-        if self._form == "sharded" and is_own_io(checkpoint_io):
+        if self._form == "sharded" and is_user_io(checkpoint_io):
             raise ValueError(
                 f'checkpoint="sharded" writes by itself and would not use '
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
@@ -144,7 +144,7 @@ class Saving:
         """Whether a checkpoint is written in the sharded form; see `decide`."""
         if self._form != "auto":
             return self._form == "sharded"
-        if is_own_io(checkpoint_io):
+        if is_user_io(checkpoint_io):
             return False
         if self._is_sharded is not None:
             return self._is_sharded
@@ -252,7 +252,7 @@ class Saving:
                 self._shards |= shards_in(masters)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        checkpoint[NOTE_KEY] = checkpoint.get(NOTE_KEY, {}) | {
+        checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | {
             "version": __version__,
             "stage": engine.config.stage,
             "world_size": engine.comm.size,
@@ -345,7 +345,7 @@ def _why_sharded(engine: Engine) -> str | None:
     return None
 
 
-def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
+def is_user_io(checkpoint_io: CheckpointIO | None) -> bool:
     """Whether it is one that the user has given."""
     return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
 
@@ -414,7 +414,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
-def accept_every_format() -> None:
+def patch_load_from_checkpoint() -> None:
     """See [Note: Every format]. Doing it again is harmless."""
     load_file: Callable[..., Any] = vars(lightnings)["pl_load"]
     if load_file.__module__ == __name__:

@@ -79,12 +79,12 @@ from lightning_zero.strategy.processes import StartMethod
 from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
     MASTERS_KEY,
-    NOTE_KEY,
-    CheckpointForm,
+    METADATA_KEY,
+    CheckpointType,
     Saving,
     ZeroCheckpointIO,
     is_download,
-    is_own_io,
+    is_user_io,
 )
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.tensors.meta import accepting_pending_values, set_pending_values
@@ -180,7 +180,7 @@ class ZeroStrategy(EngineStrategy):
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,
         sharding_group_size: int | str | None = None,
-        checkpoint: CheckpointForm = "auto",
+        checkpoint: CheckpointType = "auto",
         async_save: bool = False,
         check_memory: bool = True,
         unshard_after_fit: UnshardAfterFit = "auto",
@@ -340,7 +340,7 @@ class ZeroStrategy(EngineStrategy):
         try:
             if not has_failed and self._drops_weights():
                 assert self.lightning_module is not None
-                _save_unsaved(self.lightning_module.trainer)
+                _save_last_step(self.lightning_module.trainer)
             self.finish_saving(warns=has_failed)
         finally:
             self._saving.free()
@@ -354,9 +354,9 @@ class ZeroStrategy(EngineStrategy):
         assert self.lightning_module is not None
         return self._saving.is_sharded(self.lightning_module, self.checkpoint_io)
 
-    def _is_left_to_io(self, path: _PATH) -> bool:
+    def _uses_io_only(self, path: _PATH) -> bool:
         """Whether the `CheckpointIO` alone deals with `path`: the user's own, or a download."""
-        return is_own_io(self.checkpoint_io) or is_download(path)
+        return is_user_io(self.checkpoint_io) or is_download(path)
 
     def _meet(self, name: str) -> None:
         """During a run: a rank that does so alone would wait for data of the others. Collective."""
@@ -441,7 +441,7 @@ class ZeroStrategy(EngineStrategy):
         """
         if (choice := self._settings.choice) is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
-            checkpoint[NOTE_KEY] = {"auto": chosen}
+            checkpoint[METADATA_KEY] = {"auto": chosen}
         if not self._can_communicate():
             rank_zero_warn(
                 f"{filepath} was not saved: other ranks did not come together within "
@@ -469,7 +469,7 @@ class ZeroStrategy(EngineStrategy):
             masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        io, is_left_to_io = self.checkpoint_io, self._is_left_to_io(filepath)
+        io, is_left_to_io = self.checkpoint_io, self._uses_io_only(filepath)
 
         def write() -> None:
             if not is_left_to_io:
@@ -481,7 +481,7 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._is_left_to_io(filepath):
+        if self._uses_io_only(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             self._saving.remove(filepath)
@@ -502,7 +502,7 @@ class ZeroStrategy(EngineStrategy):
         """
         self._saving.finish()
         path = self.broadcast(checkpoint_path)
-        if self._is_left_to_io(path):
+        if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
         with failing_together(f"reach {path}"):
             check_shared(path, self.world_size)
@@ -578,7 +578,7 @@ class ZeroStrategy(EngineStrategy):
 SingleDeviceStrategy.register(ZeroStrategy)
 
 
-def _save_unsaved(trainer: Trainer) -> None:
+def _save_last_step(trainer: Trainer) -> None:
     """Saves what would be lost with the parameters, unless a callback has just done so. Collective.
 
     To `last-step-N.ckpt` in the Trainer's `default_root_dir`.
