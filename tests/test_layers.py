@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.distributed.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
-FACE = {"__init__", "_face", "_version", "activations", "callbacks"}  # what users import by path
+FACE = {"__init__", "_api", "_version", "activations", "callbacks"}  # what users import by path
 PACKAGES = [
     "record",
     "layout",
