@@ -73,7 +73,7 @@ def test_a_reason_names_what_would_be_faster_and_what_it_lacks(model):
     assert "of device memory" in reason
 
 
-def test_files_are_chosen_only_where_somebody_has_named_a_folder(model):
+def test_files_are_chosen_only_where_a_folder_is_set(model):
     found = chosen(model, memory(0.5, host_gib=1, disk_gib=0))
     assert "nvme" not in devices(found.config)
     assert "nothing leaves room" in found.reason
@@ -87,7 +87,7 @@ def test_offloads_that_a_user_has_set_are_kept(model):
     assert chosen(model, memory(80), base).config.stage == 3
 
 
-def test_on_the_cpu_memory_is_one(model):
+def test_on_the_cpu_both_tiers_are_one_memory(model):
     found = chosen(model, memory(6), hardware=CPU)
     assert devices(found.config) == (None, None)
 
@@ -136,7 +136,7 @@ def test_states_that_cannot_fit_are_refused_with_what_would(model):
     assert "check_memory=False" in text
 
 
-def test_where_nothing_would_fit_that_is_said(model):
+def test_the_error_reports_that_nothing_would_fit(model):
     with pytest.raises(ValueError, match="more ranks, or a smaller model"):
         refuse(model, ZeroConfig(stage=0), memory(0.1, host_gib=0.1))
 
@@ -145,7 +145,7 @@ def test_an_offload_that_goes_where_there_is_room_is_not_refused(model):
     refuse(model, ZeroConfig(stage=1, offload_optimizer="auto"), memory(1))
 
 
-def test_states_of_an_optimizer_that_cannot_be_tried_are_not_counted(model):
+def test_states_of_an_optimizer_that_cannot_be_probed_are_not_counted(model):
     class Odd(torch.optim.SGD):
         def step(self, closure):
             return closure()
@@ -153,7 +153,7 @@ def test_states_of_an_optimizer_that_cannot_be_tried_are_not_counted(model):
     check_memory_fits(model, [Odd(model.parameters())], ZeroConfig(stage=0), memory(12), CUDA)
 
 
-def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_not_if_told_so(monkeypatch):
+def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_off(monkeypatch):
     monkeypatch.setattr(strategy_settings, "_physical_bytes", lambda: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -77,7 +77,7 @@ def _evaluated(rank, world_size):
     return before, arrays(module.state_dict())
 
 
-def test_weights_that_nobody_has_trained_are_given_back_without_a_checkpoint():
+def test_untrained_weights_are_returned_without_a_checkpoint():
     for before, after in run_ranks(2, _evaluated, has_group=False):
         assert all(np.array_equal(after[name], before[name]) for name in before)
 
