@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.observe.composed import RunSettings, num_parameters, strategy_settings
+from lightning_zero.observe.hydra_trainer import RunSettings, num_parameters, strategy_settings
 from lightning_zero.strategy.hydra import masked
 
 
