@@ -20,15 +20,15 @@ from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import (
     Sample,
     Throughput,
+    aggregate_ranks,
     allocated_and_peak_bytes,
     flops_per_token,
-    kinds_of,
-    metrics_of,
+    make_metrics,
     num_tokens,
-    over_ranks,
     peak_flops,
+    recorded_kinds,
 )
-from lightning_zero.observe.monitor import Wanted, Windows
+from lightning_zero.observe.monitor import MonitorConfig, Windows
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording, Span
 
@@ -45,7 +45,7 @@ def plan(stage, world_size, **settings):
 def metrics(stage, world_size=2, *, group_size=None, has_device_memory=False, **settings):
     mesh = Mesh.of(0, world_size, group_size)
     planned = plan(stage, mesh.num_shards, **settings)
-    return metrics_of(planned, kinds_of(planned, mesh, has_device_memory=has_device_memory))
+    return make_metrics(planned, recorded_kinds(planned, mesh, has_device_memory=has_device_memory))
 
 
 def traffic(stage, *args, **kwargs):
@@ -124,7 +124,7 @@ def test_each_key_has_its_number_in_its_unit():
 def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_most(has_spread):
     keys = ["zero/time/step_s", "zero/wait/for_others_s", "zero/comm/agree_exposed_s"]
     everyone = [[1.0, 0.5, 0.4], [4.0, 0.1, 0.1], [1.0, 0.9, 0.7]]
-    logged, means = over_ranks(keys, everyone, has_spread=has_spread)
+    logged, means = aggregate_ranks(keys, everyone, has_spread=has_spread)
     spread = {
         "zero/time/step_s/min": 1.0,
         "zero/time/step_s/max_rank": 1,
@@ -158,7 +158,7 @@ def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_
 
 
 def test_one_rank_has_plain_keys():
-    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]], has_spread=True)
+    logged, means = aggregate_ranks(["zero/wait/waited_s"], [[0.5]], has_spread=True)
     assert logged == means == {"zero/wait/waited_s": 0.5}
 
 
@@ -176,7 +176,7 @@ class Loop:
         self.written = []
         self.windows = Windows(
             self.recorder,
-            Wanted(every, traces),
+            MonitorConfig(every, traces),
             progress=(start, start),
             align=lambda: self.aligned.append(self.steps),
         )

@@ -56,10 +56,10 @@ __all__ = [
     "Throughput",
     "allocated_and_peak_bytes",
     "flops_per_token",
-    "kinds_of",
-    "metrics_of",
+    "recorded_kinds",
+    "make_metrics",
     "num_tokens",
-    "over_ranks",
+    "aggregate_ranks",
     "peak_flops",
 ]
 
@@ -102,7 +102,7 @@ class Sample:
 Metric = Callable[[Sample], float]
 
 
-def metrics_of(
+def make_metrics(
     plan: Plan, kinds: Iterable[Kind], *, overlaps_step: bool = False
 ) -> dict[str, Metric]:
     """What every rank measures, by key; `overlaps_step`: a forward may wait for the last step."""
@@ -138,7 +138,7 @@ def metrics_of(
     return metrics
 
 
-def kinds_of(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[Kind]:
+def recorded_kinds(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[Kind]:
     """Kinds of collectives and transfers that a step has; `has_device_memory`: the device has own memory."""
     tiers = _tiers(plan)
     is_cut = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
@@ -187,7 +187,7 @@ def _of_kind(kind: Kind) -> dict[str, Metric]:
     }
 
 
-def over_ranks(
+def aggregate_ranks(
     keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What is logged of a step, and one number for all ranks.
@@ -195,7 +195,7 @@ def over_ranks(
     Of several ranks each key has two: `/mean` and `/max`. Of one rank they stand alone.
 
     Args:
-        keys: Of `metrics_of`.
+        keys: Of `make_metrics`.
         everyone: Values by rank and key.
         has_spread: Each has `/min` too, and `/max_rank`, the rank of the greatest.
 
@@ -358,7 +358,7 @@ class Speed:
     mfu: float  # model FLOPs utilization, the share of the device's peak
 
     @classmethod
-    def of(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
+    def from_counts(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
         """From the counts of each rank, and `peak_flops`."""
         counts = [Counts(*rank) for rank in everyone]
         seconds = max(rank.seconds for rank in counts) or math.nan
