@@ -20,13 +20,13 @@ from lightning_zero.layout.sizes import byte_unit, format_bytes
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.plots import (
     ALARM,
-    HOW_TO_DRAW,
     INK,
+    MATPLOTLIB_HINT,
     STATE_COLOURS,
-    axes_below,
     has_matplotlib,
     legend,
-    plain,
+    style_axes,
+    titled_axes,
 )
 from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.planner import Estimate, Machine
@@ -267,7 +267,7 @@ def check_plot(path: Path) -> None:
         ValueError: matplotlib is not installed, or cannot write a picture there.
     """
     if not has_matplotlib():
-        raise ValueError(f"{HOW_TO_DRAW}; or leave --plot out.")
+        raise ValueError(f"{MATPLOTLIB_HINT}; or leave --plot out.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     endings = FigureCanvasAgg.get_supported_filetypes()
@@ -299,7 +299,7 @@ def draw(rows: Sequence[Row], winner: str | None, machine: Machine, title: str, 
         bars.setdefault((row.plain.choice.zero, *_parts(row).items()), []).append(row)
     rows = [row for alike in bars.values() for row in alike]
     unit, size = byte_unit(max(row.used.device_bytes for row in rows))
-    with axes_below(title, path, width=_WIDTH, height=height, margins=margins) as axes:
+    with titled_axes(title, path, width=_WIDTH, height=height, margins=margins) as axes:
         _bars(axes, list(bars.values()), machine, size)
         axes.set_xlabel(f"{unit} on the device of one rank, at most in a step", labelpad=2)
         _names(axes, rows, winner)
@@ -354,7 +354,7 @@ def _names(axes: Axes, rows: Sequence[Row], winner: str | None) -> None:
     names = [row.plain.choice.name for row in rows]
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), names)
-    plain(axes, labelsize=9.5)
+    style_axes(axes, labelsize=9.5)
     if winner is not None:
         place = names.index(winner)
         axes.get_yticklabels()[place].set_fontweight("bold")

@@ -38,7 +38,7 @@ from lightning_zero.observe.metrics import (
     peak_flops,
     recorded_kinds,
 )
-from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, write_trace
+from lightning_zero.observe.plots import MATPLOTLIB_HINT, has_matplotlib, plot_memory, write_trace
 from lightning_zero.observe.recordings import write_recording
 from lightning_zero.observe.report import JobReport, TransferStats, memory_reports, zero_strategy
 from lightning_zero.record import streams
@@ -240,7 +240,7 @@ class ZeroMonitor(pl.Callback):
         for recordings in watch.traced:
             paths += write_trace(recordings, watch.folder)
         if not has_matplotlib():
-            print(HOW_TO_DRAW)
+            print(MATPLOTLIB_HINT)
         if watch.windows.traces:
             print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.traces))}")
         print("written:", *paths, sep="\n  ")

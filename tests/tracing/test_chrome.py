@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_zero.observe.recordings import ON_CPU, chrome_trace
+from lightning_zero.observe.recordings import CPU_TIMING_NOTE, chrome_trace
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import NBYTES, made_ranks, made_step
 
@@ -28,7 +28,7 @@ def test_every_span_is_one_complete_event_with_what_viewers_need():
         assert set(event) >= {"name", "cat", "ts", "dur", "pid", "tid", "args"}
         assert event["ts"] >= 0
         assert event["dur"] >= 0
-    assert trace["otherData"] == {"step": 10, "world_size": 2, "note": ON_CPU}
+    assert trace["otherData"] == {"step": 10, "world_size": 2, "note": CPU_TIMING_NOTE}
 
 
 def test_ranks_are_processes_and_lanes_are_threads():

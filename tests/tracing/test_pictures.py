@@ -8,7 +8,7 @@ import pytest
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
 from lightning_zero.observe import plots as timeline
-from lightning_zero.observe.plots import Scale, place, plot_memory, plot_timeline
+from lightning_zero.observe.plots import Scale, lay_out_rank, plot_memory, plot_timeline
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import made_ranks, made_step
 
@@ -41,7 +41,7 @@ def test_a_timeline_is_as_high_as_what_is_shown(recordings, num_lanes, tmp_path)
 
 
 def block(recording, inches=14.0):
-    return place(recording, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
+    return lay_out_rank(recording, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
 
 
 def test_names_are_written_where_there_is_room():
@@ -104,7 +104,7 @@ def test_what_is_only_waited_for_has_no_colour_in_the_legend():
         Span(Kind.ALL_GATHER, "a", 0.1, 0.4, 8),
         Span(Kind.AGREE, "norm", 0.5, 0.6, is_wait=True),
     )
-    assert list(timeline.totals([Recording(0, 1, 0, 1.0, spans)])) == [
+    assert list(timeline.legend_entries([Recording(0, 1, 0, 1.0, spans)])) == [
         (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
         (Kind.ALL_GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
         (None, "agree: 100.0 ms (10%) exposed"),
