@@ -114,7 +114,7 @@ def test_each_key_has_its_number_in_its_unit():
             "zero/comm/all_gather_gib_per_s": 0.5,
             "zero/prefetch/hits": 5,
             "zero/prefetch/misses": 1,
-            "zero/wait/waited_s": 0.25,
+            "zero/wait/total_s": 0.25,
             "zero/wait/for_others_s": 0.25,
         }
     )
@@ -142,7 +142,7 @@ def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_
             "zero/comm/agree_exposed_s/mean": 0.4,
             "zero/comm/agree_exposed_s/max": 0.7,
             "zero/straggler/rank": 1,
-            "zero/straggler/wait_s": 0.6,
+            "zero/straggler/skew_s": 0.6,
             **(spread if has_spread else {}),
         }
     )
@@ -152,14 +152,14 @@ def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_
             "zero/wait/for_others_s": 0.5,
             "zero/comm/agree_exposed_s": 0.1,  # the rest is skew
             "zero/straggler/rank": 1,
-            "zero/straggler/wait_s": 0.6,
+            "zero/straggler/skew_s": 0.6,
         }
     )
 
 
 def test_one_rank_has_plain_keys():
-    logged, means = aggregate_ranks(["zero/wait/waited_s"], [[0.5]], has_spread=True)
-    assert logged == means == {"zero/wait/waited_s": 0.5}
+    logged, means = aggregate_ranks(["zero/wait/total_s"], [[0.5]], has_spread=True)
+    assert logged == means == {"zero/wait/total_s": 0.5}
 
 
 # ---------------------------------------------------------------- when

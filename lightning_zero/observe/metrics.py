@@ -63,7 +63,7 @@ __all__ = [
     "peak_flops",
 ]
 
-SKEW = "zero/straggler/wait_s"
+SKEW = "zero/straggler/skew_s"
 _GIB = 1024**3
 _AGREEMENT = "zero/comm/agree_exposed_s"
 _FOR_OTHERS = "zero/wait/for_others_s"
@@ -133,7 +133,7 @@ def make_metrics(
     if has_files:
         metrics["zero/nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / _GIB
         metrics["zero/nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / _GIB
-    metrics["zero/wait/waited_s"] = lambda s: s.recording.waited_s
+    metrics["zero/wait/total_s"] = lambda s: s.recording.waited_s
     metrics[_FOR_OTHERS] = lambda s: s.recording.waited_for_others_s
     return metrics
 

@@ -521,7 +521,7 @@ class FitMonitor:
             speed=Speed.from_counts(counts, self._peak_flops),
             num_recorded=self._num_recorded,
             step_s=means.get("zero/time/step_s", 0.0),
-            waited_s=means.get("zero/wait/waited_s", 0.0),
+            waited_s=means.get("zero/wait/total_s", 0.0),
             skew_s=means.get(SKEW, 0.0),
             transfers=[TransferStats.from_means(kind, means) for kind in self._kinds],
             is_on_cpu=self._engine.device.type == "cpu",
