@@ -103,16 +103,16 @@ def as_dict(row: Row) -> dict[str, Any]:
         "fits_with_checkpointing": None if less is None else less.fits,
         **_numbers(plain),
         "device_bytes_with_checkpointing": None if less is None else less.device_bytes,
-        "rest_bytes_per_rank": {
+        "state_bytes_per_rank": {
             tier.value: {state.value: nbytes for state, nbytes in states.items()}
-            for tier, states in plain.resting.tiers.items()
+            for tier, states in plain.rank_memory.tiers.items()
         },
-        "least_and_most_of_ranks": {
-            tier.value: list(plain.ranks.span(tier)) for tier in plain.resting.tiers
+        "min_and_max_bytes_of_ranks": {
+            tier.value: list(plain.ranks.min_max_bytes(tier)) for tier in plain.rank_memory.tiers
         },
-        "module_buffer_bytes": plain.resting.module_buffer_bytes,
-        "average_bytes": plain.resting.average_bytes,
-        "pool_bytes": plain.resting.pool_bytes,
+        "module_buffer_bytes": plain.rank_memory.module_buffer_bytes,
+        "average_bytes": plain.rank_memory.average_bytes,
+        "nvme_buffer_bytes": plain.rank_memory.nvme_buffer_bytes,
         "staging_bytes": plain.staging_bytes,
         "peak_bytes": {
             "gathered": plain.peak.gathered_bytes,
@@ -120,7 +120,7 @@ def as_dict(row: Row) -> dict[str, Any]:
             "activations": plain.peak.activation_bytes,
         },
         "step_bytes": dataclasses.asdict(plain.traffic),
-        "missing_bytes": plain.excess,
+        "missing_bytes": plain.missing_bytes,
     }
 
 
@@ -163,14 +163,14 @@ def _table(rows: Sequence[Row], best: Any) -> str:
         return [
             f"{plain.choice.zero}{' *' if is_best else ''}",
             plain.choice.offload,
-            _in_unit(plain.resting.tier_bytes(Tier.DEVICE), size),
+            _in_unit(plain.rank_memory.tier_bytes(Tier.DEVICE), size),
             _in_unit(plain.device_bytes, size),
             "" if less is None else _in_unit(less.device_bytes, size),
             _in_unit(plain.host_bytes, size),
             _in_unit(plain.disk_bytes, size),
             _in_unit(plain.traffic.wire, size),
             "..".join(span) if len(span) > 1 else short(most),
-            fits or f"no: {', '.join(row.used.excess)}".replace(" memory,", ","),
+            fits or f"no: {', '.join(row.used.missing_bytes)}".replace(" memory,", ","),
         ]
 
     times = "ms" if is_quick else "seconds"
@@ -203,7 +203,7 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
             "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors "
             "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much."
         )
-    spans = [row.plain.ranks.span(tier) for row in rows for tier in Tier]
+    spans = [row.plain.ranks.min_max_bytes(tier) for row in rows for tier in Tier]
     if any(least != most for least, most in spans):
         yield "Ranks own whole tensors and differ: the numbers are of the one with most."
     limits = {
@@ -228,8 +228,8 @@ def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
         return
     estimates = [row.used for row in rows]
     yield "nothing fits; nearest, with activation checkpointing where that is known:"
-    for one in sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]:
-        missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.excess.items())
+    for one in sorted(estimates, key=lambda e: sum(e.missing_bytes.values()))[:3]:
+        missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.missing_bytes.items())
         yield paragraph(f"  {one.choice.name}: {missing} too little")
 
 
@@ -374,16 +374,16 @@ def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[st
         shown = row.plain if name == _WITHOUT else row.used
         nbytes = getattr(shown, attribute)
         text = _in_unit(nbytes, unit[1]) if nbytes else "-"
-        colour = ALARM if lacking in shown.excess else INK
+        colour = ALARM if lacking in shown.missing_bytes else INK
         axes.text(x, place, text, color=colour, va="center", **where)
 
 
 def _parts(row: Row) -> dict[str, int]:
     """Bytes on the device, of which bars are made."""
     estimate = row.used
-    held = estimate.resting.tiers[Tier.DEVICE]
+    held = estimate.rank_memory.tiers[Tier.DEVICE]
     parts = {
-        "parameters": held[State.PARAM] + estimate.resting.module_buffer_bytes,
+        "parameters": held[State.PARAM] + estimate.rank_memory.module_buffer_bytes,
         "gradients": held[State.GRAD],
         "optimizer": held[State.OPTIM],
         "gathered units": estimate.peak.gathered_bytes,

@@ -22,7 +22,7 @@ from lightning_zero.planner.estimates import (
     all_choices,
     cheapest,
     estimate,
-    take_inventory,
+    make_memory_estimator,
 )
 from lightning_zero.planner.optimizers import (
     OPTIMIZER_NAMES,
@@ -56,6 +56,6 @@ __all__ = [
     "make_optimizers",
     "shape_of_hugging_face",
     "stretched",
-    "take_inventory",
+    "make_memory_estimator",
     "trace_step",
 ]

@@ -20,8 +20,8 @@ from lightning_zero.layout.offload import (
 )
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES
+from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
 from lightning_zero.planner.optimizers import States
-from lightning_zero.planner.resting import Inventory, Ranks, Resting
 from lightning_zero.planner.timeline import Peak, replay
 from lightning_zero.planner.trace import StepTrace, plain_trace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
@@ -34,7 +34,7 @@ __all__ = [
     "all_choices",
     "cheapest",
     "estimate",
-    "take_inventory",
+    "make_memory_estimator",
 ]
 
 _STAGE_NAMES = {0: "off", 1: "stage1", 2: "stage2", 3: "stage3"}
@@ -139,7 +139,7 @@ class Job:
         num_micro_batches: In one optimizer step.
         steps_by_bucket: Whether the optimizers' states may go to files.
         full_optimizers: Which of the optimizers must step whole tensors, as `make_plan`.
-        averages: Of the weights; see `Inventory`.
+        averages: Of the weights; see `MemoryEstimator`.
         fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
     """
 
@@ -168,7 +168,7 @@ class Estimate:
     """
 
     choice: Choice
-    ranks: Ranks
+    ranks: MemoryByRank
     peak: Peak
     staging_bytes: int
     traffic: Traffic
@@ -176,42 +176,42 @@ class Estimate:
     machine: Machine
 
     @property
-    def resting(self) -> Resting:
+    def rank_memory(self) -> RankMemory:
         """Between steps, on the largest rank."""
-        return self.ranks.resting[self.ranks.largest]
+        return self.ranks.by_rank[self.ranks.largest]
 
     @property
     def device_bytes(self) -> int:
         """The most on the device; on the CPU, the most in memory."""
-        own = self.resting.tier_bytes(Tier.DEVICE) + self._beside_states
-        cpu = self.resting.tier_bytes(Tier.CPU) + self._buffers
+        own = self.rank_memory.tier_bytes(Tier.DEVICE) + self._beside_states
+        cpu = self.rank_memory.tier_bytes(Tier.CPU) + self._buffers
         return own if self.machine.has_device_memory else own + cpu
 
     @property
     def _beside_states(self) -> int:
-        return self.resting.module_buffer_bytes + self.peak.total_bytes
+        return self.rank_memory.module_buffer_bytes + self.peak.total_bytes
 
     @property
     def _buffers(self) -> int:
-        return self.resting.pool_bytes + self.staging_bytes
+        return self.rank_memory.nvme_buffer_bytes + self.staging_bytes
 
     @property
     def host_bytes(self) -> int:
         """CPU memory of one machine, for all its ranks."""
         per_node = self.machine.ranks_per_node
-        nbytes = self.ranks.machine_bytes(Tier.CPU, per_node) + self._buffers * per_node
+        nbytes = self.ranks.node_bytes(Tier.CPU, per_node) + self._buffers * per_node
         if not self.machine.has_device_memory:
-            nbytes += self.ranks.machine_bytes(Tier.DEVICE, per_node)
+            nbytes += self.ranks.node_bytes(Tier.DEVICE, per_node)
             nbytes += self._beside_states * per_node
         return nbytes
 
     @property
     def disk_bytes(self) -> int:
         """Files of all ranks of one machine."""
-        return self.ranks.machine_bytes(Tier.NVME, self.machine.ranks_per_node)
+        return self.ranks.node_bytes(Tier.NVME, self.machine.ranks_per_node)
 
     @property
-    def excess(self) -> dict[str, int]:
+    def missing_bytes(self) -> dict[str, int]:
         """By what is too small, bytes that are missing; empty where all fits."""
         limits = {
             "device memory": (self.device_bytes, self.machine.device_bytes),
@@ -227,7 +227,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Nothing is too small."""
-        return not self.excess
+        return not self.missing_bytes
 
     @property
     def transfer_seconds(self) -> tuple[float, float]:
@@ -238,11 +238,11 @@ class Estimate:
     def cost(self) -> tuple[float, bool, int, int]:
         """What is cheaper sorts first: less time, nothing to wait for in forward, fewer bytes."""
         gathers = self.choice.config.states.shards_params
-        nbytes = sum(self.resting.tier_bytes(tier) for tier in Tier)
+        nbytes = sum(self.rank_memory.tier_bytes(tier) for tier in Tier)
         return sum(self.seconds.values()), gathers, nbytes, self.choice.config.stage
 
 
-def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
+def make_memory_estimator(choice: Choice, job: Job, machine: Machine) -> MemoryEstimator:
     """Counts what rests on each rank under `choice`.
 
     Raises:
@@ -261,7 +261,7 @@ def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
         },
         full_optimizers=job.full_optimizers,
     )
-    return Inventory(
+    return MemoryEstimator(
         plan,
         job.module,
         job.optimizers,
@@ -280,25 +280,25 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     Raises:
         ValueError: The module cannot be planned; see `make_plan`.
     """
-    inventory = take_inventory(choice, job, machine)
-    plan, ranks, on_gloo = inventory.plan, inventory.ranks(), not machine.has_device_memory
+    estimator = make_memory_estimator(choice, job, machine)
+    plan, ranks, on_gloo = estimator.plan, estimator.ranks(), not machine.has_device_memory
     peak = replay(
         plan,
         choice.config,
         job.trace or plain_trace(plan),
         on_gloo=on_gloo,
         has_device_memory=machine.has_device_memory,
-        accumulates=inventory.accumulates,
+        accumulates=estimator.accumulates,
         rank=ranks.largest,
     )
     traffic = traffic_of(
-        inventory,
+        estimator,
         peak.num_gathers,
         on_gloo=on_gloo,
         num_micro_batches=job.num_micro_batches,
         rank=ranks.largest,
     )
-    staging = _staging_bytes(plan, inventory.accumulates) if machine.has_device_memory else 0
+    staging = _staging_bytes(plan, estimator.accumulates) if machine.has_device_memory else 0
     seconds = traffic.seconds(machine.rates, machine.ranks_per_node)
     return Estimate(choice, ranks, peak, staging, traffic, seconds, machine)
 

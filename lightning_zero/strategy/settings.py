@@ -293,7 +293,7 @@ def _reason(
     rivals = [e for e in estimates if not e.fits and e.cost < best.cost]
     if rivals:
         rival = min(rivals, key=lambda e: e.device_bytes)
-        missing = ", ".join(f"{_gib(n)} of {name}" for name, n in rival.excess.items())
+        missing = ", ".join(f"{_gib(n)} of {name}" for name, n in rival.missing_bytes.items())
         return f"{text}; {rival.choice.name} would be faster but lacks {missing}"
     return f"{text}; nothing that fits sends fewer bytes"
 
@@ -342,10 +342,10 @@ def check_memory_fits(
 def _missing(found: Estimate, memory: AvailableMemory) -> str:
     """What is too small for states alone; empty where it may fit."""
     per_node = found.machine.ranks_per_node
-    device = found.resting.tier_bytes(Tier.DEVICE)
-    host = found.ranks.machine_bytes(Tier.CPU, per_node)
+    device = found.rank_memory.tier_bytes(Tier.DEVICE)
+    host = found.ranks.node_bytes(Tier.CPU, per_node)
     if not found.machine.has_device_memory:
-        device, host = 0, host + found.ranks.machine_bytes(Tier.DEVICE, per_node)
+        device, host = 0, host + found.ranks.node_bytes(Tier.DEVICE, per_node)
     if device > memory.device_total:
         return f"{_gib(device)} on each device, which has {_gib(memory.device_total)}"
     if host > memory.host_total:
@@ -356,9 +356,9 @@ def _missing(found: Estimate, memory: AvailableMemory) -> str:
 
 def _needs(found: Estimate) -> str:
     parts = {
-        "on each device": found.resting.tier_bytes(Tier.DEVICE),
-        "of CPU memory for each rank": found.resting.tier_bytes(Tier.CPU),
-        "of files for each rank": found.resting.tier_bytes(Tier.NVME),
+        "on each device": found.rank_memory.tier_bytes(Tier.DEVICE),
+        "of CPU memory for each rank": found.rank_memory.tier_bytes(Tier.CPU),
+        "of files for each rank": found.rank_memory.tier_bytes(Tier.NVME),
     }
     return ", ".join(f"{_gib(nbytes)} {where}" for where, nbytes in parts.items() if nbytes)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.cli.plan import of_arguments
 from lightning_zero.layout.offload import Tier
-from lightning_zero.planner import Choice, Job, Machine, take_inventory, trace_step
+from lightning_zero.planner import Choice, Job, Machine, make_memory_estimator, trace_step
 from lightning_zero.planner.timeline import replay
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
@@ -109,16 +109,16 @@ def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     has_device_memory = case.device != "cpu"
     choice = Choice("", "", ZeroConfig(stage=case.stage))
     job = Job(module, [torch.optim.AdamW(module.parameters())])
-    inventory = take_inventory(
+    estimator = make_memory_estimator(
         choice,
         job,
         Machine(case.num_ranks, min(case.num_ranks, 8), has_device_memory=has_device_memory),
     )
-    trace = trace_step(module, step, units=[unit.name for unit in inventory.plan.units])
-    most = replay(inventory.plan, choice.config, trace, has_device_memory=has_device_memory)
-    resting = inventory.resting()
-    states = sum(resting.tier_bytes(tier) for tier in Tier)
-    return states, states + resting.module_buffer_bytes + most.total_bytes
+    trace = trace_step(module, step, units=[unit.name for unit in estimator.plan.units])
+    most = replay(estimator.plan, choice.config, trace, has_device_memory=has_device_memory)
+    memory = estimator.rank_memory()
+    states = sum(memory.tier_bytes(tier) for tier in Tier)
+    return states, states + memory.module_buffer_bytes + most.total_bytes
 
 
 def _form_group(case: Case) -> None:

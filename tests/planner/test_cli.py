@@ -40,7 +40,7 @@ def choice(found, zero, offload="none"):
 
 
 def rest(one, tier):
-    return sum(one["rest_bytes_per_rank"].get(tier, {}).values())
+    return sum(one["state_bytes_per_rank"].get(tier, {}).values())
 
 
 @pytest.fixture(scope="module")
@@ -281,11 +281,11 @@ def test_what_is_too_small_stands_in_its_row(capsys):
 def test_least_and_most_of_ranks_are_told(capsys):
     found = plan(capsys, *SMALL, "--optimizer", "adafactor", "--average", "device")
     one = choice(found, "stage2")
-    least, most = one["least_and_most_of_ranks"]["device"]
+    least, most = one["min_and_max_bytes_of_ranks"]["device"]
     assert least < most == rest(one, "device")
     assert one["average_bytes"] > 0
     even = choice(plan(capsys, *SMALL, "--optimizer", "muon"), "stage2")
-    even = even["least_and_most_of_ranks"]["device"]  # the matrices of a block even out
+    even = even["min_and_max_bytes_of_ranks"]["device"]  # the matrices of a block even out
     assert even[0] == even[1]
 
 

@@ -1,7 +1,7 @@
 """Bytes at rest, of one rank and of all, by tier and state, before there is an engine.
 
 [Note: Ranks that differ] Where an optimizer looks at whole tensors, shards are as long as the
-tensors that their ranks own. Counts are then of one rank, and `Ranks` has those of all.
+tensors that their ranks own. Counts are then of one rank, and `MemoryByRank` has those of all.
 
 [Note: Counted as the engine counts] Every rule here is one of `Shards`, `Gradients`, `Storage` and
 `MemoryReport`, on the engine's own plan; a test compares them to the byte. What rests is what there
@@ -23,22 +23,22 @@ from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.optimizers import KeptStates, States
 
-__all__ = ["Inventory", "Ranks", "Resting"]
+__all__ = ["MemoryEstimator", "MemoryByRank", "RankMemory"]
 
 
 @dataclass(frozen=True)
-class Resting:
+class RankMemory:
     """Bytes of one rank.
 
     Attributes:
         tiers: By tier and state, as `MemoryReport.tiers`.
-        pool_bytes: CPU memory of the buffers through which files travel.
+        nvme_buffer_bytes: CPU memory of the buffers through which files travel.
         module_buffer_bytes: Of the module's buffers, which every rank has whole on the device.
         average_bytes: Of averages of weights, among the optimizer state.
     """
 
     tiers: Mapping[Tier, Mapping[State, int]]
-    pool_bytes: int
+    nvme_buffer_bytes: int
     module_buffer_bytes: int
     average_bytes: int = 0
 
@@ -48,40 +48,40 @@ class Resting:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MemoryByRank:
     """What rests on every rank that holds another shard.
 
     Attributes:
-        resting: By rank; rank 0 alone where all have as many elements, some of them padding on the
+        by_rank: By rank; rank 0 alone where all have as many elements, some of them padding on the
             last ranks. See [Note: Ranks that differ].
     """
 
-    resting: tuple[Resting, ...]
+    by_rank: tuple[RankMemory, ...]
 
     @property
     def largest(self) -> int:
         """The rank with most on its device, and among equals the one with most in all."""
 
         def size(rank: int) -> tuple[int, int]:
-            own = self.resting[rank]
+            own = self.by_rank[rank]
             return own.tier_bytes(Tier.DEVICE), sum(map(own.tier_bytes, Tier))
 
-        return max(range(len(self.resting)), key=size)
+        return max(range(len(self.by_rank)), key=size)
 
-    def span(self, tier: Tier) -> tuple[int, int]:
+    def min_max_bytes(self, tier: Tier) -> tuple[int, int]:
         """Bytes in `tier` of the ranks with least and most."""
-        sums = [resting.tier_bytes(tier) for resting in self.resting]
+        sums = [memory.tier_bytes(tier) for memory in self.by_rank]
         return min(sums), max(sums)
 
-    def machine_bytes(self, tier: Tier, ranks_per_node: int) -> int:
+    def node_bytes(self, tier: Tier, ranks_per_node: int) -> int:
         """Bytes in `tier` of the ranks of one machine, of the one with most."""
-        count = len(self.resting)
-        sums = [resting.tier_bytes(tier) for resting in self.resting]
+        count = len(self.by_rank)
+        sums = [memory.tier_bytes(tier) for memory in self.by_rank]
         firsts = {first % count for first in range(0, count * ranks_per_node, ranks_per_node)}
         return max(sum(sums[(f + i) % count] for i in range(ranks_per_node)) for f in firsts)
 
 
-class Inventory:
+class MemoryEstimator:
     """Counts what rests on a rank.
 
     Args:
@@ -121,13 +121,13 @@ class Inventory:
         self._steps_by_bucket = steps_by_bucket
         self._averages = averages
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> MemoryByRank:
         """What rests on every rank."""
         are_alike = all(bucket.layout.split_sizes is None for bucket in self.plan.buckets)
         numbers = [0] if are_alike else range(self.plan.world_size)
-        return Ranks(tuple(self.resting(rank) for rank in numbers))
+        return MemoryByRank(tuple(self.rank_memory(rank) for rank in numbers))
 
-    def resting(self, rank: int = 0) -> Resting:
+    def rank_memory(self, rank: int = 0) -> RankMemory:
         """What rests on `rank`, among those that share one set of shards."""
         used = {Tier.DEVICE}
         for bucket in self.plan.buckets:
@@ -150,7 +150,7 @@ class Inventory:
             add(tier, State.OPTIM, nbytes)
             average_bytes += nbytes
         buffers = sum(b.numel() * b.element_size() for b in self._module.buffers())
-        return Resting(held, self._pool_bytes(), buffers, average_bytes)
+        return RankMemory(held, self._nvme_buffer_bytes(), buffers, average_bytes)
 
     def parameter(self, bucket: BucketPlan, index: int) -> nn.Parameter:
         """The parameter of a slot."""
@@ -229,7 +229,7 @@ class Inventory:
 
     # ---------------------------------------------------------------- buffers of files
 
-    def _pool_bytes(self) -> int:
+    def _nvme_buffer_bytes(self) -> int:
         param, optimizer = self._offloads
         nbytes = 0
         if self.steps_files:

@@ -17,8 +17,8 @@ from lightning_zero.planner import (
     Job,
     Machine,
     estimate,
+    make_memory_estimator,
     make_optimizers,
-    take_inventory,
     trace_step,
 )
 from lightning_zero.planner.optimizers import KeptStates
@@ -72,15 +72,15 @@ def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
     counted = run_ranks(world_size, _count, cases, num_micro_batches, timeout_s=900)
     for case, of_ranks in zip(cases, zip(*counted, strict=True), strict=True):
         arguments = planned(*case, world_size, num_micro_batches)
-        inventory = take_inventory(*arguments)
+        estimator = make_memory_estimator(*arguments)
         for rank, count in enumerate(of_ranks):
-            own = inventory.resting(rank)
+            own = estimator.rank_memory(rank)
             tiers = {tier.value: dict(states) for tier, states in own.tiers.items()}
-            assert (tiers, own.pool_bytes) == count, (case, rank)
+            assert (tiers, own.nvme_buffer_bytes) == count, (case, rank)
         ranks = estimate(*arguments).ranks
-        for tier in Tier if len(ranks.resting) > 1 else ():
+        for tier in Tier if len(ranks.by_rank) > 1 else ():
             sums = [sum(tiers.get(tier.value, {}).values()) for tiers, _ in of_ranks]
-            assert ranks.span(tier) == (min(sums), max(sums)), case
+            assert ranks.min_max_bytes(tier) == (min(sums), max(sums)), case
 
 
 def test_every_model_stage_and_offload_is_counted_to_the_byte():
@@ -147,9 +147,9 @@ def test_the_machine_with_most_is_counted_where_ranks_differ():
     config = ZeroConfig(stage=2, sharding_group_size=3, offload_optimizer="cpu")
     job = Job(module, optimizers, full_optimizers=[0])
     found = estimate(Choice("", "", config), job, Machine(6, 2))
-    sums = [resting.tier_bytes(Tier.CPU) for resting in found.ranks.resting]
+    sums = [memory.tier_bytes(Tier.CPU) for memory in found.ranks.by_rank]
     assert len(set(sums)) == 3
-    assert found.ranks.machine_bytes(Tier.CPU, 2) == sum(sorted(sums)[1:])
+    assert found.ranks.node_bytes(Tier.CPU, 2) == sum(sorted(sums)[1:])
     assert found.host_bytes >= sum(sorted(sums)[1:])
 
 
@@ -189,9 +189,9 @@ def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
         for (name, config), (tiers, nbytes, added, whole) in zip(cases, counted, strict=True):
             choice, job, machine = planned(name, config)
             job = dataclasses.replace(job, averages=[Tier.DEVICE, Tier.CPU])
-            resting = take_inventory(choice, job, machine).resting(rank)
-            assert {t.value: dict(s) for t, s in resting.tiers.items()} == tiers, (name, config)
-            assert resting.average_bytes == nbytes == added
+            memory = make_memory_estimator(choice, job, machine).rank_memory(rank)
+            assert {t.value: dict(s) for t, s in memory.tiers.items()} == tiers, (name, config)
+            assert memory.average_bytes == nbytes == added
             assert whole == 2 * 4 * sum(parameter.numel() for parameter in job.module.parameters())
 
 
