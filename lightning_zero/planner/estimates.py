@@ -21,7 +21,7 @@ from lightning_zero.layout.offload import (
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES
 from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
-from lightning_zero.planner.optimizers import States
+from lightning_zero.planner.optimizers import StateSpec
 from lightning_zero.planner.timeline import Peak, replay
 from lightning_zero.planner.trace import StepTrace, plain_trace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
@@ -150,7 +150,7 @@ class Job:
     steps_by_bucket: bool = True
     full_optimizers: Collection[int] = ()
     averages: Sequence[Tier] = ()
-    fallback: States | None = None
+    fallback: StateSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffer_config
 from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
-from lightning_zero.planner.optimizers import KeptStates, States
+from lightning_zero.planner.optimizers import OptimizerStates, StateSpec
 
 __all__ = ["MemoryEstimator", "MemoryByRank", "RankMemory"]
 
@@ -95,7 +95,7 @@ class MemoryEstimator:
             step everything in one call. That of optimizers of whole tensors never does.
         averages: Of the weights, and where each rests: in CPU memory, or where it is stepped
             (DEVICE).
-        fallback: See `KeptStates`.
+        fallback: See `OptimizerStates`.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class MemoryEstimator:
         accumulates: bool = False,
         steps_by_bucket: bool = True,
         averages: Sequence[Tier] = (),
-        fallback: States | None = None,
+        fallback: StateSpec | None = None,
     ) -> None:
         self.plan = plan
         self.has_device_memory = has_device_memory
         self.accumulates = accumulates
         self.named = parameters_by_name(module)
-        self.states = KeptStates(optimizers, fallback)
+        self.states = OptimizerStates(optimizers, fallback)
         self._module = module
         self._offloads = offloads
         self._steps_by_bucket = steps_by_bucket
@@ -196,7 +196,7 @@ class MemoryEstimator:
                 files.update(states.elementwise)
                 in_memory += states.other_bytes
             elif not bucket.stage.has_shard(State.OPTIM) or slot.owner == rank:
-                in_memory += states.whole_bytes(slot.shape)
+                in_memory += states.full_bytes(slot.shape)
             elif slot.owner is None:
                 owned = len(bucket.layout.owned(slot, rank))
                 in_memory += owned * states.element_bytes + states.other_bytes

@@ -32,7 +32,7 @@ from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
-from lightning_zero.planner.optimizers import States
+from lightning_zero.planner.optimizers import StateSpec
 from lightning_zero.strategy.precision import ZeroPrecision
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import available_memory_bytes
@@ -59,7 +59,7 @@ _STAGES = (1, 2, 3)  # 0 is the control
 _SHARE = 0.7  # of the free memory: activations, which nobody knows yet, take the rest
 _GIB = 1024**3
 # Adam's, where an optimizer does not show its own on a toy.
-_TWO_MOMENTS = States({"exp_avg": 4, "exp_avg_sq": 4})
+_TWO_MOMENTS = StateSpec({"exp_avg": 4, "exp_avg_sq": 4})
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def check_memory_fits(
         hardware.num_ranks, hardware.ranks_per_node, has_device_memory=hardware.has_device_memory
     )
     whole = find_full_optimizers(optimizers, config)
-    job = Job(module, optimizers, full_optimizers=whole, fallback=States())
+    job = Job(module, optimizers, full_optimizers=whole, fallback=StateSpec())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, memory)
     if not missing:

@@ -21,7 +21,7 @@ from lightning_zero.planner import (
     make_optimizers,
     trace_step,
 )
-from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.planner.optimizers import OptimizerStates
 from tests.distributed.ranks import run_ranks
 from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 
@@ -156,7 +156,7 @@ def test_the_machine_with_most_is_counted_where_ranks_differ():
 def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
     module = torch.nn.Linear(3, 2, device="meta")
     groups = [{"params": [module.weight], "momentum": 0.9}, {"params": [module.bias]}]
-    kept = KeptStates([torch.optim.SGD(groups, lr=0.1)])
+    kept = OptimizerStates([torch.optim.SGD(groups, lr=0.1)])
     assert kept.of(module.weight, torch.float32).elementwise == {"momentum_buffer": 4}
     assert kept.of(module.bias, torch.float32).elementwise == {}
 
