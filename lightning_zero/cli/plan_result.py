@@ -115,8 +115,8 @@ def as_dict(row: Row) -> dict[str, Any]:
         "nvme_buffer_bytes": plain.rank_memory.nvme_buffer_bytes,
         "staging_bytes": plain.staging_bytes,
         "peak_bytes": {
-            "gathered": plain.peak.gathered_bytes,
-            "gradient buckets": plain.peak.bucket_bytes,
+            "unsharded": plain.peak.unsharded_bytes,
+            "gradient buckets": plain.peak.grad_bucket_bytes,
             "activations": plain.peak.activation_bytes,
         },
         "step_bytes": dataclasses.asdict(plain.traffic),
@@ -386,8 +386,8 @@ def _parts(row: Row) -> dict[str, int]:
         "parameters": held[State.PARAM] + estimate.rank_memory.module_buffer_bytes,
         "gradients": held[State.GRAD],
         "optimizer": held[State.OPTIM],
-        "gathered units": estimate.peak.gathered_bytes,
-        "gradient buckets": estimate.peak.bucket_bytes,
+        "gathered units": estimate.peak.unsharded_bytes,
+        "gradient buckets": estimate.peak.grad_bucket_bytes,
         "activations" if estimate is row.plain else _AGAIN: estimate.peak.activation_bytes,
     }
     return parts | {"in CPU memory": estimate.device_bytes - sum(parts.values())}

@@ -22,7 +22,7 @@ from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES
 from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
 from lightning_zero.planner.optimizers import StateSpec
-from lightning_zero.planner.timeline import Peak, replay
+from lightning_zero.planner.simulation import Peak, simulate_step
 from lightning_zero.planner.trace import StepTrace, plain_trace
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
@@ -282,7 +282,7 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     """
     estimator = make_memory_estimator(choice, job, machine)
     plan, ranks, on_gloo = estimator.plan, estimator.ranks(), not machine.has_device_memory
-    peak = replay(
+    peak = simulate_step(
         plan,
         choice.config,
         job.trace or plain_trace(plan),
@@ -293,7 +293,7 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     )
     traffic = traffic_of(
         estimator,
-        peak.num_gathers,
+        peak.num_all_gathers,
         on_gloo=on_gloo,
         num_micro_batches=job.num_micro_batches,
         rank=ranks.largest,

@@ -65,7 +65,7 @@ class Traffic:
 
 def traffic_of(
     estimator: MemoryEstimator,
-    num_gathers: Mapping[str, int],
+    num_all_gathers: Mapping[str, int],
     *,
     on_gloo: bool = False,
     num_micro_batches: int = 1,
@@ -75,14 +75,14 @@ def traffic_of(
 
     Args:
         estimator: Of the plan.
-        num_gathers: By bucket, gathers before use in one micro-batch, as a replay counts them.
+        num_all_gathers: By bucket, gathers before use in one micro-batch, as a replay counts them.
         on_gloo: Gradients travel in the parameters' dtype; else in that of the sum.
         num_micro_batches: In a step.
         rank: Whose shards, where they differ.
     """
     sums = [0] * 6
     for bucket in estimator.plan.buckets:
-        gathers = num_gathers.get(bucket.name, 0) * num_micro_batches
+        gathers = num_all_gathers.get(bucket.name, 0) * num_micro_batches
         gathers += bucket.stage.all_gathers_after_step and bucket.is_trainable
         reductions = num_micro_batches if bucket.stage.reduces_every_backward else 1
         parts = (

@@ -28,7 +28,7 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.cli.plan import of_arguments
 from lightning_zero.layout.offload import Tier
 from lightning_zero.planner import Choice, Job, Machine, make_memory_estimator, trace_step
-from lightning_zero.planner.timeline import replay
+from lightning_zero.planner.simulation import simulate_step
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
 
@@ -115,7 +115,7 @@ def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
         Machine(case.num_ranks, min(case.num_ranks, 8), has_device_memory=has_device_memory),
     )
     trace = trace_step(module, step, units=[unit.name for unit in estimator.plan.units])
-    most = replay(estimator.plan, choice.config, trace, has_device_memory=has_device_memory)
+    most = simulate_step(estimator.plan, choice.config, trace, has_device_memory=has_device_memory)
     memory = estimator.rank_memory()
     states = sum(memory.tier_bytes(tier) for tier in Tier)
     return states, states + memory.module_buffer_bytes + most.total_bytes

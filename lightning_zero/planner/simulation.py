@@ -1,6 +1,6 @@
 """The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
 
-[Note: Replayed] `Replay` does as `Schedule`, `Unit` and `Gradients` in a step that follows others
+[Note: Replayed] `StepSimulation` does as `Schedule`, `Unit` and `Gradients` in a step that follows others
 like it, by the order that decides there too: units are gathered before their use and ahead of it,
 buckets of gradients fill up, travel and go. Beside what rests there are at each moment whole units,
 whole gradient buckets, what a reduction receives, and activations. On the CPU, memory of gradient
@@ -25,7 +25,7 @@ from lightning_zero.layout.stage import State
 from lightning_zero.layout.units import ROOT
 from lightning_zero.planner.trace import Event, StepTrace, TraceMoment
 
-__all__ = ["Peak", "Replay", "CountedScratch", "replay"]
+__all__ = ["Peak", "StepSimulation", "CountedScratch", "simulate_step"]
 
 
 class CountedScratch:
@@ -63,27 +63,27 @@ class Peak:
     """Device memory of one rank beside what rests, at the moment when it is most.
 
     Attributes:
-        gathered_bytes: Whole parameters of units that rest as shards.
-        bucket_bytes: Whole gradients on their way, and what reductions receive.
+        unsharded_bytes: Whole parameters of units that rest as shards.
+        grad_bucket_bytes: Whole gradients on their way, and what reductions receive.
         activation_bytes: Of the module.
         freed_bytes: Shards of gradients that rest, and have been zeroed at this moment.
-        num_gathers: By bucket, gathers before use in one micro-batch.
+        num_all_gathers: By bucket, gathers before use in one micro-batch.
     """
 
-    gathered_bytes: int = 0
-    bucket_bytes: int = 0
+    unsharded_bytes: int = 0
+    grad_bucket_bytes: int = 0
     activation_bytes: int = 0
     freed_bytes: int = 0
-    num_gathers: Counter[str] = field(default_factory=Counter)
+    num_all_gathers: Counter[str] = field(default_factory=Counter)
 
     @property
     def total_bytes(self) -> int:
         """Of all, without what has been freed."""
-        needed = self.gathered_bytes + self.bucket_bytes + self.activation_bytes
+        needed = self.unsharded_bytes + self.grad_bucket_bytes + self.activation_bytes
         return needed - self.freed_bytes
 
 
-def replay(
+def simulate_step(
     plan: Plan,
     config: ZeroConfig,
     trace: StepTrace,
@@ -104,7 +104,7 @@ def replay(
         accumulates: A mean of earlier micro-batches is added to.
         rank: Whose shards, where they differ.
     """
-    run = Replay(
+    run = StepSimulation(
         plan,
         config,
         rank,
@@ -170,7 +170,7 @@ class _Unit:
 _NO_UNIT = _Unit(UnitPlan(ROOT, ()), 0)  # a module that is none in this plan
 
 
-class Replay:
+class StepSimulation:
     """One rank in a step. See [Note: Replayed]."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Replay:
             self._look(moment.high_bytes)
             self._act(moment)
             self._look(self._activation_bytes)
-        return dataclasses.replace(self._most, num_gathers=self._gathers)
+        return dataclasses.replace(self._most, num_all_gathers=self._gathers)
 
     def _look(self, activation_bytes: int) -> None:
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
