@@ -255,27 +255,27 @@ class StepSimulation:
     def _act(self, moment: TraceMoment) -> None:
         unit = self._units.get(moment.name, _NO_UNIT)
         match moment.event:
-            case Event.FORWARD:
+            case Event.PRE_FORWARD:
                 self._unshard(unit)
                 self._awaited[unit] += moment.is_awaited
-            case Event.FORWARD_END:
+            case Event.POST_FORWARD:
                 if not self._stays_unsharded_after_forward(unit):
                     self._release(unit)
-            case Event.TURN:
+            case Event.BEGIN_BACKWARD:
                 self._is_backward = True
                 self._zero_gradients()
                 self._order.begin_backward((), "a backward", self._eager())
                 self._unshard(self._units[ROOT])
-            case Event.BACKWARD:
+            case Event.PRE_BACKWARD:
                 self._unshard(unit)
-            case Event.BACKWARD_END:
+            case Event.POST_BACKWARD:
                 self._awaited[unit] -= 1
                 if not unit.stays_unsharded and self._awaited[unit] <= 0:
                     self._release(unit)
                     self._prefetch()
             case Event.GRAD:
                 self._receive_gradient(moment.name)
-            case Event.END:
+            case Event.FINALIZE_BACKWARD:
                 self._order.finalize_backward(bytes, self._finish_reduction)
                 self._order.conclude_backward(is_complete=True)
                 self._sequence = list(dict.fromkeys([*self._arrived_buckets, *self._reduced]))

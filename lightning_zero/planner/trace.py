@@ -49,13 +49,13 @@ __all__ = [
 class Event(Enum):
     """What happens in a step, to a unit or to a parameter."""
 
-    FORWARD = "a unit's forward begins"
-    FORWARD_END = "a unit's forward has ended"
-    TURN = "backward begins"
-    BACKWARD = "backward reaches an output of a unit"
-    BACKWARD_END = "the gradients of all inputs of a unit are there"
+    PRE_FORWARD = "a unit's forward begins"
+    POST_FORWARD = "a unit's forward has ended"
+    BEGIN_BACKWARD = "backward begins"
+    PRE_BACKWARD = "backward reaches an output of a unit"
+    POST_BACKWARD = "the gradients of all inputs of a unit are there"
     GRAD = "the gradient of a parameter is there"
-    END = "backward has ended"
+    FINALIZE_BACKWARD = "backward has ended"
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def trace_step(
                 with under, torch.enable_grad():
                     loss = step(module.train())
                 saved_bytes = recorder.counter.live
-                recorder.take(Event.TURN)
+                recorder.take(Event.BEGIN_BACKWARD)
                 loss.backward()
                 del loss
-                recorder.take(Event.END)
+                recorder.take(Event.FINALIZE_BACKWARD)
         except Exception as error:
             text = " ".join(str(error).split())
             raise ValueError(
@@ -251,19 +251,19 @@ def _before(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
-        recorder.take(Event.FORWARD, name, is_awaited=bool(inputs))
+        recorder.take(Event.PRE_FORWARD, name, is_awaited=bool(inputs))
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: recorder.take(Event.BACKWARD_END, name))
+            register_multi_grad_hook(inputs, lambda _: recorder.take(Event.POST_BACKWARD, name))
 
     return hook
 
 
 def _after(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, output: Any) -> None:
-        recorder.take(Event.FORWARD_END, name)
+        recorder.take(Event.POST_FORWARD, name)
         for leaf in tree_leaves(output):
             if _wants_grad(leaf) and not leaf.is_leaf:
-                leaf.register_hook(lambda _: recorder.take(Event.BACKWARD, name))
+                leaf.register_hook(lambda _: recorder.take(Event.PRE_BACKWARD, name))
 
     return hook
 
@@ -286,17 +286,17 @@ def plain_trace(plan: Plan) -> StepTrace:
     units = [unit for unit in plan.units if unit.name]
     moments = []
     for unit in units:
-        moments.append(TraceMoment(Event.FORWARD, unit.name, is_awaited=True))
-        moments.append(TraceMoment(Event.FORWARD_END, unit.name))
-    moments.append(TraceMoment(Event.TURN))
+        moments.append(TraceMoment(Event.PRE_FORWARD, unit.name, is_awaited=True))
+        moments.append(TraceMoment(Event.POST_FORWARD, unit.name))
+    moments.append(TraceMoment(Event.BEGIN_BACKWARD))
     for unit in reversed(units):
-        moments.append(TraceMoment(Event.BACKWARD, unit.name))
+        moments.append(TraceMoment(Event.PRE_BACKWARD, unit.name))
         moments += _gradients_of(unit)
-        moments.append(TraceMoment(Event.BACKWARD_END, unit.name))
+        moments.append(TraceMoment(Event.POST_BACKWARD, unit.name))
     for unit in plan.units:
         if not unit.name:
             moments += _gradients_of(unit)
-    return StepTrace((*moments, TraceMoment(Event.END)))
+    return StepTrace((*moments, TraceMoment(Event.FINALIZE_BACKWARD)))
 
 
 def _gradients_of(unit: UnitPlan) -> list[TraceMoment]:
@@ -371,10 +371,10 @@ def stretched(
             trace = run(gone)
         except ValueError:
             return None
-    turn = next(i for i, m in enumerate(trace.moments) if m.event is Event.TURN)
+    turn = next(i for i, m in enumerate(trace.moments) if m.event is Event.BEGIN_BACKWARD)
     forward, backward = trace.moments[:turn], trace.moments[turn:]
-    begins = [_first(forward, Event.FORWARD, repeats.name(i)) for i in (1, 2, 3)]
-    returns = [_first(backward, Event.BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
+    begins = [_first(forward, Event.PRE_FORWARD, repeats.name(i)) for i in (1, 2, 3)]
+    returns = [_first(backward, Event.PRE_BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
     growth = _growth(forward, begins, repeats, 1)
     if growth is None or _growth(backward, returns, repeats, -1) != -growth:
         return None

@@ -68,8 +68,8 @@ def test_every_gradient_comes_once_and_units_begin_and_end_in_turn():
     moments = trace(module).moments
     grads = [m.name for m in moments if m.event is Event.GRAD]
     assert sorted(grads) == sorted(name for name, _ in module.named_parameters())
-    forward = [m.name for m in moments if m.event is Event.FORWARD]
-    backward = [m.name for m in moments if m.event is Event.BACKWARD]
+    forward = [m.name for m in moments if m.event is Event.PRE_FORWARD]
+    backward = [m.name for m in moments if m.event is Event.PRE_BACKWARD]
     assert forward == ["blocks.0", "blocks.1", "blocks.2"] == backward[::-1]
 
 
