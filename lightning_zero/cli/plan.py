@@ -49,11 +49,11 @@ from lightning_zero.planner import (
     all_choices,
     data_parallel_bytes,
     estimate,
-    find_repeats,
+    extrapolate_trace,
+    find_repeated_blocks,
     full_checkpoint_bytes,
     make_optimizers,
     shape_of_hugging_face,
-    stretched,
     trace_step,
 )
 from lightning_zero.strategy.schema import register
@@ -175,7 +175,7 @@ def _traces(
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
     units = [unit.name for unit in plan.units]
-    repeats = find_repeats(source.module, units)
+    repeats = find_repeated_blocks(source.module, units)
     step = source.step
 
     def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
@@ -193,7 +193,7 @@ def _traces(
     def trace(checkpointed: Sequence[str]) -> StepTrace:
         short = None
         if repeats is not None:
-            short = stretched(source.module, repeats, lambda gone: run(gone, checkpointed))
+            short = extrapolate_trace(source.module, repeats, lambda gone: run(gone, checkpointed))
         return short or run([], checkpointed)
 
     try:

@@ -23,7 +23,7 @@ from lightning_zero.layout.stage import STAGES
 from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
 from lightning_zero.planner.optimizers import StateSpec
 from lightning_zero.planner.simulation import Peak, simulate_step
-from lightning_zero.planner.trace import StepTrace, plain_trace
+from lightning_zero.planner.trace import StepTrace, trace_without_activations
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
 __all__ = [
@@ -285,7 +285,7 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     peak = simulate_step(
         plan,
         choice.config,
-        job.trace or plain_trace(plan),
+        job.trace or trace_without_activations(plan),
         on_gloo=on_gloo,
         has_device_memory=machine.has_device_memory,
         accumulates=estimator.accumulates,

@@ -6,7 +6,7 @@ has gone, whoever held it: a local variable, or autograd for backward. So the co
 allocator would be asked for, without its rounding, but for the inside of kernels. Attention counts
 as one fused kernel. Parameters are not counted; the engine holds them elsewhere.
 
-[Note: Stretched] A language model repeats one block dozens of times, and a step of it on fake
+[Note: Extrapolated] A language model repeats one block dozens of times, and a step of it on fake
 tensors takes as many times as long. Where all blocks of a container have one class and equal
 parameters, only the first four are run. The second and the third must have the same moments, with
 activations that differ by a constant; then those of the third are repeated. Else, or where a model
@@ -37,11 +37,11 @@ from lightning_zero.layout.recompute import apply_checkpointing
 __all__ = [
     "Event",
     "TraceMoment",
-    "Repeats",
+    "RepeatedBlocks",
     "StepTrace",
-    "find_repeats",
-    "plain_trace",
-    "stretched",
+    "find_repeated_blocks",
+    "trace_without_activations",
+    "extrapolate_trace",
     "trace_step",
 ]
 
@@ -281,7 +281,7 @@ def _wants_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def plain_trace(plan: Plan) -> StepTrace:
+def trace_without_activations(plan: Plan) -> StepTrace:
     """A step in the order of registration, without activations, for a module that cannot be run."""
     units = [unit for unit in plan.units if unit.name]
     moments = []
@@ -313,7 +313,7 @@ _LEAST = 8  # below this the whole is run at once
 
 
 @dataclass(frozen=True)
-class Repeats:
+class RepeatedBlocks:
     """Blocks that are alike.
 
     Attributes:
@@ -331,7 +331,7 @@ class Repeats:
         )
 
 
-def find_repeats(module: nn.Module, units: Sequence[str]) -> Repeats | None:
+def find_repeated_blocks(module: nn.Module, units: Sequence[str]) -> RepeatedBlocks | None:
     """The one container of units that are all alike, if it is deep."""
     known = set(units)
     for name, container in module.named_modules():
@@ -342,7 +342,7 @@ def find_repeats(module: nn.Module, units: Sequence[str]) -> Repeats | None:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         if len({_likeness(child) for child in children.values()}) == 1:
-            return Repeats(name, tuple(children))
+            return RepeatedBlocks(name, tuple(children))
     return None
 
 
@@ -353,8 +353,8 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
     return type(module), tuple(parameters)
 
 
-def stretched(
-    module: nn.Module, repeats: Repeats, run: Callable[[Sequence[str]], StepTrace]
+def extrapolate_trace(
+    module: nn.Module, repeats: RepeatedBlocks, run: Callable[[Sequence[str]], StepTrace]
 ) -> StepTrace | None:
     """The trace of all blocks from a run of four; None where they are not alike in it.
 
@@ -398,7 +398,7 @@ def _first(moments: Sequence[TraceMoment], event: Event, name: str) -> int:
 
 
 def _growth(
-    moments: Sequence[TraceMoment], cuts: Sequence[int], repeats: Repeats, shift: int
+    moments: Sequence[TraceMoment], cuts: Sequence[int], repeats: RepeatedBlocks, shift: int
 ) -> int | None:
     """Bytes by which two neighbouring blocks differ in all their moments; None: in more than that.
 
@@ -424,7 +424,7 @@ def _tails(moments: Sequence[TraceMoment]) -> list[TraceMoment]:
 
 
 def _moved(
-    moments: Sequence[TraceMoment], repeats: Repeats, shift: int, growth: int
+    moments: Sequence[TraceMoment], repeats: RepeatedBlocks, shift: int, growth: int
 ) -> list[TraceMoment]:
     """The moments of blocks as those of the blocks `shift` places behind them.
 
@@ -445,7 +445,7 @@ def _moved(
     ]
 
 
-def _renamed(name: str, repeats: Repeats, shift: int) -> str:
+def _renamed(name: str, repeats: RepeatedBlocks, shift: int) -> str:
     for index in range(_KEPT):
         old = repeats.name(index)
         if name == old or name.startswith(f"{old}."):
