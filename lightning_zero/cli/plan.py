@@ -60,7 +60,7 @@ from lightning_zero.strategy.schema import register
 from lightning_zero.strategy.settings import auto_base
 from lightning_zero.tensors.ties import tie_shared
 
-__all__ = ["Source", "of_arguments", "run"]
+__all__ = ["Source", "source_from_arguments", "run"]
 
 _CONF = Path(__file__).parents[1] / "conf"
 _Traces = tuple[StepTrace | None, StepTrace | None]  # as the module is, and with checkpointing
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans the job that `args` name, and prints what was found; 1 where nothing fits."""
     if args.plot is not None:
         check_plot(args.plot)
-    source = of_arguments(args)
+    source = source_from_arguments(args)
     tie_shared(source.module)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
@@ -231,7 +231,7 @@ class Source:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def of_arguments(args: argparse.Namespace) -> Source:
+def source_from_arguments(args: argparse.Namespace) -> Source:
     """Builds what the command line names.
 
     Raises:

@@ -46,7 +46,7 @@ class Choice:
 
     Attributes:
         zero: The stage, as `zero=` in conf names it.
-        offload: As `offload=` in conf names it; "nvme, gradients too" is nvme with
+        offload: As `offload=` in conf names it; "nvme with gradients" is nvme with
             `max_in_cpu_bytes=0`.
         config: The same as settings.
     """
@@ -78,7 +78,7 @@ def all_choices(
         "cpu": {"offload_optimizer": "cpu", "offload_param": "cpu"},
         "nvme_optimizer": {"offload_optimizer": nvme},
         "nvme": both,
-        "nvme, gradients too": {
+        "nvme with gradients": {
             **both,
             "offload_optimizer": dataclasses.replace(nvme, max_in_cpu_bytes=0),
         },

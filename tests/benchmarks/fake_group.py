@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.cli.plan import of_arguments
+from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.layout.offload import Tier
 from lightning_zero.planner import Choice, Job, Machine, make_memory_estimator, trace_step
 from lightning_zero.planner.simulation import simulate_step
@@ -78,7 +78,7 @@ class Compared:
 def compare(case: Case) -> Compared:
     """Plans, builds and trains; forms a process group, so it wants a process of its own."""
     args = argparse.Namespace(model=case.model, batch=1, context=case.num_tokens, overrides=())
-    source = of_arguments(args)
+    source = source_from_arguments(args)
     assert source.step is not None
     return compare_module(case, source.module, source.step)
 

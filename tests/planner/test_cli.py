@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroStrategy
 from lightning_zero.cli import main
-from lightning_zero.cli.plan import of_arguments
+from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.planner import SHAPES, Decoder, shape_of_hugging_face
 from tests.planned import MODELS
 from tests.test_conf import composed
@@ -131,7 +131,7 @@ def test_presets_have_the_parameters_of_the_example(name):
     model = composed(f"model={name}", "data.context=1024").model
     with torch.device("meta"):
         theirs = instantiate(model).gpt
-    ours = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
+    ours = source_from_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
     assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
 
 
@@ -139,7 +139,7 @@ def test_presets_have_the_parameters_of_the_example(name):
 def test_a_llama_of_the_example_is_the_published_one(size):
     shapes = []
     for name in (f"llama_{size}", f"llama2_{size}"):
-        source = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
+        source = source_from_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
         shapes.append([p.shape for p in source.module.parameters()])
     assert shapes[0] == shapes[1]
 
@@ -184,7 +184,9 @@ def test_the_parameters_of_a_kind_are_those_of_transformers(kind, tmp_path):
     more, numel = KINDS[kind]
     config = AutoConfig.for_model(**{**HUGGING_FACE, **more, "model_type": kind})
     config.save_pretrained(tmp_path)
-    ours = of_arguments(Namespace(model=str(tmp_path), batch=1, context=8, overrides=())).module
+    ours = source_from_arguments(
+        Namespace(model=str(tmp_path), batch=1, context=8, overrides=())
+    ).module
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in theirs.parameters()) == numel
