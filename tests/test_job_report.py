@@ -37,7 +37,7 @@ def report(**changes):
     return JobReport(**fields | changes)
 
 
-def test_the_report_tells_speed_and_what_was_hidden():
+def test_the_report_has_throughput_and_overlapped_communication():
     text = report().text()
     speed = "2.00 steps/s, 4.00 batches/s, 20.0 samples/s, 320 tokens/s, 0.5 TFLOPS per device, "
     assert f"2 rank(s): {speed}25.0% MFU (over 10 steps" in " ".join(text.split())
@@ -62,7 +62,7 @@ def test_rates_of_collectives_on_cpu_are_lower_bounds():
     assert "on CPU" not in report().text()
 
 
-def test_what_is_not_known_is_left_out_of_the_report():
+def test_unknown_values_are_left_out_of_the_report():
     unknown = report(speed=Speed.from_counts([[10, 20, *[math.nan] * 3, 5.0]]), num_recorded=0)
     assert "2.00 steps/s, 4.00 batches/s (over" in unknown.text()
     assert "no step after the first one was recorded" in unknown.text()

@@ -121,7 +121,7 @@ def test_each_key_has_its_number_in_its_unit():
 
 
 @pytest.mark.parametrize("has_spread", [False, True])
-def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_most(has_spread):
+def test_several_ranks_have_mean_and_max_or_also_min_and_max_rank(has_spread):
     keys = ["zero/time/step_s", "zero/wait/for_others_s", "zero/comm/agree_exposed_s"]
     everyone = [[1.0, 0.5, 0.4], [4.0, 0.1, 0.1], [1.0, 0.9, 0.7]]
     logged, means = aggregate_ranks(keys, everyone, has_spread=has_spread)
@@ -229,7 +229,7 @@ def test_traced_steps_are_recorded_once_and_aligned():
     assert loop.traced == loop.aligned == [0, 5]
 
 
-def test_a_resumed_fit_goes_on_counting_and_traces_nothing_that_is_past():
+def test_a_resumed_fit_continues_counting_and_does_not_trace_past_steps():
     loop = Loop(every=4, traces=[2, 12], start=10).run(6)
     assert loop.recorded == [11, 12, 15]
     assert loop.traced == [12]
@@ -305,7 +305,7 @@ def test_a_lap_has_all_since_the_one_before_with_the_first_step(monkeypatch):
             clock.after_batch(torch.zeros(4, 8), has_stepped=True)
 
 
-def test_tokens_are_integers_by_sample_and_place():
+def test_tokens_are_integers_by_sample_and_position():
     ids, images, classes = (
         torch.zeros(4, 8, dtype=torch.long),
         torch.zeros(4, 3, 2, 2),

@@ -123,7 +123,7 @@ def cases_of_whole_tensors(configs):
     ]
 
 
-def test_ranks_that_own_whole_tensors_are_counted_each_to_the_byte():
+def test_ranks_that_own_full_tensors_are_counted_each_to_the_byte():
     """Every optimizer and every stage and offload here, with all models in the slow test below."""
     check(cases_of_whole_tensors(choices())[::19], 3)
 
@@ -132,14 +132,14 @@ def test_ranks_that_own_whole_tensors_are_counted_each_to_the_byte():
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_of_every_model_that_own_whole_tensors_are_counted(world_size, precision):
+def test_ranks_of_every_model_that_own_full_tensors_are_counted(world_size, precision):
     """Every fifth, another one for each precision and number of ranks."""
     configs = [config.replace(**PRECISIONS[precision]) for config in choices()]
     first = world_size // 2 + list(PRECISIONS).index(precision)
     check(cases_of_whole_tensors(configs)[first::5], world_size)
 
 
-def test_the_machine_with_most_is_counted_where_ranks_differ():
+def test_the_node_with_most_bytes_is_counted_where_ranks_differ():
     """Three ranks share one set of shards, on machines of two: 0 and 1, 2 and 0, 1 and 2."""
     with torch.device("meta"):
         module = MODELS["gpt"].build()
@@ -230,7 +230,7 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
         assert (traffic.nvme_read, traffic.nvme_written) == found, (name, config)
 
 
-def test_unknown_optimizers_are_refused_with_those_there_are():
+def test_unknown_optimizers_are_refused_with_a_list_of_known_ones():
     named = dict(torch.nn.Linear(2, 2).named_parameters())
     with pytest.raises(ValueError, match=r"no optimizer 'adamwww'; torch has .*adamw.*sgd"):
         make_optimizers("adamwww", named)

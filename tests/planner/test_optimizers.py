@@ -6,7 +6,7 @@ from torch import nn
 from lightning_zero.planner.optimizers import OptimizerStates
 
 
-def test_a_matrix_is_not_counted_as_a_vector_that_adafactor_keeps_whole():
+def test_adafactor_states_of_a_matrix_are_not_those_of_a_vector():
     matrix, vector = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40))
     states = OptimizerStates([torch.optim.Adafactor([matrix, vector])])
     assert states.of(matrix, torch.float32).element_bytes == 0
@@ -19,7 +19,7 @@ def test_muon_which_refuses_vectors_is_counted_for_matrices():
     assert states.of(matrix, torch.float32).element_bytes == 4
 
 
-def test_states_that_follow_sizes_are_counted_for_the_sizes_there_are():
+def test_states_that_depend_on_sizes_are_counted_for_the_parameters_sizes():
     matrix, kernel = nn.Parameter(torch.zeros(400, 300)), nn.Parameter(torch.zeros(6, 5, 4, 3, 2))
     states = OptimizerStates([torch.optim.Adafactor([matrix, kernel])])
     for parameter, rows, columns in ((matrix, 400, 300), (kernel, 6 * 5 * 4 * 3, 6 * 5 * 4 * 2)):
@@ -27,7 +27,7 @@ def test_states_that_follow_sizes_are_counted_for_the_sizes_there_are():
         assert found.full_bytes(tuple(parameter.shape)) == 4 * (rows + columns + 1)
 
 
-def test_a_matrix_is_tried_at_a_size_from_which_optimizers_factor():
+def test_a_matrix_is_probed_at_a_size_that_optimizers_factor():
     class FromOneHundredAndTwentyEight(torch.optim.SGD):
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:

@@ -37,7 +37,7 @@ def trace(module, step=None, gone=(), checkpointed=()):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_what_is_kept_for_backward_is_what_autograd_saves(name):
+def test_saved_bytes_are_those_that_autograd_saves(name):
     module = MODELS[name].build()
     own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
     batch = MODELS[name].batch()

@@ -34,7 +34,7 @@ def pairs(row):
 
 
 @given(SPANS)
-def test_every_span_has_one_place_and_a_row_has_no_overlap_but_what_nests(spans):
+def test_every_span_is_in_one_row_and_spans_of_a_row_only_nest(spans):
     lanes = lanes_of(Recording(0, 1, 0, 3.0, tuple(spans)))
     placed = [span for rows in lanes.values() for row in rows for span in row]
     assert sorted(map(str, placed)) == sorted(map(str, spans))

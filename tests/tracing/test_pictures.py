@@ -31,7 +31,7 @@ def size_of(path):
         ([Recording(0, 1, 0, 0.0)], 1),
     ],
 )
-def test_a_timeline_is_as_high_as_what_is_shown(recordings, num_lanes, tmp_path):
+def test_a_timeline_is_as_high_as_its_lanes(recordings, num_lanes, tmp_path):
     before = dict(matplotlib.rcParams)
     plot_timeline(recordings, tmp_path / "a.png")
     width, height = size_of(tmp_path / "a.png")
@@ -44,7 +44,7 @@ def block(recording, inches=14.0):
     return lay_out_rank(recording, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
 
 
-def test_names_are_written_where_there_is_room():
+def test_names_are_written_where_they_fit():
     texts = {bar.text for bar in block(made_step(num_units=4)).bars}
     assert "model.layers.0" in texts
     texts = {
@@ -57,7 +57,7 @@ def test_names_are_written_where_there_is_room():
         assert not any(text[:1].isdigit() for text in texts)
 
 
-def test_waits_stand_upon_what_waits():
+def test_waits_are_drawn_on_the_lane_that_waits():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.STEP, "a", 1.0, 2.0),
@@ -71,7 +71,7 @@ def test_waits_stand_upon_what_waits():
     assert [(w.start_s, w.stop_s) for w in drawn.waits] == [(0.2, 0.4), (1.2, 1.4)]
 
 
-def test_names_are_written_where_nothing_waits():
+def test_names_are_written_beside_waits():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.ALL_GATHER, "a", 0.3, 0.6, is_wait=True),
@@ -82,7 +82,7 @@ def test_names_are_written_where_nothing_waits():
     assert [wait.text for wait in waits] == ["gather", "step"]
 
 
-def test_what_forward_waits_for_beside_a_step_is_not_the_steps():
+def test_a_wait_of_forward_during_an_overlapped_step_is_on_the_compute_lane():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.STEP, "a", 0.0, 0.8),
@@ -92,13 +92,13 @@ def test_what_forward_waits_for_beside_a_step_is_not_the_steps():
     assert [bar.top for bar in drawn.bars if bar.span.is_wait] == [drawn.lanes[0].top]
 
 
-def test_a_module_stands_behind_its_units():
+def test_a_module_is_drawn_behind_its_units():
     drawn = block(made_step())
     outer = [bar for bar in drawn.bars if bar.is_outer]
     assert [bar.span.kind for bar in outer] == [Kind.FORWARD, Kind.BACKWARD]
 
 
-def test_what_is_only_waited_for_has_no_colour_in_the_legend():
+def test_kinds_with_waits_alone_have_no_colour_in_the_legend():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.ALL_GATHER, "a", 0.1, 0.4, 8),

@@ -45,7 +45,7 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
 
 
 @pytest.mark.parametrize("inside", [".", "recordings"])
-def test_the_folder_itself_may_be_given_and_another_place_for_the_files(zero, tmp_path, inside):
+def test_the_recordings_folder_and_an_output_folder_may_be_given(zero, tmp_path, inside):
     out = tmp_path / "new" / "out"
     assert run(zero / inside, "--step", 10, "--out", out) == 0
     names = sorted(path.name for path in out.iterdir())
@@ -53,7 +53,7 @@ def test_the_folder_itself_may_be_given_and_another_place_for_the_files(zero, tm
     assert not list(zero.glob("trace*"))
 
 
-def test_without_matplotlib_there_is_a_trace_and_a_line_how_to_draw(
+def test_without_matplotlib_there_is_a_trace_and_an_install_hint(
     zero, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(style, "find_spec", lambda name: None)
