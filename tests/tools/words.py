@@ -68,13 +68,13 @@ TERMS = (
         "is issued, is sent",
     ),
     Term(
-        "pre_forward, leave, turn",
-        r"\.(turn|has_turned|pre_backward|post_backward)\b|\bdef (leave|turn)\b",
+        "before_forward, leave, turn",
+        r"\.(turn|has_turned|before_backward_of|after_backward_of)\b|\bdef (leave|turn)\b",
         "pre_forward, reshard, begin_backward",
         is_exact=True,
         only="*.py",
     ),
-    Term("param_shard", r"\bfollowers?\b", "param_shard"),
+    Term("follower", r"\bfollowers?\b", "param_shard"),
     Term(
         "stepped, shown, accept (tensors)",
         r"\.(stepped|shown|accept)\b(?!\()|\bdef (stepped|shown|accept)\b",
@@ -83,7 +83,7 @@ TERMS = (
         only="lightning_zero/*",
     ),
     Term(
-        "enter_idle_phase, sharded_data",
+        "point_at_rest, look_at_rest",
         r"\b(point at rest|point back|look at rest)\b",
         "sharded parameter view",
     ),
@@ -99,7 +99,7 @@ TERMS = (
     Term("says", r"\b(says|saying|sayings)\b", "states, reports, contains, a vote"),
     Term(
         "Said, Voice, Learned",
-        r"\b(Said|RoundResult|Voice|Learned|ProbeResult|Roll|Doing|StopRequest|Talk)\b(?![ ,])",
+        r"\b(Said|Heard|Voice|Learned|Findings|Roll|Doing|Wish|Talk)\b(?![ ,])",
         "Vote, RoundResult, RoundClient, RecordedSchedules, ...",
         is_exact=True,
         only="*.py",
@@ -125,7 +125,7 @@ TERMS = (
         "probe, ProbeResult",
     ),
     Term("absorb", r"\babsorb(s|ed|ing)?\b", "sync_writes"),
-    Term("detect_writes", r"\btake rewritten\b", "detect_writes"),
+    Term("take_rewritten", r"\btake rewritten\b", "detect_writes"),
     Term(
         "give back, take over, born with",
         r"\b(give|gives|given|gave|giving) back\b|\b(take|takes|took|taken|taking) over\b|\bborn\b",
