@@ -5,7 +5,7 @@
     crashes      what a kill or a power cut after each operation may leave, as trees to be written
 
 A power cut is harsher here than any file system: of what was not synced any part may be there, in
-any order, but for one operation on names, which is there as a whole or not at all.
+any order, but for one operation on names, which is there as a full_path or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recording:
         self._root = os.path.realpath(root)
         self._operations: list[Operation] = []
         self._lock = threading.Lock()
-        sys.addaudithook(self._hear)  # which cannot be taken away again
+        sys.addaudithook(self._on_event)  # which cannot be taken away again
         fsync, fdatasync, exchange = os.fsync, os.fdatasync, atomic._exchange
         os.fsync = lambda file: self._synced(file, fsync(file))
         os.fdatasync = lambda file: self._synced(file, fdatasync(file))
@@ -63,12 +63,14 @@ class Recording:
         if isinstance(path, int):
             return None
         base = os.getcwd() if folder in (-1, None) else os.readlink(f"/proc/self/fd/{folder}")
-        whole = os.path.normpath(os.path.join(base, os.fsdecode(path)))
-        whole = os.path.join(os.path.realpath(os.path.dirname(whole)), os.path.basename(whole))
-        inside = whole == self._root or whole.startswith(f"{self._root}/")
-        return os.path.relpath(whole, self._root) if inside else None
+        full_path = os.path.normpath(os.path.join(base, os.fsdecode(path)))
+        full_path = os.path.join(
+            os.path.realpath(os.path.dirname(full_path)), os.path.basename(full_path)
+        )
+        inside = full_path == self._root or full_path.startswith(f"{self._root}/")
+        return os.path.relpath(full_path, self._root) if inside else None
 
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "os.mkdir" and self._below(args[0], args[2]) == ".":
             return  # the folder itself
         if event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:

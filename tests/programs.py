@@ -265,7 +265,7 @@ class Side:
         """Does what `name` says, in the same way on both sides, as a user would write it."""
         parameters = _parameters(self.module)
         p = parameters[choice % len(parameters)]
-        alike = [q for q in parameters if q is not p and q.shape == p.shape]
+        same_shape = [q for q in parameters if q is not p and q.shape == p.shape]
         match name:
             case "hold alias":
                 self.held.append(p.detach())
@@ -277,11 +277,11 @@ class Side:
                 p.data.mul_(0.9)
             case "assign data":
                 p.data = p.data * 0.9
-            case "exchange data" if alike:
-                p.data, alike[0].data = alike[0].data, p.data
-            case "lerp" if alike:
+            case "exchange data" if same_shape:
+                p.data, same_shape[0].data = same_shape[0].data, p.data
+            case "lerp" if same_shape:
                 with torch.no_grad():
-                    p.lerp_(alike[0], 0.25)
+                    p.lerp_(same_shape[0], 0.25)
             case "freeze":
                 p.requires_grad_(not p.requires_grad)
             case "average of weights":

@@ -62,16 +62,16 @@ def test_names_of_the_package_exist(page):
 
 def test_every_page_is_in_the_navigation():
     (nav,) = re.findall(r"^nav:\n(?:[ ].*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    told = []
+    documented = []
 
     def collect(entries):
         for entry in entries:
             (value,) = entry.values()
-            told.append(value) if isinstance(value, str) else collect(value)
+            documented.append(value) if isinstance(value, str) else collect(value)
 
     collect(yaml.safe_load(nav)["nav"])
     there = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
-    assert sorted(told) == sorted(there)
+    assert sorted(documented) == sorted(there)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,10 @@ def test_every_page_is_in_the_navigation():
     ],
 )
 def test_every_public_name_is_in_the_reference(page, names):
-    told = re.findall(r"^::: ([\w.]+)$", PAGES[f"docs/reference/{page}.md"], flags=re.MULTILINE)
-    assert sorted(told) == sorted(names)
+    documented = re.findall(
+        r"^::: ([\w.]+)$", PAGES[f"docs/reference/{page}.md"], flags=re.MULTILINE
+    )
+    assert sorted(documented) == sorted(names)
 
 
 def test_every_public_name_has_a_docstring():
@@ -110,17 +112,17 @@ def members_of(value):
 
 def test_every_command_and_option_is_in_the_reference():
     parts = re.split(r"^## ", PAGES["docs/reference/cli.md"], flags=re.MULTILINE)[1:]
-    told = {part.splitlines()[0]: part for part in parts}
+    documented = {part.splitlines()[0]: part for part in parts}
     subparsers = argparse.ArgumentParser().add_subparsers()
     add_commands(subparsers)
-    assert told.keys() == subparsers.choices.keys()
+    assert documented.keys() == subparsers.choices.keys()
     for name, parser in subparsers.choices.items():
         options = {option for action in parser._actions for option in action.option_strings}
-        rows = set(re.findall(r"^\| `(--[\w-]+)", told[name], flags=re.MULTILINE))
+        rows = set(re.findall(r"^\| `(--[\w-]+)", documented[name], flags=re.MULTILINE))
         assert rows == {option for option in options if option.startswith("--")} - {"--help"}
 
 
 def test_every_dated_page_is_in_the_index_of_benchmarks():
     there = {path.name for path in (ROOT / "tests" / "benchmarks").glob("*.md")}
-    told = re.findall(r"\(\.\./tests/benchmarks/([\w.-]+\.md)\)", PAGES["docs/benchmarks.md"])
-    assert sorted(told) == sorted(there)
+    documented = re.findall(r"\(\.\./tests/benchmarks/([\w.-]+\.md)\)", PAGES["docs/benchmarks.md"])
+    assert sorted(documented) == sorted(there)

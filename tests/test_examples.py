@@ -82,11 +82,11 @@ def check_result(run_dir, printed):
         log = (run_dir / name).read_text()
         assert f"rank {rank} of 2 trains" in log
         assert "Seed set to 0" in log  # what Lightning tells of itself is not on the terminal
-    told = yaml.safe_load((run_dir / "csv" / "hparams.yaml").read_text())
-    assert told["model/params/total"] == sum(p.numel() for p in model.parameters())
-    assert told["data"]["batch_size"] == 4
-    assert told["paths"]["output_dir"] == str(run_dir)  # resolved
-    return told["strategy"]
+    logged = yaml.safe_load((run_dir / "csv" / "hparams.yaml").read_text())
+    assert logged["model/params/total"] == sum(p.numel() for p in model.parameters())
+    assert logged["data"]["batch_size"] == 4
+    assert logged["paths"]["output_dir"] == str(run_dir)  # resolved
+    return logged["strategy"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_run_goes_on_from_the_path_that_another_has_printed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_ends_well_where_the_model_is_not_whole_after_it(tmp_path):
+def test_a_run_succeeds_where_the_model_stays_sharded_after_it(tmp_path):
     brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
     left_out = "trainer.strategy.unshard_after_fit=false"
     printed = run_main_job(tmp_path, *SMALL, *brief, left_out, "test=true")
@@ -427,10 +427,10 @@ def test_a_project_of_its_own_takes_the_groups_of_the_package(tmp_path):
     run_in(tmp_path / "project", "train.py", *words, *on_cpu)
     run = tmp_path / "project" / "run"
     assert (run / "checkpoints" / "step_000004.ckpt").is_file()
-    told = yaml.safe_load((run / "csv" / "hparams.yaml").read_text())
-    assert told["model"]["num_layers"] == 8
-    assert told["strategy"]["stage"] == 2
-    assert told["strategy"]["offload_optimizer"]
+    logged = yaml.safe_load((run / "csv" / "hparams.yaml").read_text())
+    assert logged["model"]["num_layers"] == 8
+    assert logged["strategy"]["stage"] == 2
+    assert logged["strategy"]["offload_optimizer"]
 
 
 def test_every_example_is_short_and_is_run_here():

@@ -30,7 +30,7 @@ def test_every_row_has_a_test_and_every_marked_test_a_row():
     assert written == claimed, f"run {COMMAND}\n{claimed}"
 
 
-def test_the_command_that_writes_it_is_told():
+def test_the_command_that_writes_it_is_on_the_page():
     for page in (PAGE, ROOT / "CONTRIBUTING.md"):
         assert f"`{COMMAND}`" in page.read_text()
 

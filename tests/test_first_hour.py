@@ -37,7 +37,7 @@ def test_a_case_is_measured(case):
         assert found["tokens_per_s"] > 0
 
 
-def test_a_page_tells_what_was_measured_and_what_went_wrong(tmp_path):
+def test_a_page_lists_measurements_and_failures(tmp_path):
     rows = [
         {"piece": "offload", "system": "zero3-cpu", "model": "1.1b", "step_ms": 12.5},
         {"piece": "offload", "system": "torchao", "model": "1.1b", "error": "not installed"},

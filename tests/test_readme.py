@@ -244,10 +244,10 @@ def test_the_loss_in_chunks_runs():
 
 
 def test_the_groups_of_conf_are_listed():
-    told = PAGES[f"{GUIDES}/hydra.md"]
+    page = PAGES[f"{GUIDES}/hydra.md"]
     for folder in {path.parent for path in (ROOT / "conf").glob("*/**/*.yaml")}:
         name = folder.relative_to(ROOT / "conf").as_posix()
-        row = re.search(rf"^\| `{name}` \| (.+) \|$", told, flags=re.MULTILINE)
+        row = re.search(rf"^\| `{name}` \| (.+) \|$", page, flags=re.MULTILINE)
         assert row, name
         assert set(re.findall(r"`(\w+)`", row[1])) == {path.stem for path in folder.glob("*.yaml")}
 

@@ -104,13 +104,13 @@ def test_a_slice_runs_slow_tests_only_and_all_slices_run_all(tmp_path):
     assert sorted(seen) == [f"test_it.py::test_slow[{i}]" for i in range(6)]
 
 
-def test_a_slice_stops_when_its_time_is_over_and_says_so(tmp_path):
+def test_a_slice_stops_when_its_time_is_over_and_reports_it(tmp_path):
     options = ["--slow-slice", "0", "--slow-budget-s", "90"]
     printed = _run(tmp_path, *options, spare=0.05 / 90)
     assert "slow tests of the slice were left out: no time" in printed
     assert "skipped" in printed
 
 
-def test_a_run_of_slow_tests_says_how_far_it_is(tmp_path):
+def test_a_run_of_slow_tests_reports_its_progress(tmp_path):
     printed = _run(tmp_path, "-m", "slow")
     assert "slow tests: 6 of 7 in 0 min, about 0 min left" in printed

@@ -97,10 +97,10 @@ def formulas(size: str, precision: str, num_ranks: int) -> dict[int, dict[State,
 def in_words(stage: int, precision: str) -> str:
     """Bytes per parameter, such as "4 + 12/N"."""
     shards = STAGES[stage].shards
-    whole = sum(n for state, n in BYTES[precision].items() if state not in shards)
+    replicated = sum(n for state, n in BYTES[precision].items() if state not in shards)
     shared = sum(n for state, n in BYTES[precision].items() if state in shards)
     return " + ".join(
-        part for part in (f"{whole}" * bool(whole), f"{shared}/N" * bool(shared)) if part
+        part for part in (f"{replicated}" * bool(replicated), f"{shared}/N" * bool(shared)) if part
     )
 
 

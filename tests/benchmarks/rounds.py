@@ -58,14 +58,14 @@ def main() -> None:
 
 
 def _tell(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    told = f"{found['world_size']:5d} ranks {found['units']:4d} units"
-    told += f"  set-up {found['setup_s']:6.2f} s  step {found['step_ms']:8.1f} ms"
-    told += (
+    line = f"{found['world_size']:5d} ranks {found['units']:4d} units"
+    line += f"  set-up {found['setup_s']:6.2f} s  step {found['step_ms']:8.1f} ms"
+    line += (
         f"  rounds {found['rounds']}  waits {found['waits']}  waited {found['waited_ms']:8.2f} ms"
     )
     if args.delay_ms:
-        told += f" = {found['waited_ms'] / args.delay_ms:6.1f} delays"
-    print(told, flush=True)
+        line += f" = {found['waited_ms'] / args.delay_ms:6.1f} delays"
+    print(line, flush=True)
 
 
 def _command(of_rank: dict[str, Any], args: argparse.Namespace, units: int) -> list[str]:

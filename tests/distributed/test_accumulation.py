@@ -54,13 +54,13 @@ def test_accumulation_over_the_end_of_the_epoch_and_validation_equals_ddp(stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_no_gradient_travels_before_the_last_micro_batch(stage):
+def test_no_gradient_is_reduced_before_the_last_micro_batch(stage):
     for counts in run_ranks(2, _count_messages, settings(stage), has_group=False):
         assert [count > 0 for count in counts] == [False, False, True] * 2, counts
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_that_rest_as_shards_travel_in_every_micro_batch(stage):
+def test_sharded_gradients_are_reduced_in_every_micro_batch(stage):
     for counts in run_ranks(2, _count_messages, settings(stage), has_group=False):
         assert all(count > 0 for count in counts), counts
 

@@ -320,17 +320,17 @@ def step(net, reference, theirs, engine, number):
     theirs.zero_grad()
 
 
-def whole(value):
+def full_tensors(value):
     if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
+        return {key: full_tensors(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [whole(item) for item in value]
+        return [full_tensors(item) for item in value]
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return np.array(value.detach()) if isinstance(value, torch.Tensor) else value
 
 
 def difference(ours, expected):
-    ours, expected = whole(ours), whole(expected)
+    ours, expected = full_tensors(ours), full_tensors(expected)
     try:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, check_dtype=True)
     except (AssertionError, TypeError) as error:

@@ -18,7 +18,7 @@ from tests.models import GPTModule
 NUM_BATCHES = 4
 
 
-def whole(module, backend):
+def module_itself(module, backend):
     """The LightningModule itself."""
     return torch.compile(module, backend=backend)
 
@@ -113,11 +113,16 @@ def _assert_equal(outcomes, cases):
 
 
 SMALL = settings(1, reduce_bucket_size=4000)  # several buckets, gathered during the next forward
-FAST = [(SMALL, whole), (settings(3), whole), (settings(3), submodule), (settings(2), in_place)]
+FAST = [
+    (SMALL, module_itself),
+    (settings(3), module_itself),
+    (settings(3), submodule),
+    (settings(2), in_place),
+]
 FAST += [(settings(3), in_place)]
 ALL = [
     (spec, compiled)
-    for compiled in (whole, submodule, blocks, in_place)
+    for compiled in (module_itself, submodule, blocks, in_place)
     for spec in (SMALL, settings(2), settings(3))
 ]
 

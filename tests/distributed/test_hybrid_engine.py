@@ -91,7 +91,7 @@ def _bytes(rank, world_size, stage, size):
     return found
 
 
-def test_states_rest_as_shards_of_the_group_and_only_these_travel_between_groups():
+def test_states_are_sharded_over_the_group_and_only_shards_are_sent_between_groups():
     p, g, o = State.PARAM, State.GRAD, State.OPTIM
     half = {p: 4 / 2, g: 4 / 2, o: 8 / 2}
     bytes_per_parameter = {

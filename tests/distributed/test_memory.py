@@ -195,7 +195,7 @@ class TestModelStates:
             assert measured.peak <= (1 + TOLERANCE) * measured.rest + extra
 
 
-def test_one_of_eight_ranks_of_a_fake_group_rests_at_the_bytes_of_stage_3():
+def test_one_of_eight_ranks_of_a_fake_group_has_the_bytes_of_stage_3_between_steps():
     (measured,) = _measure(3, "fp32", "fake", 8)
     assert measured.rest == pytest.approx(NUMEL * 16 / 8, rel=TOLERANCE)
 

@@ -124,8 +124,8 @@ def test_an_unusual_hugging_face_model_trains_and_resumes_as_under_ddp(kind):
 
 
 def test_hugging_face_generate_ends_at_different_tokens_on_different_ranks():
-    for ours, whole in run_ranks(2, _generate):
-        assert ours == whole
+    for ours, single in run_ranks(2, _generate):
+        assert ours == single
 
 
 def _generate(rank, world_size):

@@ -171,19 +171,19 @@ def _compare_bf16(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_with_16_bit_parameters_and_masters_elsewhere_too(stage):
+def test_with_offloaded_16_bit_parameters_and_masters_too(stage):
     run_ranks(2, _compare_bf16, stage, timeout_s=240)
 
 
-def _compare_apart(rank, world_size, stage, dtype):
+def _compare_separate_memory(rank, world_size, stage, dtype):
     # As on a device whose memory is not the CPU's, as far as a machine without one can show it.
     make_storage = Storage.__init__
 
-    def make_apart(self, *args, **kwargs):
+    def init_with_device_memory(self, *args, **kwargs):
         make_storage(self, *args, **kwargs)
         self.has_device_memory = True
 
-    Storage.__init__ = make_apart
+    Storage.__init__ = init_with_device_memory
     _compare(rank, world_size, stage, 2, 0.1, 4, param_dtype=dtype)
 
 
@@ -200,4 +200,4 @@ def _compare_apart(rank, world_size, stage, dtype):
     ],
 )
 def test_where_cpu_memory_is_not_the_devices_too(stage, dtype):
-    run_ranks(2, _compare_apart, stage, dtype, timeout_s=240)
+    run_ranks(2, _compare_separate_memory, stage, dtype, timeout_s=240)

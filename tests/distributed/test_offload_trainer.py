@@ -64,11 +64,11 @@ def part_memories():
     """From now on the CPU tier is other memory than the device's, as it is on CUDA."""
     make_storage = Storage.__init__
 
-    def make_apart(self, *args, **kwargs):
+    def init_with_device_memory(self, *args, **kwargs):
         make_storage(self, *args, **kwargs)
         self.has_device_memory = True
 
-    Storage.__init__ = make_apart
+    Storage.__init__ = init_with_device_memory
 
 
 def assert_bit_equal(one, other, where):
@@ -432,19 +432,19 @@ def _resume(rank, world_size, specs, factory):
 
 
 def _compare_resumed(rank, world_size, tiers):
-    whole = _uninterrupted(rank, world_size, full(3), GPT, len(tiers))
+    uninterrupted = _uninterrupted(rank, world_size, full(3), GPT, len(tiers))
     specs = [full(3) | tier for tier in tiers]
     found = _resume(rank, world_size, specs, GPT)
-    assert_equal_trees(found["state_dict"], whole["state_dict"])
-    assert_equal_trees(found["optimizer_states"], whole["optimizer_states"])
+    assert_equal_trees(found["state_dict"], uninterrupted["state_dict"])
+    assert_equal_trees(found["optimizer_states"], uninterrupted["optimizer_states"])
 
 
 def _uninterrupted(rank, world_size, spec, factory, num_epochs):
     seed_everything(7, verbose=False)
-    saver = ModelCheckpoint("whole", save_last=True)
+    saver = ModelCheckpoint("uninterrupted", save_last=True)
     options = {"callbacks": [saver], "enable_checkpointing": True, "max_epochs": num_epochs}
     make_trainer(spec, **options).fit(factory())
-    return torch.load("whole/last.ckpt", weights_only=True)
+    return torch.load("uninterrupted/last.ckpt", weights_only=True)
 
 
 CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}

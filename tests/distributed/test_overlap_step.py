@@ -78,7 +78,7 @@ def test_the_step_returns_while_it_runs_and_the_forward_waits_for_it(stage):
     run_ranks(2, _step_returns, stage)
 
 
-def _gathers_travel(rank, world_size):
+def _gathers_run_during_forward(rank, world_size):
     net, optimizer, engine = build(2, overlap_step=False)
     backward(rank, net, engine)
     engine.step()
@@ -86,8 +86,8 @@ def _gathers_travel(rank, world_size):
     engine.close()
 
 
-def test_without_it_gathers_travel_into_the_next_forward():
-    run_ranks(2, _gathers_travel)
+def test_without_it_gathers_overlap_the_next_forward():
+    run_ranks(2, _gathers_run_during_forward)
 
 
 def zero_in_place(net, optimizer, engine):
@@ -130,13 +130,13 @@ def test_what_others_do_between_steps_comes_after_the_step(stage, disturb):
 
 def _in_fewer_calls(rank, world_size, stage, overlap_step):
     expected = parameters_after(rank, stage, look, overlap_step=overlap_step)
-    num_apart = SlowSGD.num_calls
+    num_separate = SlowSGD.num_calls
     numel = sum(p.numel() for p in Net().parameters())
     with mock.patch.dict(step.MAX_NUMEL_PER_CALL, cpu=numel // world_size // 2):
         found = parameters_after(rank, stage, look, overlap_step=overlap_step)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
-    assert 3 < SlowSGD.num_calls < num_apart
+    assert 3 < SlowSGD.num_calls < num_separate
 
 
 @pytest.mark.parametrize(("stage", "overlap_step"), [(1, True), (3, False)])
@@ -144,7 +144,7 @@ def test_small_buckets_that_are_stepped_in_one_call_get_the_same_values(stage, o
     run_ranks(2, _in_fewer_calls, stage, overlap_step)
 
 
-def test_small_parameters_that_stay_whole_are_gathered_in_one_order_on_all_ranks():
+def test_small_unsharded_parameters_are_gathered_in_one_order_on_all_ranks():
     run_ranks(2, _disturb, 3, look, {"param_persistence_threshold": 1000})
 
 
@@ -167,7 +167,7 @@ def _fails(rank, world_size, stage, ends):
 @pytest.mark.filterwarnings("ignore:the optimizer step of")
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_that_fails_is_told_at_the_next_forward_or_at_the_end(stage, ends):
+def test_a_failed_step_is_raised_at_the_next_forward_or_at_the_end(stage, ends):
     run_ranks(2, _fails, stage, ends)
 
 
@@ -190,7 +190,7 @@ def _handed_over_in_part(rank, world_size):
     engine.close()
 
 
-def test_an_exception_while_a_step_is_handed_over_leaves_nobody_waiting():
+def test_an_exception_while_a_step_is_handed_over_hangs_no_rank():
     run_ranks(1, _handed_over_in_part)
 
 

@@ -99,7 +99,7 @@ def test_no_setting_of_stages_1_and_2_changes_the_result(options, stage):
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
-def test_ranks_that_start_apart_take_the_weights_of_rank_0(stage):
+def test_ranks_that_start_with_different_weights_take_those_of_rank_0(stage):
     factory = partial(ConvModule, ranks=2)
     ours = run_ranks(2, _fit_from_own_seed, settings(stage), factory, has_group=False)
     expected = run_once(2, _fit_from_own_seed, "ddp", factory)

@@ -394,8 +394,8 @@ def page(out: Path) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     asked = ("system", "model", "num_ranks", "num_layers", "tokens")
-    told = list(dict.fromkeys(key for row in rows for key in row if key not in _CASE_KEYS))
-    table = [[*asked, *told]]
+    listed = list(dict.fromkeys(key for row in rows for key in row if key not in _CASE_KEYS))
+    table = [[*asked, *listed]]
     table += [[_cell(row.get(key, "")) for key in table[0]] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(

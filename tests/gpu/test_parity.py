@@ -81,7 +81,7 @@ def test_every_tier_and_overlap_equals_one_process(way, backend, world_size):
     run_ranks(world_size, _compare, *arguments, timeout_s=120, has_group=False)
 
 
-def _step_whole_tensors(rank, world_size, backend):
+def _step_full_tensors(rank, world_size, backend):
     form_group(backend, rank, world_size)
     states = []
     for is_sharded in (False, True):
@@ -99,8 +99,8 @@ def _step_whole_tensors(rank, world_size, backend):
 
 
 @pytest.mark.parametrize(("backend", "world_size"), GROUPS)
-def test_whole_tensors_are_stepped_as_in_stage_0(backend, world_size):
-    run_ranks(world_size, _step_whole_tensors, backend, timeout_s=120, has_group=False)
+def test_full_tensors_are_stepped_as_in_stage_0(backend, world_size):
+    run_ranks(world_size, _step_full_tensors, backend, timeout_s=120, has_group=False)
 
 
 def _abort_before_backward(rank, world_size):

@@ -1,6 +1,6 @@
 """Vector clocks of streams and the host, and the uses of memory that they do not order.
 
-[Note: Findings] An operation on a stream comes after all that was queued there before, after what
+[Note: Problems] An operation on a stream comes after all that was queued there before, after what
 the host had done when it queued it, and after events that the stream waits for. A use of memory
 that does not come after an earlier one, of which either writes, is a RACE. Memory goes back to the
 pool of the stream on which it was allocated and is used there again at once: where that stream does
@@ -45,14 +45,14 @@ class _Memory:
 
 
 class Clocks:
-    """Who comes after whom. See [Note: Findings].
+    """Who comes after whom. See [Note: Problems].
 
     Args:
         place: Where in the code we are.
 
     Attributes:
         num_checks: Pairs of uses that have been compared.
-        findings: How often each was found.
+        problems: How often each was found.
         syncs: How often the host has waited, by why and where.
         launches: Operations by stream.
         names: Of streams.
@@ -60,7 +60,7 @@ class Clocks:
 
     def __init__(self, place: Callable[[], str]) -> None:
         self.num_checks = 0
-        self.findings: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.launches: Counter[int] = Counter()
         self.names = {HOST: "host"}
@@ -130,7 +130,7 @@ class Clocks:
                     continue
                 kind = "FREE-PINNED" if memory.stream == HOST else "FREE"
                 pool = self._name(memory.stream)
-                self.findings[
+                self.problems[
                     f"{kind}: memory of {pool} goes back at [{self._place()}]; not after {use}"
                 ] += 1
 
@@ -159,7 +159,7 @@ class Clocks:
             if old.start < new.stop and new.start < old.stop and (old.is_write or new.is_write):
                 self.num_checks += 1
                 if not is_before:
-                    self.findings[f"RACE: {new}; not after {old}"] += 1
+                    self.problems[f"RACE: {new}; not after {old}"] += 1
             is_covered = new.start <= old.start and old.stop <= new.stop
             # Whoever comes after the new one comes after the old one.
             replaces = new.is_write or (not old.is_write and old.stream == new.stream)

@@ -75,7 +75,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "one rank": {"num_ranks": 1},
     "no group": {"num_ranks": 0},
 }
-_ALIKE_IN_ALL_PRECISIONS = (
+_EQUAL_IN_ALL_PRECISIONS = (
     "no overlap",
     "failures",
     "one rank",
@@ -115,7 +115,7 @@ CHOSEN = {f"stage {line}" for line in _CHOSEN.split("\n") if line}
 
 
 def _is_worth_it(stage: int, place: str, precision: str, way: str) -> bool:
-    if way in _ALIKE_IN_ALL_PRECISIONS and precision != "fp32":
+    if way in _EQUAL_IN_ALL_PRECISIONS and precision != "fp32":
         return False
     if way == "unscaled by the step" and precision != "fp16":
         return False

@@ -28,7 +28,7 @@ class Outcome:
 
     Attributes:
         num_checks: Pairs of uses of memory that were compared.
-        findings: How often each was found.
+        problems: How often each was found.
         syncs: Waits of the host in a step, by why and where.
         num_launches: In a step.
         seconds: Of the processor.
@@ -36,7 +36,7 @@ class Outcome:
     """
 
     num_checks: int = 0
-    findings: dict[str, int] = dataclasses.field(default_factory=dict)
+    problems: dict[str, int] = dataclasses.field(default_factory=dict)
     syncs: dict[str, int] = dataclasses.field(default_factory=dict)
     num_launches: int = 0
     seconds: float = 0.0
@@ -62,7 +62,7 @@ def _run(scenario: Scenario, libraries: Path) -> Outcome:
         syncs, launches = train(scenario, cuda.clocks)
     clocks = cuda.clocks
     launched = sum(launches.values())
-    return Outcome(clocks.num_checks, dict(clocks.findings), syncs, launched, process_time())
+    return Outcome(clocks.num_checks, dict(clocks.problems), syncs, launched, process_time())
 
 
 def _in_fork(scenario: Scenario, libraries: Path) -> str:

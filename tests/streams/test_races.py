@@ -49,7 +49,7 @@ BROKEN = [  # and what is found then
 def test_every_use_of_memory_comes_after_the_one_before(checker: Checker, scenario: Scenario):
     outcome = checker.run(scenario)
     assert outcome.num_checks > 500
-    assert outcome.findings == {}
+    assert outcome.problems == {}
     # A scaler that may have to leave out a step looks whether, where torch's step cannot.
     waits = {why: count for why, count in outcome.syncs.items() if not why.endswith("[outside]")}
     if scenario.is_on_device:
@@ -60,7 +60,7 @@ def test_every_use_of_memory_comes_after_the_one_before(checker: Checker, scenar
 
 @pytest.mark.parametrize(("scenario", "kind"), BROKEN, ids=[one.broken for one, _ in BROKEN])
 def test_a_wait_that_is_left_out_is_found(checker: Checker, scenario: Scenario, kind: str):
-    found = checker.run(scenario).findings
+    found = checker.run(scenario).problems
     assert any(text.startswith(f"{kind}:") for text in found), found
 
 

@@ -148,7 +148,7 @@ def _change(node: ast.AST, source: _Text) -> tuple[str, str, str] | None:
 def _without_checks(tree: ast.Module) -> ast.Module:
     """Without what does nothing if all is well, or only when types are checked."""
 
-    class Cut(ast.NodeTransformer):
+    class Mutation(ast.NodeTransformer):
         def visit_Assert(self, node: ast.Assert) -> None:
             return None
 
@@ -166,7 +166,7 @@ def _without_checks(tree: ast.Module) -> ast.Module:
         def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
             return node.value and self.visit(node.value)
 
-    return Cut().visit(tree)
+    return Mutation().visit(tree)
 
 
 def _one_line(text: str) -> str:
