@@ -1,7 +1,7 @@
 """Which cells of a table of cases run by default, and which with the slow tests.
 
 [Note: cells] What one property is claimed to do in every stage, by the same code, is tested by
-default in stage 1, where parameters rest whole, and in stage 3, where they rest as shards. Where
+default in stage 1, where parameters are replicated, and in stage 3, where they are sharded. Where
 the stages differ in it (losses, accumulation, memory, traffic, records), each runs by default.
 """
 

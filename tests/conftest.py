@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     features.pytest_configure(config)
     slices.pytest_configure(config)
-    os.environ["COLUMNS"] = "120"  # tables are as in a file; pytest-xdist says 80
+    os.environ["COLUMNS"] = "120"  # tables are as in a file; pytest-xdist sets 80
 
 
 @pytest.hookimpl(tryfirst=True)

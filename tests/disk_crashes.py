@@ -5,7 +5,7 @@
     crashes      what a kill or a power cut after each operation may leave, as trees to be written
 
 A power cut is harsher here than any file system: of what was not synced any part may be there, in
-any order, but for one operation on names, which is there as a full_path or not at all.
+any order, except that one operation on names is either complete or absent.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def crashes(
     """What each crash may leave, each tree once, with words for it; last that after the end.
 
     Args:
-        before: Of the folder, all of it on the disk.
+        before: Tree of the folder, all of it on the disk.
         operations: Those of `operations_in`.
         num_random: Power cuts after each operation of which some of what was not synced is there.
     """

@@ -2,10 +2,10 @@
 
     @pytest.mark.shows("EMAWeightAveraging")                       # in stages 1, 2 and 3
     @pytest.mark.shows("ModelPruning", stages=(1, 2))
-    @pytest.mark.refuses("ModelPruning", stages=(3,), because="it ranks whole parameters")
+    @pytest.mark.refuses("ModelPruning", stages=(3,), because="it ranks full parameters")
 
 A test with a parameter `stage` counts for that stage alone. One mark on each of several tests, or
-several marks on one, are fine: a cell says yes if all tests behind it have passed. What is no
+several marks on one, are fine: a cell is "yes" if all tests behind it have passed. What is no
 callback of Lightning's gets a row among the features.
 
 `pytest -m "shows or refuses" --write-features docs/features.md` runs the tests and writes it;
@@ -92,7 +92,7 @@ class Features:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Before any is deselected; the claims travel with the reports."""
+        """Before any is deselected; the claims are sent with the reports."""
         for item in items:
             claims = claims_of(item)
             self.claimed += claims

@@ -1,4 +1,4 @@
-"""Trains a module under any strategy, the same way, and says what came out."""
+"""Trains a module under any strategy, the same way, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Outcome:
     """What one rank saw.
 
     Attributes:
-        losses: Of every training step, in order.
+        losses: Loss of every training step, in order.
         state: The module's own `state_dict()` after fit.
         checkpoint: What `Trainer.save_checkpoint` wrote when training ended; None unless asked for.
         metrics: `Trainer.callback_metrics` after fit.
         global_step: `Trainer.global_step` after fit.
-        learning_rates: Of every parameter group when training ended.
+        learning_rates: Learning rate of every parameter group when training ended.
     """
 
     losses: list[float]
@@ -220,7 +220,7 @@ def assert_same(
     rtol: float = 1e-6,
     atol: float = 1e-6,
 ) -> None:
-    """Losses of each rank and whole parameters on every rank equal the reference's.
+    """Losses of each rank and full parameters on every rank equal the reference's.
 
     A reference of one process has the mean of the ranks' losses.
     """

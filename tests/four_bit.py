@@ -104,7 +104,7 @@ class FourBitModule(Recorder):
         self.head = nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of shape (samples, 3)."""
+        """Tensor of shape (samples, 3)."""
         for base, adapter in zip(self.bases, self.adapters, strict=True):
             x = (base(x) + adapter(x)).tanh()
         return self.head(x)

@@ -53,7 +53,8 @@ class Blocks(torch.Tensor):
 
 
 class Blockwise(torch.optim.Optimizer):
-    """Momentum in Blocks where a tensor has 4096 elements or more in whole blocks, else in float32.
+    """Momentum in Blocks where a tensor has 4096 elements or more in complete blocks, else in
+    float32.
 
     And Adam's second moment, in the same places, as plain tensors of codes and scales.
     """

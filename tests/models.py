@@ -41,7 +41,8 @@ __all__ = [
     "regression_data",
 ]
 
-# Adam's eps is so large that gradients which are zero but for rounding do not become whole steps.
+# Adam's eps is so large that gradients which are zero but for rounding do not become full-sized
+# steps.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "adam": partial(torch.optim.Adam, lr=1e-3, eps=1e-5),
@@ -155,7 +156,7 @@ class GPTModule(Recorder):
     Args:
         is_tied: The embedding is the output layer too.
         checkpointing: Key of `CHECKPOINTING`, or None.
-        **kwargs: Of `Recorder`.
+        **kwargs: Arguments of `Recorder`.
     """
 
     def __init__(self, is_tied: bool = False, checkpointing: str | None = None, **kwargs: Any):
@@ -174,10 +175,10 @@ class GPTModule(Recorder):
 
 
 class CheckpointedGPT(GPT):
-    """Each block runs, whole, inside a checkpoint.
+    """Each block runs entirely inside a checkpoint.
 
     Args:
-        config: Of the GPT.
+        config: Configuration of the GPT.
         is_reentrant: Which of the two implementations.
     """
 
@@ -290,7 +291,7 @@ class FrozenModule(Recorder):
 
     Args:
         is_given_frozen: The optimizer's groups contain the frozen parameters.
-        **kwargs: Of `Recorder`.
+        **kwargs: Arguments of `Recorder`.
     """
 
     def __init__(self, is_given_frozen: bool = True, **kwargs: Any) -> None:

@@ -262,7 +262,7 @@ class Side:
         self.seen += [(name, float(value.double().norm())) for value in values]
 
     def act(self, name: str, number: int, choice: int) -> None:
-        """Does what `name` says, in the same way on both sides, as a user would write it."""
+        """Performs the action `name` in the same way on both sides, as a user would write it."""
         parameters = _parameters(self.module)
         p = parameters[choice % len(parameters)]
         same_shape = [q for q in parameters if q is not p and q.shape == p.shape]

@@ -1,16 +1,16 @@
 """The slow tests in slices, each a bounded time, and how far a long run has come.
 
-`pytest -m slow` runs all of them and says from time to time how far it is.
+`pytest -m slow` runs all of them and prints its progress from time to time.
 
 `pytest --slow-slice HEAD` runs one slice: the slow tests are dealt to as many slices as it takes
 for each to need `--slow-budget-s`, shared by the workers of `-n`, and a commit's number in its
 history picks one, so that as many consecutive commits as there are slices run all. A slice stops
 when its budget is used up.
 
-A test that is slow says so by its mark, or stands in `tests/covered.txt`: what it executes, others
+A slow test has the mark, or is listed in `tests/covered.txt`: what it executes, others
 execute too that take less time together. These have the mark `covered` as well.
 
-`--write-durations` runs what it is told and writes what each slow test took to
+`--write-durations` runs the selected tests and writes what each slow test took to
 `tests/slow_durations.json`; a test that is not in there is taken for one that needs what those of
 its file do.
 """
@@ -66,7 +66,7 @@ def estimates(names: Sequence[str], recorded: Mapping[str, float]) -> dict[str, 
 
 def deal(needed_s: Mapping[str, float], budget_s: float) -> list[list[str]]:
     """Slices of about equal time, none above the budget that a single test does not exceed."""
-    # By what they need, longest first; among equals in an order that says nothing about the file.
+    # By what they need, longest first; among equals in an order independent of the file.
     order = sorted(needed_s, key=lambda name: (-needed_s[name], _scattered(name)))
     num = max(1, -int(-sum(needed_s.values()) // budget_s))
     while True:
@@ -96,10 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Slices:
-    """Chooses the tests of a slice, keeps to its time, and says how far a run of slow tests is.
+    """Chooses the tests of a slice, keeps to its time, and reports the progress of a run of slow
+    tests.
 
     Args:
-        config: Of the session.
+        config: Configuration of the test run.
     """
 
     def __init__(self, config: pytest.Config) -> None:

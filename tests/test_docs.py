@@ -25,7 +25,7 @@ def text_of(page):
 
 
 def slugs(page):
-    """Of the headings, as GitHub and MkDocs make them."""
+    """Anchors of the headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
@@ -99,7 +99,7 @@ def test_every_public_name_has_a_docstring():
 
 
 def members_of(value):
-    """Of a class of ours; what it overrides of Lightning's is not ours to explain."""
+    """Public methods of a class; overridden methods of Lightning's are documented there."""
     classes = getattr(value, "__mro__", [])
     theirs = {n for c in classes if not c.__module__.startswith("lightning_zero") for n in vars(c)}
     return [

@@ -81,7 +81,7 @@ def check_result(run_dir, printed):
     for rank, name in enumerate(("train.log", "train_rank1.log")):
         log = (run_dir / name).read_text()
         assert f"rank {rank} of 2 trains" in log
-        assert "Seed set to 0" in log  # what Lightning tells of itself is not on the terminal
+        assert "Seed set to 0" in log  # Lightning's own log lines are not on the terminal
     logged = yaml.safe_load((run_dir / "csv" / "hparams.yaml").read_text())
     assert logged["model/params/total"] == sum(p.numel() for p in model.parameters())
     assert logged["data"]["batch_size"] == 4

@@ -34,7 +34,7 @@ class System(Protocol):
     """One way to save a model and the moments of Adam. Collective: every rank calls everything."""
 
     def __init__(self, model: nn.Module, nbytes: int) -> None:
-        """Takes over `model`, of which weights and moments have `nbytes` in all."""
+        """Wraps `model`, whose weights and moments have `nbytes` in all."""
 
     def save(self, path: Path) -> None:
         """Returns when all is on the disk."""
@@ -91,7 +91,7 @@ class DiskBuffered(Disk):
 
 
 class Torch:
-    """`torch.save` and `torch.load` of a whole model that rank 0 has: no gather, no shards."""
+    """`torch.save` and `torch.load` of a full model on rank 0: no all-gather, no shards."""
 
     def __init__(self, model: nn.Module, nbytes: int) -> None:
         self.model = model
@@ -165,7 +165,7 @@ class _Ours:
 
 
 class Full(_Ours):
-    """Our full form: gathered bucket by bucket to rank 0, which writes one file."""
+    """Our full checkpoint: gathered bucket by bucket to rank 0, which writes one file."""
 
     def save(self, path: Path) -> None:
         engine, is_first = self.engine, self.engine.comm.rank == 0
@@ -177,7 +177,7 @@ class Full(_Ours):
 
 
 class Sharded(_Ours):
-    """Our sharded form: every rank writes its own part, hashed on the way."""
+    """Our sharded checkpoint: every rank writes its own part and hashes it while writing."""
 
     is_async = False
 

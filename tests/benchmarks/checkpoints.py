@@ -1,4 +1,4 @@
-"""Time to save and to load a checkpoint, here and elsewhere, and how long training stands still.
+"""Time to save and to load a checkpoint, beside other systems, and how long training is blocked.
 
     python tests/benchmarks/checkpoints.py
     python tests/benchmarks/checkpoints.py --size 25m --rounds 5 --folder /mnt/disk
@@ -6,7 +6,7 @@
 A GPT and the moments of Adam, on gloo ranks of one machine. All systems live in the same processes
 and save and load once each in turn, in an order that rotates by one every round. A time is that of
 the slowest rank. What was saved is synced and leaves the page cache before it is loaded. `disk` is
-as many bytes by rank 0 alone, without a format; `torch` is rank 0 alone, with a whole model.
+as many bytes by rank 0 alone, without a format; `torch` is rank 0 alone, with a full model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def nbytes(self) -> int:
-        """Of weights and moments in fp32."""
+        """Bytes of weights and moments in fp32."""
         with torch.device("meta"):
             return 12 * sum(p.numel() for p in GPT(SIZES[self.size]).parameters())
 

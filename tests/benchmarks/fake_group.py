@@ -1,4 +1,4 @@
-"""Rank 0 of a large group in one process: what a plan says, beside what is allocated.
+"""Rank 0 of a large group in one process: the bytes of a plan beside those allocated.
 
 torch's `fake` process group stands for all other ranks: its collectives move nothing. The module is
 built on the meta device, so that no more is ever made than this rank's shards and what a step
@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         model: A preset of `lightning-zero plan`.
-        num_ranks: Of which this process is rank 0.
+        num_ranks: World size; this process is rank 0.
         stage: In float32.
         num_tokens: In its one sequence.
         device: "cpu" or "cuda".
@@ -61,7 +61,7 @@ class Compared:
     """Bytes of rank 0.
 
     Attributes:
-        states: Planned, at rest after a step.
+        states: Planned bytes between steps.
         reported: The same by `memory_report`.
         allocated: The same as the storages or the allocator tell.
         peak: Planned, at the most of a step.
@@ -88,7 +88,7 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
     states, peak = _plan(case, module, step)
     _form_group(case)
     before = _allocated(case)
-    for child in module.modules():  # nobody looks at values, and drawing them takes minutes
+    for child in module.modules():  # values are not read, and drawing them takes minutes
         child.reset_parameters = partial(_fill, child)
     config, device = ZeroConfig(stage=case.stage), torch.device(case.device)
     engine = Engine(module, config=config, device=device)
@@ -105,7 +105,7 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
 
 
 def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
-    """Bytes at rest and at the most. Of a device that talks over NCCL, but for its memory."""
+    """Bytes between steps and at the peak, of a device with NCCL, without NCCL's own memory."""
     has_device_memory = case.device != "cpu"
     choice = Choice("", "", ZeroConfig(stage=case.stage))
     job = Job(module, [torch.optim.AdamW(module.parameters())])

@@ -19,7 +19,7 @@ __all__ = ["peak_of_last_step"]
 
 
 class _LateSampler(Sampler):
-    """Looks when it is told to: in a step that is like all that follow."""
+    """Measures when it is switched on: in a step that is like all later ones."""
 
     is_looking = False
 

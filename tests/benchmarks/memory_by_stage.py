@@ -5,7 +5,7 @@
 
 Trains a GPT for three steps with AdamW in every stage on gloo ranks, each stage in fresh processes,
 and counts, with the gradients still there, the storages of all live tensors above those that a rank
-had before the model was built. What each state has of them the engine's report says; the sum of
+had before the model was built. The engine's report gives the bytes of each state; the sum of
 the report is printed beside the count.
 """
 

@@ -5,9 +5,10 @@
 
 One fit takes turns of ten steps: without the monitor, with one step of ten recorded and logged, as
 in the example, and with every step so. Their order rotates by one every round, so that whatever
-else the machine does meets all of them alike. The time of a turn is that of the slowest rank, from
-its first batch to the first of the next turn; the ratio is the median of those within a round. The
-processor's time, of all threads of a rank, is the steadier number on a machine that others share.
+else the machine does affects all of them equally. The time of a turn is that of the slowest rank,
+from its first batch to the first of the next turn; the ratio is the median of those within a round.
+The processor's time, of all threads of a rank, is the steadier number on a machine that others
+share.
 """
 
 from __future__ import annotations

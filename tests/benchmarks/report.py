@@ -87,8 +87,8 @@ def table(run: Run, results: dict[str, Result]) -> str:
         )
     if run.has_memory:
         lines += [
-            "MiB on rank 0: storage of live tensors at rest with gradients; resident at rest; "
-            "resident at the peak of a step.",
+            "MiB on rank 0: storage of live tensors between steps, with gradients; resident "
+            "between steps; resident at the peak of a step.",
             f"{'system':<18}{'storage':>8}{'resident':>10}{'peak':>8}",
         ]
     return "\n".join(lines)

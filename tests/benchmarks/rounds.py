@@ -5,10 +5,9 @@
     python tests/benchmarks/rounds.py --fake 8 64 512 4096
 
 With `--delay-ms` each rank has a network namespace of its own (Linux, as root), and a switch in
-this process hands every packet on so much later; waits are then told in delays, too. With `--fake`
-one process is rank 0 of so many ranks, whose collectives do nothing: what is left is the host's
-work.
-The package is taken from PYTHONPATH where that has one, else from this repository.
+this process hands every packet on so much later; waits are then printed in delays, too. With
+`--fake` one process is rank 0 of so many ranks, whose collectives do nothing: what is left is the
+host's work. The package is taken from PYTHONPATH where that has one, else from this repository.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class _Network:
         return f"{self._name}-{rank}"
 
     def address(self, rank: int) -> str:
-        """Of a rank."""
+        """Result of one rank."""
         return f"10.88.7.{10 + rank}"
 
     def inside(self, rank: int) -> list[str]:

@@ -4,7 +4,7 @@
     python tests/benchmarks/step_time.py --systems ddp zero3 fsdp2 --rounds 40 --precision bf16
 
 All systems live in the same processes and take one step each in turn, in an order that rotates by
-one every round, so that whatever else the machine does meets all of them alike. The time of a step
+one every round, so that other load on the machine affects all of them equally. The time of a step
 is that of the slowest rank; the ratio is of medians over the same rounds. Losses are printed: they
 must agree, because a system that does not train is easily fast. Memory is measured in fresh
 processes, one pair for each system, after the timing.
@@ -185,7 +185,7 @@ def _batch(run: Run, index: int) -> tuple[Tensor, Tensor]:
 
 
 def _merge(name: str, everyone: list[Any]) -> tuple[dict[str, list[float]], float]:
-    """Of all ranks: the slowest for a step, the mean for a phase, the mean loss."""
+    """Result over all ranks: the slowest for a step, the mean for a phase, the mean loss."""
     by_rank = [laps[name] for laps, _ in everyone]
     rounds = list(zip(*by_rank, strict=True))
     times = {

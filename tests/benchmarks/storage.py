@@ -18,9 +18,9 @@ def live_storage_bytes(device_type: str | None = None) -> int:
 
     Found: every tensor and storage that Python can reach, in whatever container, optimizer state or
     tensor subclass (a DTensor's local tensor); views and their bases; gradients that only autograd
-    holds; the parts of sparse tensors. A storage counts whole even where a view shows a part of it.
-    Tensors in reference cycles count until they are collected: call `gc.collect()` first where they
-    should not.
+    holds; the parts of sparse tensors. A storage counts in full even where a view refers to a part
+    of it. Tensors in reference cycles count until they are collected: call `gc.collect()` first
+    where they should not.
 
     Not found: tensors that `gc.freeze()` has set aside (a way to walk only what is new, fast), and
     what only C++ holds. These are tensors that autograd saved for backward, the buckets of

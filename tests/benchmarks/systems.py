@@ -31,7 +31,7 @@ class System(Protocol):
     """One way to train a model on all ranks. Collective: every rank calls every method."""
 
     def build(self, model: nn.Module, param_dtype: torch.dtype) -> None:
-        """Takes over `model`, whose parameters are fp32 and equal on all ranks."""
+        """Wraps `model`, whose parameters are fp32 and equal on all ranks."""
 
     def step(self, ids: Tensor, targets: Tensor, lap: Lap) -> Tensor:
         """zero_grad, forward, loss, backward, optimizer step; returns this rank's loss."""
@@ -40,11 +40,11 @@ class System(Protocol):
         """Waits for what a step left in flight, so that it is not charged to the next system."""
 
     def close(self) -> None:
-        """Gives up the model and its memory."""
+        """Frees the model and its memory."""
 
 
 class Alone:
-    """No communication: what every system pays at least. The ranks drift apart."""
+    """No communication: what every system pays at least. The ranks diverge."""
 
     def __init__(self, *, is_stepping: bool) -> None:
         self.is_stepping = is_stepping

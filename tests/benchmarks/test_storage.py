@@ -42,7 +42,7 @@ def test_a_gradient_that_python_never_touched_is_seen(grown) -> None:
     assert grown() == 8000
 
 
-def test_a_view_counts_its_whole_base_once(grown) -> None:
+def test_a_view_counts_its_entire_base_once(grown) -> None:
     views = torch.zeros(1000)[:10].split(5)
     assert len(views) == 2
     assert grown() == 4000

@@ -105,7 +105,7 @@ def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below the range from which connections take theirs."""
+    """A port without a listener, below the range from which connections take theirs."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

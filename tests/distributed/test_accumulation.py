@@ -1,4 +1,4 @@
-"""Gradient accumulation: the loss, the number of steps, and when gradients travel."""
+"""Gradient accumulation: the loss, the number of steps, and when gradients are reduced."""
 
 from __future__ import annotations
 

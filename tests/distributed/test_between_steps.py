@@ -20,7 +20,7 @@ from tests.fitting import make_trainer
 
 
 class Net(nn.Module):
-    """Its target is averaged by hand, and cut at other places."""
+    """A model whose target is averaged by hand, and sharded at other offsets."""
 
     def __init__(self, *, is_frozen=True):
         super().__init__()
@@ -113,7 +113,7 @@ def from_full(net, saved):
 
 @torch.no_grad()
 def to_full(net, saved):
-    """An average outside of the module, whole on every rank (timm's, torch_ema)."""
+    """An average outside of the module, full on every rank (timm's, torch_ema)."""
     for s in net.online.parameters():
         shadow = saved.setdefault(len(saved), torch.zeros(s.shape))
         shadow.sub_(0.1 * (shadow - s))
@@ -417,7 +417,7 @@ def test_what_all_ranks_write_between_steps_is_what_one_process_writes(world_siz
 
 
 def _mixed(rank, world_size):
-    """Of a float32 module that computes in 16 bits the values are those of the main parameters."""
+    """A float32 module that computes in 16 bits has the values of the main parameters."""
     net, reference, theirs, engine = build(ZeroConfig(stage=3, param_dtype=torch.bfloat16))
     for write in (lerp, momentum, foreach, by_state_dicts, rows_written, merged):
         write(net, {})
@@ -455,7 +455,7 @@ def test_looks_and_writes_between_steps_have_the_dtype_of_the_module(program):
     run_ranks(2, program)
 
 
-# ---------------------------------------------------------------- what ranks do not do alike
+# ---------------------------------------------------------------- what ranks do differently
 
 ALONE = {
     "norm": lambda n: n.online[0].weight.norm(),

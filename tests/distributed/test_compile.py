@@ -1,4 +1,4 @@
-"""torch.compile of the whole module, of submodules and of blocks, under every stage."""
+"""torch.compile of the module, of submodules and of blocks, under every stage."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Saving(Callback):
     """Saves to `path` when training ends, and records that.
 
     Args:
-        path: Of the checkpoint.
-        number: Of this save; the first is not recorded.
+        path: Path of the checkpoint.
+        number: Number of this save; the first is not recorded.
         drops: The name of the checkpoint before, which is removed when this one is there.
     """
 

@@ -56,7 +56,7 @@ def test_2_x_2_equals_ddp_in_every_stage_with_accumulation_clipping_and_offload(
     saved = reference[0].checkpoint
     for ours in grouped_ones:
         assert_same(ours, reference)
-        for outcome in ours[1:]:  # replicas do not drift apart
+        for outcome in ours[1:]:  # replicas do not diverge
             assert_equal_bits(ours[0].state, outcome.state)
         for name, value in ours[0].checkpoint["state_dict"].items():
             np.testing.assert_allclose(value, saved["state_dict"][name], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Groups of ranks in a hand-written loop: bytes at rest and between groups, and uses by the way."""
+"""Groups of ranks in a hand-written loop: bytes stored, bytes sent between groups, other uses."""
 
 from __future__ import annotations
 

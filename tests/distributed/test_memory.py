@@ -36,7 +36,7 @@ GROUPS = [
     *(pytest.param(*g, marks=pytest.mark.slow) for g in [("gloo", 4), ("fake", 8)]),
 ]
 
-# Bytes per parameter at rest after a step, gradients resident, on each of n ranks. The optimizer's
+# Bytes per parameter after a step, gradients resident, on each of n ranks. The optimizer's
 # 12 bytes are the fp32 master and the two moments; in fp32 the master is the parameter itself, so
 # that 4 (parameter) + 4 (gradient) + 8 (moments) are 16.
 BYTES_PER_PARAMETER: dict[tuple[str, int], Callable[[int], float]] = {
@@ -49,8 +49,8 @@ BYTES_PER_PARAMETER: dict[tuple[str, int], Callable[[int], float]] = {
     ("bf16", 2): lambda n: 2 + 14 / n,
     ("bf16", 3): lambda n: 16 / n,
     ("bf16", 0): lambda n: 16,
-    # What the mean gradient takes more in fp32: in stage 0 it is whole, in stage 1 a shard beside
-    # the whole local gradient, in stages 2 and 3 the shard itself.
+    # Additional bytes of the mean gradient in fp32: in stage 0 it is full, in stage 1 a shard
+    # beside the full local gradient, in stages 2 and 3 the shard itself.
     ("bf16, fp32 mean", 0): lambda n: 16 + 2,
     ("bf16, fp32 mean", 1): lambda n: 4 + 12 / n + 4 / n,
     ("bf16, fp32 mean", 2): lambda n: 2 + 14 / n + 2 / n,
@@ -64,8 +64,8 @@ class Measured:
 
     rest: int  # after a step, gradients resident
     peak: int  # of the first and the third step
-    report: int  # what the engine says of `rest`
-    data_parallel: int  # what the engine says plain data parallel would need
+    report: int  # the engine's report of `rest`
+    data_parallel: int  # the engine's report of what plain data parallel would need
 
 
 class Sampler:
@@ -178,7 +178,7 @@ class TestModelStates:
     def test_rest_at_the_bytes_of_the_stage_and_are_reported(self, stage, precision, backend, size):
         """One test: what is measured together costs seconds, and is not known to other workers."""
         expected = NUMEL * BYTES_PER_PARAMETER[precision, stage](size)
-        # The gradients that come, and those that travel.
+        # The gradients of the running backward, and those being reduced.
         extra = two_units_and(2, SHAPES, precision, backend, size)
         for measured in _measure(stage, precision, backend, size):
             assert measured.rest == pytest.approx(expected, rel=TOLERANCE)
@@ -201,10 +201,10 @@ def test_one_of_eight_ranks_of_a_fake_group_has_the_bytes_of_stage_3_between_ste
 
 
 def two_units_and(num_buckets: int, shapes: GPT, precision: str, backend: str, size: int) -> float:
-    """Bytes of two whole units, of gradient buckets, and of what no schedule can avoid.
+    """Bytes of two unsharded units, of gradient buckets, and of what no schedule can avoid.
 
-    That is the root, whole throughout a step, the gradient that autograd has just made, and on gloo
-    the buffers in which the other ranks' parts of a bucket arrive.
+    That is the root, unsharded throughout a step, the gradient that autograd has just made, and on
+    gloo the buffers in which the other ranks' parts of a bucket arrive.
     """
     unit_numel = sum(p.numel() for p in shapes.blocks[0].parameters())
     root_numel = sum(p.numel() for p in shapes.parameters()) - len(shapes.blocks) * unit_numel

@@ -27,7 +27,7 @@ NUM_STEPS = 5
 
 
 class UnitWitness(Callback):
-    """How many blocks are whole at once, in forward and in backward."""
+    """Number of blocks that are unsharded at once, in forward and in backward."""
 
     def __init__(self):
         self.num_units = 0

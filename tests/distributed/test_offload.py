@@ -1,4 +1,4 @@
-"""Offloaded runs are bit-equal to the same runs on the device, whatever rests where."""
+"""Offloaded runs are bit-equal to the same runs on the device, for every placement of states."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def train(rank, net, engine, *, micro_batches=1, clip=None, num_steps=4, first=0
 
 
 def state_of(net, optimizers, engine):
-    """Whole parameters and optimizer states; closes the engine."""
+    """Full parameters and optimizer states; closes the engine."""
     engine.close()
     states = [
         {key: value.clone() for key, value in optimizer.state[parameter].items()}

@@ -111,7 +111,7 @@ def test_the_report_by_tier_is_what_memory_and_files_hold(name, world_size):
 
 def _train_large(rank, world_size, num_blocks):
     Path("swap").mkdir(exist_ok=True)
-    # glibc keeps freed blocks of up to 32 MiB for itself unless it is told to give them back, here
+    # glibc keeps freed blocks of up to 32 MiB for itself unless its trim threshold is set, here
     # or by MALLOC_MMAP_THRESHOLD_=1048576 in the environment.
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20) == 1
     warm = Engine(net := Net(1), [torch.optim.AdamW(net.parameters())], ZeroConfig(stage=3))

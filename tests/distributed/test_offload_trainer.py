@@ -72,7 +72,7 @@ def part_memories():
 
 
 def assert_bit_equal(one, other, where):
-    """Losses, whole parameters and, where saved, optimizer states of two fits."""
+    """Losses, full parameters and, where saved, optimizer states of two fits."""
     assert one.losses == other.losses, where
     assert one.state.keys() == other.state.keys(), where
     for name, value in other.state.items():

@@ -1,4 +1,4 @@
-"""Steps beside the next forward: nobody sees one half done, and none is lost."""
+"""Steps during the next forward: no rank reads a half-done step, and none is lost."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.distributed.ranks import run_ranks
 
 
 class Net(nn.Module):
-    """In stage 3 each block is a unit that is whole for its own forward only."""
+    """In stage 3 each block is a unit that is unsharded for its own forward only."""
 
     def __init__(self):
         super().__init__()

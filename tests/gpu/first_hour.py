@@ -8,8 +8,9 @@ line in OUT/PIECE.jsonl: what was asked for, and what was measured or what went 
 a page for tests/benchmarks/ of all lines. With `--dry` cases are tiny and run on the CPU: they
 show that the script works, and nothing else.
 
-    memory    rank 0 of N on torch's fake group: bytes at rest and at the most, beside the plan
-    overhead  rank 0 of 8 on the fake group, whose collectives move nothing: what an engine costs a
+    memory    rank 0 of N on torch's fake group: bytes between steps and at the peak, beside the
+    plan overhead  rank 0 of 8 on the fake group, whose collectives move nothing: what an engine
+    costs a
               device beside the model, for stage 3 and FSDP2, eager and compiled
     offload   one GPU that holds all: no offload, CPU, NVMe, and other packages where installed
     largest   how many layers train with all states in CPU memory: as many as card and host hold
@@ -66,11 +67,11 @@ class Case:
     """One measurement.
 
     Attributes:
-        piece: Of `PIECES`.
+        piece: One of `PIECES`.
         system: "zeroS", "fsdp2", "torchao" or "deepspeed", and behind a dash "compiled", or the
             tier of the optimizer and "overlap".
-        model: Of `MODELS`.
-        num_ranks: Of which this process is rank 0; 1: without a process group.
+        model: One of `MODELS`.
+        num_ranks: World size; this process is rank 0. 1: without a process group.
         num_layers: Instead of the model's own; 0: those.
         tokens: In the one sequence of a step.
         steps: Measured, after two.
@@ -88,7 +89,7 @@ class Case:
 
     @property
     def shape(self) -> DecoderShape:
-        """Of the model."""
+        """Optimizer of the model."""
         shape = MODELS[self.model]
         return replace(shape, num_layers=self.num_layers) if self.num_layers else shape
 
@@ -334,7 +335,7 @@ def _find_largest(out: Path, end_s: float, *, is_dry: bool) -> None:
         elif "emory" in found["error"] or "-9" in found["error"]:  # the system's own way
             fails = tried
         else:
-            return  # it says nothing about memory
+            return  # it has no result about memory
         tried = min(2 * fits, most) if fails > most else (fits + fails) // 2
 
 

@@ -16,7 +16,7 @@ LARGE = GPTConfig(vocab_size=512, context=256, width=512, num_layers=8, num_head
 
 
 def _train(rank, world_size, stage, offloads):
-    """Losses, and the peak of memory above what rests before a forward."""
+    """Losses, and the peak of memory above that before a forward."""
     form_group("gloo", rank, world_size)
     model = build(LARGE)
     config = lightning_zero.ZeroConfig(stage=stage)

@@ -1,4 +1,4 @@
-"""A recording of a GPU tells device time: from events on the streams, beside the host's clock."""
+"""A recording of a GPU contains device time, from events on the streams, and host time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine on fake CUDA tensors, without a GPU: is every use of memory ordered after the last?
 
 clocks      what each stream and the host come after; finds what is not ordered
-fake_cuda   streams, events and memory of a device that is not there, told to the clocks
+fake_cuda   streams, events and memory of a device that is not there, reported to the clocks
 scenarios   what is trained, and how
 server      a process per scenario, forked from one that has imported torch
 device.cpp, accelerator.cpp   what torch's CPU build lacks of CUDA

@@ -55,7 +55,7 @@ class Clocks:
         problems: How often each was found.
         syncs: How often the host has waited, by why and where.
         launches: Operations by stream.
-        names: Of streams.
+        names: Names of streams.
     """
 
     def __init__(self, place: Callable[[], str]) -> None:
@@ -161,7 +161,7 @@ class Clocks:
                 if not is_before:
                     self.problems[f"RACE: {new}; not after {old}"] += 1
             is_covered = new.start <= old.start and old.stop <= new.stop
-            # Whoever comes after the new one comes after the old one.
+            # An operation after the new one is also after the old one.
             replaces = new.is_write or (not old.is_write and old.stream == new.stream)
             if not (is_before and is_covered and replaces):
                 kept.append(old)

@@ -1,9 +1,9 @@
-"""A CUDA device that is not there: fake tensors whose every use is told to the clocks.
+"""A CUDA device that is not there: fake tensors whose every use is reported to the clocks.
 
 [Note: Doubles] What is doubled is what the device would do: streams and events; memory that is
 pinned; files (whose transfers are streams of their own); and what torch answers for tensors with
 values only: `data_ptr`, `item`. Collectives are those of torch's fake process group, in which this
-process is rank 0. What ranks tell each other, and the trial of an optimizer, run on real tensors of
+process is rank 0. Messages between ranks, and the probe of an optimizer, use real tensors of
 the CPU. A step worker runs its loop at once, for dispatch modes belong to a thread; its stream is
 its own.
 """
@@ -83,7 +83,7 @@ class _Stream(torch.Stream):
 
 
 class _Event:
-    """One event. Nobody can count on it having come before somebody has waited for it."""
+    """One event. It is known to be complete only after something has waited for it."""
 
     _last = 1 << 40  # those of C++ begin at 1
 
@@ -215,7 +215,7 @@ class FakeCuda:
         self._pinned[self.region(tensor)[0]] = is_cached
 
     def copied_beside(self, tensor: Tensor) -> None:
-        """A copy from or to this tensor of the CPU has been queued, which nobody is to wait for."""
+        """A copy from or to this tensor of the CPU has been queued, without a wait for it."""
         storage, _, _ = self.region(tensor)
         if storage not in self._pinned:
             why = "a copy of memory that is not pinned"
@@ -262,7 +262,7 @@ class FakeCuda:
 
         fakes: Any = FakeTensor
         fakes.device = property(device)
-        # Else torch, told that there is an address, copies the storage.
+        # Otherwise torch sees an address and copies the storage.
         fakes.__deepcopy__ = lambda tensor, memo: tensor.detach().clone()
         handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
         handlers[torch.ops.prim.device.default] = lambda args: self.device_of(args[0])
@@ -315,7 +315,7 @@ class FakeCuda:
 
 
 class _Checker(TorchDispatchMode):
-    """Tells the clocks what every operation reads and writes."""
+    """Reports to the clocks what every operation reads and writes."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ def _on_real_tensors(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _probe_on_cpu(probe: Callable[..., Any]) -> Callable[..., Any]:
-    """The trial of an optimizer, whose rate may be a fake tensor."""
+    """The probe of an optimizer, whose learning rate may be a fake tensor."""
     run = _on_real_tensors(probe)
 
     def probe_on_cpu(optimizer: Any, device: torch.device) -> Any:

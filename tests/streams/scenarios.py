@@ -14,16 +14,16 @@ class Scenario:
     """One way to train.
 
     Attributes:
-        name: Of it.
-        config: Of `ZeroConfig`.
+        name: Name of the scenario.
+        config: Arguments of `ZeroConfig`.
         precision: "fp32", "bf16", or "fp16" with a loss scaler.
-        optimizer: "adamw"; the same with a "tensor rate", or by "foreach"; or "muon" of whole
+        optimizer: "adamw"; the same with a "tensor rate", or by "foreach"; or "muon" on full
             tensors.
         options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights,
             offloaded "activations", gradients "unscaled by the step" of a loss scaler, and
             "failures" of a forward and of a backward.
         broken: A wait that is left out.
-        num_ranks: Of which this is rank 0; 0: there is no process group.
+        num_ranks: World size; this is rank 0. 0: there is no process group.
     """
 
     name: str = ""

@@ -31,8 +31,8 @@ class Outcome:
         problems: How often each was found.
         syncs: Waits of the host in a step, by why and where.
         num_launches: In a step.
-        seconds: Of the processor.
-        error: Of the training itself.
+        seconds: Processor time.
+        error: Error of the training itself.
     """
 
     num_checks: int = 0

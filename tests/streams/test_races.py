@@ -11,7 +11,7 @@ SCENARIOS = [
     pytest.param(one, id=one.name, marks=() if one.name in CHOSEN else pytest.mark.slow)
     for one in ALL
 ]
-# Of the host, in one step of four buckets; nowhere more than now.
+# Waits of the host in one step of four buckets. They must not increase.
 MOST_WAITS = {
     "stage 3, cpu both, fp32, no group": 8,
     "stage 3, nvme both, fp32, no group": 10,

@@ -1,4 +1,4 @@
-"""Trains a small model as a scenario says, on a fake device."""
+"""Trains a small model of a scenario on a fake device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.streams.scenarios import Scenario
 
 __all__ = ["train"]
 
-_NUM_STEPS = 4  # the order of gathers is followed after two that were alike
+_NUM_STEPS = 4  # the order of all-gathers is replayed after two equal steps
 _VOCABULARY, _WIDTH, _TOKENS = 512, 32, 8
 
 
 class _FailureError(Exception):
-    """Of the model."""
+    """Optimizer of the model."""
 
 
 def _fail(grad: Tensor) -> None:
@@ -147,7 +147,7 @@ class _Training:
         self._engine.backward(loss if self._scaler is None else self._scaler.scale(loss))
 
     def look(self) -> None:
-        """What somebody does between two steps."""
+        """What a user does between two steps."""
         if "failures" in self._options:
             for self._module.failing in ("forward", "backward"):
                 try:

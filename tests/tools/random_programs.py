@@ -1,4 +1,4 @@
-"""Runs random training programs against plain torch, for an hour unless `--minutes` says else.
+"""Runs random training programs against plain torch, for `--minutes`, by default an hour.
 
     python -m tests.tools.random_programs
 

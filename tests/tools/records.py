@@ -33,7 +33,7 @@ Arc = tuple[str, int, int]  # file relative to the repository, line, next line; 
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Of one run.
+    """Record of one run.
 
     Attributes:
         arcs: By test; without what is executed when modules are imported.
@@ -77,7 +77,7 @@ class Records:
 
 
 def _read(file: Path) -> Iterator[tuple[str, Arc]]:
-    """Of one process; nothing where it was killed as it wrote."""
+    """Records of one process; none where it was killed while it wrote."""
     database = sqlite3.connect(file)
     try:
         tests = dict(database.execute("select id, context from context"))

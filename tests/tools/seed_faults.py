@@ -1,11 +1,11 @@
-"""Seeds faults into lightning_zero, one at a time, and says which of them the tests find.
+"""Seeds faults into lightning_zero, one at a time, and prints which of them the tests find.
 
     python -m tests.tools.records -- -n 3 -m "not slow or covered"    # which tests execute a line
     python -m tests.tools.seed_faults run --num 100 --table faults.md -- -x -q -m "not slow"
 
 What stands after `--` is for pytest. `run` draws faults with `--seed` from all that there are, puts
 each into a copy of the repository and runs the tests that execute its line; without records, all
-that pytest is told. The same seed, number and sources give the same faults.
+that pytest gets. The same seed, number and sources give the same faults.
 
 A fault is found if a test fails or does not end. What no test executes is not found.
 """
@@ -48,7 +48,7 @@ class Fault:
     """A change of one place of the source.
 
     Attributes:
-        path: Of the file, relative to the repository.
+        path: Path of the file, relative to the repository.
         line: First line of the place, from 1.
         column: From 0, in bytes of UTF-8, as are all columns of `ast`.
         end_line: Last line of the place.
@@ -161,7 +161,7 @@ def _without_checks(tree: ast.Module) -> ast.Module:
             return self.generic_visit(node)
 
         def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-            return None  # positions inside are those of the whole; and it is a message
+            return None  # positions inside are those of the entire string; and it is a message
 
         def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
             return node.value and self.visit(node.value)
