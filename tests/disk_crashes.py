@@ -2,9 +2,9 @@
 
     Recording    in each process: opened, renamed, synced, deleted; by Python's audit events
     Disk         the names and data of the folder, those that are on the disk and those that are not
-    crashes      what a kill or a power cut after each operation may leave, as trees to be written
+    crashes      what a kill or a power loss after each operation may leave, as trees to be written
 
-A power cut is harsher here than any file system: of what was not synced any part may be there, in
+A loss of power is harsher here than any file system: of what was not synced any part may be there, in
 any order, except that one operation on names is either complete or absent.
 """
 
@@ -185,7 +185,7 @@ class _Disk:
     def after_kill(self) -> Tree:
         return _tree(self.root, "names", lambda file: file.data)
 
-    def after_power_cut(self, generator: random.Random | None) -> Tree:
+    def after_power_loss(self, generator: random.Random | None) -> Tree:
         """Without what was not synced; with a generator, some of it is there."""
         if generator is None:
             return _tree(self.root, "synced", lambda file: file.synced)
@@ -250,23 +250,23 @@ def crashes(
     Args:
         before: Tree of the folder, all of it on the disk.
         operations: Those of `operations_in`.
-        num_random: Power cuts after each operation of which some of what was not synced is there.
+        num_random: Power losses after each operation of which some of what was not synced is there.
     """
     disk = _Disk(before)
     seen: set[bytes] = set()
     for number, operation in enumerate(operations):
         disk.apply(*operation)
         words = f"after operation {number + 1} of {len(operations)}, {operation[:2]}"
-        left = [("killed", disk.after_kill()), ("power cut", disk.after_power_cut(None))]
+        left = [("killed", disk.after_kill()), ("power loss", disk.after_power_loss(None))]
         for seed in range(num_random):
             generator = random.Random(number * 1000 + seed)
-            left.append((f"power cut {seed}", disk.after_power_cut(generator)))
+            left.append((f"power loss {seed}", disk.after_power_loss(generator)))
         for kind, tree in left:
             key = pickle.dumps(_sorted(tree))
             if key not in seen:
                 seen.add(key)
                 yield f"{kind} {words}", tree
-    yield "power cut at the end", disk.after_power_cut(None)
+    yield "power loss at the end", disk.after_power_loss(None)
 
 
 def _sorted(tree: Tree) -> list[Any]:

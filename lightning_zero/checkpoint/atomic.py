@@ -437,7 +437,7 @@ def remove(target: CheckpointPath) -> None:
     if target.is_dir() and not target.is_symlink():
         aside = temporary_path(target, "removed")
         os.rename(target, aside)
-        _sync_folder(target.parent)  # else a power cut may leave a part of it under its name
+        _sync_folder(target.parent)  # else a power loss may leave a part of it under its name
         target = aside
     with contextlib.suppress(FileNotFoundError):
         _delete(target)

@@ -20,9 +20,9 @@ for piece in "$@"; do
   echo "== $piece"
   if [ "$piece" = tests ]; then
     timeout 540 python -m pytest tests/gpu tests/streams -q -p no:cacheprovider 2>&1 |
-      tee "$OUT/tests.txt" || echo "tests failed or were cut off"
+      tee "$OUT/tests.txt" || echo "tests failed or timed out"
   else
     timeout 540 python -m tests.gpu.first_hour "$piece" --out "$OUT" "${dry[@]}" ||
-      echo "$piece failed or was cut off"
+      echo "$piece failed or timed out"
   fi
 done
