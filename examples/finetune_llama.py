@@ -78,7 +78,7 @@ def main() -> None:
     )
     trainer = pl.Trainer(
         strategy=lightning_zero.ZeroStrategy(
-            stage=3, activation_checkpointing=True, whole_after_fit=False
+            stage=3, activation_checkpointing=True, unshard_after_fit=False
         ),
         devices=args.devices,
         precision=args.precision,
