@@ -5,7 +5,7 @@ Importing it makes known what the files refer to, for an application that has th
 `main` returns to a sweeper.
 """
 
-from lightning_zero.observe.composed import make_trainer, optimized_metric
+from lightning_zero.observe.hydra_trainer import make_trainer, optimized_metric
 from lightning_zero.strategy.schema import register
 
 __all__ = ["make_trainer", "optimized_metric"]

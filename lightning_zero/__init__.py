@@ -2,7 +2,7 @@
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
 `_notebook`, and those with `_offload`, for `Trainer(strategy=...)`, and makes
-`load_from_checkpoint` open directories too. All of it stands in `_face`, which takes seconds to
+`load_from_checkpoint` open directories too. All of it stands in `_api`, which takes seconds to
 import; the command `lightning-zero` waits with that until it is needed.
 """
 
@@ -25,13 +25,13 @@ def _is_command() -> bool:
 __all__ = ["__version__"]
 
 if TYPE_CHECKING or not _is_command():
-    from lightning_zero import _face
-    from lightning_zero._face import *  # noqa: F403
+    from lightning_zero import _api
+    from lightning_zero._api import *  # noqa: F403
 
-    __all__ += _face.__all__
+    __all__ += _api.__all__
 else:
 
     def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("lightning_zero._face"), name)
+        return getattr(importlib.import_module("lightning_zero._api"), name)

@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.record import streams
-from lightning_zero.tensors.buffer import is_of_flat_buffer
+from lightning_zero.tensors.buffer import is_flat_buffer_view
 
 __all__ = ["OffloadedActivations", "offload_activations"]
 
@@ -115,7 +115,7 @@ class OffloadedActivations(saved_tensors_hooks):
     def _is_worth_it(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
             return False
-        if isinstance(tensor._base, nn.Parameter) or is_of_flat_buffer(tensor):
+        if isinstance(tensor._base, nn.Parameter) or is_flat_buffer_view(tensor):
             return False
         return tensor.nbytes >= max(self._min_bytes, 1) and not _overlaps(tensor)
 

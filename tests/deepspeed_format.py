@@ -38,7 +38,7 @@ def write_deepspeed(folder, module, optimizer, *, stage, world_size, client_stat
     name_of = {p: name for name, p in module.named_parameters()}
     groups = [group["params"] for group in optimizer.param_groups]
     shapes = [{name_of[p]: p.shape for p in group} for group in groups]
-    cut = _cut_parameters if stage == 3 else _cut_groups
+    cut = _shard_parameters if stage == 3 else _shard_groups
     values = {p: p.detach().float() for p in module.parameters()}
     masters = cut(groups, values, world_size)
     moments = {
@@ -94,7 +94,7 @@ def write_deepspeed(folder, module, optimizer, *, stage, world_size, client_stat
             torch.save(content, tag / (f"zero_pp_rank_{rank}_{MODEL}" if stage == 3 else MODEL))
 
 
-def _cut_groups(groups, values, world_size):
+def _shard_groups(groups, values, world_size):
     """By rank and group: all of a group one after another, padded to 2N, cut into N parts."""
     flats = []
     for group in groups:
@@ -112,7 +112,7 @@ def _without_padding(masters, groups):
     return [*masters[:-1], lasts]
 
 
-def _cut_parameters(groups, values, world_size):
+def _shard_parameters(groups, values, world_size):
     """By rank and group: of every parameter, padded to N, one of N parts."""
     return [
         [torch.cat([_part(values[p], rank, world_size) for p in group]) for group in groups]

@@ -16,7 +16,7 @@ from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.planner import Decoder, DecoderShape, make_optimizers
-from tests.whole_tensors import ADAFACTOR, Lamb, Rows
+from tests.full_tensors import ADAFACTOR, Lamb, Rows
 
 __all__ = ["MODELS", "OFFLOADS", "OPTIMIZERS", "Model", "TrainedModel", "choices", "train"]
 

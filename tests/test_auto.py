@@ -10,13 +10,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroConfig, ZeroStrategy
-from lightning_zero.strategy import settings as auto_room
+from lightning_zero.strategy import settings as strategy_settings
 from lightning_zero.strategy.settings import (
-    Place,
-    Room,
+    AvailableMemory,
+    Hardware,
     auto_base,
+    check_memory_fits,
     choose,
-    refuse_what_cannot_fit,
 )
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit, fit_reference, make_trainer, settings
@@ -24,7 +24,7 @@ from tests.models import MLPModule
 
 GIB = 1024**3
 OF_TWO_RANKS = partial(MLPModule, ranks=2)
-CUDA, CPU = (Place(torch.device(name), 8, 8) for name in ("cuda", "cpu"))
+CUDA, CPU = (Hardware(torch.device(name), 8, 8) for name in ("cuda", "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def model():
         return GPT(GPTConfig(width=2048, num_layers=24, num_heads=16, context=1024))
 
 
-def room(device_gib, host_gib=64, disk_gib=0):
+def memory(device_gib, host_gib=64, disk_gib=0):
     device, host, disk = (int(x * GIB) for x in (device_gib, host_gib, disk_gib))
-    return Room(device, device, host, host, disk)
+    return AvailableMemory(device, device, host, host, disk)
 
 
-def chosen(model, room, base=None, place=CUDA):
+def chosen(model, memory, base=None, hardware=CUDA):
     optimizer = torch.optim.AdamW(model.parameters())
-    return choose(model, [optimizer], base or ZeroConfig(), room, place)
+    return choose(model, [optimizer], base or ZeroConfig(), memory, hardware)
 
 
 def devices(config):
@@ -60,7 +60,7 @@ def devices(config):
     ],
 )
 def test_the_fastest_that_fits_is_chosen(model, device_gib, host_gib, disk_gib, stage, offloads):
-    found = chosen(model, room(device_gib, host_gib, disk_gib))
+    found = chosen(model, memory(device_gib, host_gib, disk_gib))
     assert found.config.stage == stage
     assert devices(found.config) == offloads
     assert f"stage {stage}" in found.reason
@@ -68,32 +68,32 @@ def test_the_fastest_that_fits_is_chosen(model, device_gib, host_gib, disk_gib, 
 
 
 def test_a_reason_names_what_would_be_faster_and_what_it_lacks(model):
-    reason = chosen(model, room(5)).reason
+    reason = chosen(model, memory(5)).reason
     assert "stage2 would be faster but lacks" in reason
     assert "of device memory" in reason
 
 
-def test_files_are_chosen_only_where_somebody_has_named_a_folder(model):
-    found = chosen(model, room(0.5, host_gib=1, disk_gib=0))
+def test_files_are_chosen_only_where_a_folder_is_set(model):
+    found = chosen(model, memory(0.5, host_gib=1, disk_gib=0))
     assert "nvme" not in devices(found.config)
     assert "nothing leaves room" in found.reason
 
 
 def test_offloads_that_a_user_has_set_are_kept(model):
     base = auto_base({"offload_optimizer": "cpu"})
-    found = chosen(model, room(80), base)
+    found = chosen(model, memory(80), base)
     assert devices(found.config) == (None, "cpu")
     base = auto_base({"offload_optimizer": "cpu", "offload_param": "cpu"})
-    assert chosen(model, room(80), base).config.stage == 3
+    assert chosen(model, memory(80), base).config.stage == 3
 
 
-def test_on_the_cpu_memory_is_one(model):
-    found = chosen(model, room(6), place=CPU)
+def test_on_the_cpu_both_tiers_are_one_memory(model):
+    found = chosen(model, memory(6), hardware=CPU)
     assert devices(found.config) == (None, None)
 
 
 def test_settings_of_one_stage_are_left_out_in_another(model):
-    found = chosen(model, room(80), auto_base({"prefetch_bucket_size": 7}))
+    found = chosen(model, memory(80), auto_base({"prefetch_bucket_size": 7}))
     assert found.config.stage == 2
     assert found.config.prefetch_bucket_size is None
 
@@ -114,19 +114,19 @@ def test_wrong_settings_are_refused_when_the_strategy_is_made(arguments, error, 
 # ---------------------------------------------------------------- the look before a run
 
 
-def refuse(model, config, room, place=CUDA):
+def refuse(model, config, memory, hardware=CUDA):
     optimizer = torch.optim.AdamW(model.parameters())
-    refuse_what_cannot_fit(model, [optimizer], config, room, place)
+    check_memory_fits(model, [optimizer], config, memory, hardware)
 
 
 def test_what_fits_by_states_alone_is_not_refused(model):
-    refuse(model, ZeroConfig(stage=3), room(2.3))
-    refuse(model, ZeroConfig(stage=0), room(18.5))
+    refuse(model, ZeroConfig(stage=3), memory(2.3))
+    refuse(model, ZeroConfig(stage=0), memory(18.5))
 
 
 def test_states_that_cannot_fit_are_refused_with_what_would(model):
     with pytest.raises(ValueError) as caught:
-        refuse(model, ZeroConfig(stage=1), room(6))
+        refuse(model, ZeroConfig(stage=1), memory(6))
     text = str(caught.value)
     assert "GiB on each device, which has 6.00 GiB" in text
     lines = [line for line in text.splitlines() if "ZeroStrategy(" in line]
@@ -136,25 +136,25 @@ def test_states_that_cannot_fit_are_refused_with_what_would(model):
     assert "check_memory=False" in text
 
 
-def test_where_nothing_would_fit_that_is_said(model):
+def test_the_error_reports_that_nothing_would_fit(model):
     with pytest.raises(ValueError, match="more ranks, or a smaller model"):
-        refuse(model, ZeroConfig(stage=0), room(0.1, host_gib=0.1))
+        refuse(model, ZeroConfig(stage=0), memory(0.1, host_gib=0.1))
 
 
 def test_an_offload_that_goes_where_there_is_room_is_not_refused(model):
-    refuse(model, ZeroConfig(stage=1, offload_optimizer="auto"), room(1))
+    refuse(model, ZeroConfig(stage=1, offload_optimizer="auto"), memory(1))
 
 
-def test_states_of_an_optimizer_that_cannot_be_tried_are_not_counted(model):
+def test_states_of_an_optimizer_that_cannot_be_probed_are_not_counted(model):
     class Odd(torch.optim.SGD):
         def step(self, closure):
             return closure()
 
-    refuse_what_cannot_fit(model, [Odd(model.parameters())], ZeroConfig(stage=0), room(12), CUDA)
+    check_memory_fits(model, [Odd(model.parameters())], ZeroConfig(stage=0), memory(12), CUDA)
 
 
-def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_not_if_told_so(monkeypatch):
-    monkeypatch.setattr(auto_room, "_physical_bytes", lambda: 1000)
+def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_off(monkeypatch):
+    monkeypatch.setattr(strategy_settings, "_physical_bytes", lambda: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match=r"model states cannot fit: .* KiB|cannot fit"):
@@ -169,7 +169,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_not_if_told_so(mo
 
 def _fit_and_look(rank, world_size):
     # Ranks have different amounts of memory, and choose by the least.
-    auto_room.available_memory_bytes = lambda: (10 + 20 * rank) * 2**20
+    strategy_settings.available_memory_bytes = lambda: (10 + 20 * rank) * 2**20
     logger = CSVLogger("logs", version=0)
     strategy = ZeroStrategy(stage="auto")
     outcome = fit(

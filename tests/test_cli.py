@@ -46,14 +46,14 @@ def checkpoint(tmp_path):
     return path
 
 
-def test_export_says_what_it_wrote(checkpoint, tmp_path, capsys):
+def test_export_prints_what_it_wrote(checkpoint, tmp_path, capsys):
     assert run("export", checkpoint, tmp_path / "hf", "--dtype", "bf16") == 0
     assert capsys.readouterr().out == f"{tmp_path}/hf: safetensors, 1.97 KiB of tensors\n"
     loaded = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     assert loaded["wte"].dtype == torch.bfloat16
 
 
-def test_what_exists_is_replaced_only_by_force(checkpoint, tmp_path, capsys):
+def test_export_overwrites_only_with_force(checkpoint, tmp_path, capsys):
     out = tmp_path / "out.ckpt"
     out.write_bytes(b"before")
     assert run("export", checkpoint, out, "--format", "ckpt") == 2
@@ -121,7 +121,7 @@ def test_trust_unpickles_any_class(tmp_path):
     assert run("export", tmp_path / "rich.ckpt", tmp_path / "x", "--trust") == 0
 
 
-def test_inspect_says_what_is_in_it(checkpoint, capsys):
+def test_inspect_prints_the_contents(checkpoint, capsys):
     assert run("inspect", checkpoint, "--verify") == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
@@ -141,7 +141,7 @@ def test_inspect_says_what_is_in_it(checkpoint, capsys):
     ]
 
 
-def test_export_refuses_what_is_damaged_unless_told_not_to_look(tmp_path, capsys):
+def test_export_refuses_a_damaged_checkpoint_unless_verification_is_off(tmp_path, capsys):
     path = tmp_path / "a.ckpt"
     torch.save({"x": torch.full((64,), 7.0)}, path)
     data = path.read_bytes()
@@ -153,7 +153,7 @@ def test_export_refuses_what_is_damaged_unless_told_not_to_look(tmp_path, capsys
     assert main(["export", str(path), str(tmp_path / "out"), "--no-verify"]) == 0
 
 
-def test_inspect_finds_damage_and_says_so_with_status_1(checkpoint, capsys):
+def test_inspect_reports_damage_with_status_1(checkpoint, capsys):
     data = bytearray(checkpoint.read_bytes())
     weight = torch.load(checkpoint)["state_dict"]["wte"]
     data[data.index(weight.numpy().tobytes())] ^= 1
@@ -175,7 +175,7 @@ def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "--help"], ["plan"]])
 @pytest.mark.parametrize("program", [["-c", AS_SCRIPT], ["-m", "lightning_zero.cli"]])
-def test_what_is_answered_at_once_imports_no_torch(program, arguments):
+def test_help_and_usage_errors_do_not_import_torch(program, arguments):
     command = [sys.executable, "-X", "importtime", *program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == (2 if arguments == ["plan"] else 0)
@@ -212,7 +212,7 @@ def _resume(rank, world_size, cases, factory):
     return found
 
 
-def test_training_goes_on_from_an_exported_checkpoint_as_from_its_source(tmp_path, capsys):
+def test_training_resumes_from_an_exported_checkpoint_as_from_its_source(tmp_path, capsys):
     factory = partial(GPTModule, ranks=2, is_tied=True)
     run_ranks(2, _save, ["full", "sharded"], factory, str(tmp_path), has_group=False)
     assert run("inspect", tmp_path / "sharded", "--verify") == 0
@@ -270,7 +270,7 @@ def _average(rank, world_size, path):
     return saved, torch.load(path)["state_dict"]
 
 
-def test_ema_exports_what_lightning_has_averaged(tmp_path, capsys):
+def test_ema_exports_the_averaged_weights(tmp_path, capsys):
     path = tmp_path / "a.ckpt"
     trained, average = run_ranks(2, _average, str(path), has_group=False)[0]
     assert run("export", path, tmp_path / "ema.safetensors", "--ema") == 0

@@ -40,7 +40,7 @@ def _kill_the_second_child():
     os.kill(int(children[1]), signal.SIGKILL)
 
 
-def test_it_starts_ranks_measures_them_and_writes_what_a_plan_reads(tmp_path, capsys):
+def test_it_starts_ranks_measures_them_and_writes_rates_that_plan_reads(tmp_path, capsys):
     ((status, printed, rates, _),) = run_ranks(
         1, _alone, ["--devices", "2", "--json", *QUICK], has_group=False
     )
@@ -74,7 +74,7 @@ def test_bandwidths_are_those_of_nccl_tests():
     assert LinkReport((small, gather, slower, summed), {}).link_rate == 2 * 2**30
 
 
-def test_a_rank_that_dies_ends_the_others_and_is_told_of():
+def test_a_rank_that_dies_stops_the_others_and_is_reported():
     ((status, printed, _, seconds),) = run_ranks(
         1, _alone, ["--devices", "2", "--seconds", "300"], True, has_group=False
     )
@@ -100,7 +100,7 @@ def test_ranks_that_a_launcher_has_started_measure_together():
     assert printed.count("all_reduce") == 4  # two sizes, the latency, the legend
 
 
-def test_a_rank_that_dies_or_never_comes_is_told_of_under_a_launcher():
+def test_a_dead_or_missing_rank_is_reported_under_a_launcher():
     ((status, printed),) = run_ranks(1, _launched, 2, False, has_group=False)
     assert status == 2
     assert "rank 0 of 2 waits for the others in vain" in printed
@@ -133,7 +133,7 @@ def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):
         (2, ["--devices", "2"], "--devices starts ranks, and a launcher has started 2"),
     ],
 )
-def test_what_a_launcher_has_started_is_checked(num_ranks, arguments, text, monkeypatch, capsys):
+def test_the_ranks_of_a_launcher_are_validated(num_ranks, arguments, text, monkeypatch, capsys):
     for name, value in elastic_environment(0, num_ranks, 1).items():
         monkeypatch.setenv(name, value)
     assert main(["comm-bench", "--on-cpu", *arguments]) == 2
@@ -150,7 +150,7 @@ def test_what_a_launcher_has_started_is_checked(num_ranks, arguments, text, monk
         ('{"io_gb_per_s": -1}', "must be GB per second such as 25, got -1"),
     ],
 )
-def test_a_file_of_rates_that_is_none_is_refused_before_anything_is_measured(
+def test_an_invalid_file_of_rates_is_refused_before_the_measurement(
     content, text, tmp_path, capsys
 ):
     path = tmp_path / "rates.json"

@@ -84,7 +84,7 @@ def in_job(tmp_path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_says_what_it_is_and_composes_by_the_command_that_uses_it(path):
+def test_every_file_has_a_description_and_composes_with_its_command(path):
     lines = path.read_text().splitlines()
     comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # Hydra wants it first
     pattern = (
@@ -189,7 +189,7 @@ def test_the_arguments_of_the_trainer_are_all_there_at_their_defaults():
         ("precision=bf16_mixed", "bf16-mixed"),
     ],
 )
-def test_a_cpu_computes_in_float32_unless_told_otherwise(word, expected):
+def test_a_cpu_computes_in_float32_by_default(word, expected):
     assert composed("trainer=cpu", word).trainer.precision == expected
 
 
@@ -368,7 +368,7 @@ def test_a_strategy_of_another_library_can_be_named():
 
 
 @pytest.mark.parametrize("choice", CHOICES["experiment"])
-def test_an_experiment_changes_what_it_says(choice):
+def test_an_experiment_applies_its_settings(choice):
     changed = {
         "little_memory": ("trainer.strategy.prefetch_bucket_size", 0),
         "gpt_1b": ("model.context", 2048),
@@ -418,16 +418,16 @@ def test_all_settings_of_the_strategy_are_shown_at_their_defaults():
     assert instantiate(shown).config == ZeroStrategy(stage=3).config
 
 
-def test_a_setting_that_yaml_cannot_say_is_built_by_its_target():
+def test_a_setting_that_yaml_cannot_express_is_built_by_its_target():
     timeout = "+trainer.strategy.timeout={_target_: datetime.timedelta, seconds: 7}"
     strategy = instantiate(composed(timeout).trainer.strategy)
     assert strategy._timeout.total_seconds() == 7
 
 
 @pytest.mark.parametrize("value", ["head", "[head,'*.norm']"])
-def test_what_stays_in_float32_can_be_said_on_the_command_line(value):
+def test_keep_float32_can_be_set_on_the_command_line(value):
     strategy = instantiate(composed(f"trainer.strategy.keep_float32={value}").trainer.strategy)
-    assert strategy.config.kept[0] == "head"
+    assert strategy.config.keep_float32_items[0] == "head"
 
 
 @pytest.mark.parametrize(("choice", "size"), [("world", None), ("node", "node"), (2, 2)])

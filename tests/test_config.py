@@ -64,7 +64,7 @@ def test_a_stage_that_is_no_integer_is_refused(build, stage):
 
 
 @pytest.mark.parametrize("stage", ["three", "3", None])
-def test_who_gives_no_number_is_told_that_auto_exists(build, stage):
+def test_the_error_of_a_stage_that_is_no_number_mentions_auto(build, stage):
     with pytest.raises(TypeError, match='ZeroStrategy also takes "auto"'):
         build(stage=stage)
 
@@ -96,7 +96,7 @@ def test_a_timeout_may_be_a_number_of_seconds(timeout):
     ("seconds", "error"),
     [("30", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)],
 )
-@pytest.mark.parametrize("name", ["wait_report_s", "lost_after_s"])
+@pytest.mark.parametrize("name", ["wait_report_s", "heartbeat_timeout_s"])
 def test_the_seconds_of_waiting_are_checked(name, seconds, error):
     with pytest.raises(error, match=f"{name} must be"):
         build_strategy(**{name: seconds})
@@ -147,7 +147,7 @@ def test_a_negative_size_is_refused_by_name(build, name, value):
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0.5, "many", True, float("nan"), float("inf"), [1]])
-def test_a_size_that_is_no_whole_number_is_refused_by_name(build, name, value):
+def test_a_size_that_is_no_integer_is_refused_by_name(build, name, value):
     with pytest.raises((TypeError, ValueError), match=rf"{name} must be a whole number"):
         build(stage=_stage_for(name), **{name: value})
 
@@ -205,9 +205,9 @@ def test_what_names_no_parameter_is_refused(build, value):
 
 
 def test_one_name_or_class_may_stand_for_a_list():
-    assert ZeroConfig(keep_float32="head").kept == ("head",)
-    assert ZeroConfig(keep_float32=[nn.Linear, "head"]).kept == (nn.Linear, "head")
-    assert ZeroConfig().kept == ()
+    assert ZeroConfig(keep_float32="head").keep_float32_items == ("head",)
+    assert ZeroConfig(keep_float32=[nn.Linear, "head"]).keep_float32_items == (nn.Linear, "head")
+    assert ZeroConfig().keep_float32_items == ()
 
 
 @pytest.mark.parametrize("value", ["disk", True, 3, ["cpu"], {"device": "disk"}])
@@ -403,7 +403,7 @@ def test_groups_have_no_meaning_where_nothing_is_sharded(build, size):
         build(stage=0, sharding_group_size=size)
 
 
-def test_a_trainer_whose_ranks_do_not_make_whole_groups_is_refused_when_it_is_made():
+def test_a_trainer_whose_ranks_do_not_fill_shard_groups_is_refused_when_it_is_made():
     message = "sharding_group_size must divide the number of ranks, got 4 with 6"
     with pytest.raises(ValueError, match=message):
         make_trainer(settings(3, sharding_group_size=4), devices=3, num_nodes=2)

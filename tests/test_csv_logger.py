@@ -15,7 +15,7 @@ def log(folder, step, **metrics):
         return [(row["step"], row.get("loss"), row.get("lr")) for row in csv.DictReader(file)]
 
 
-def test_a_requeued_job_goes_on_in_its_file_also_with_a_new_metric(tmp_path, monkeypatch):
+def test_a_requeued_job_appends_to_its_file_also_with_a_new_metric(tmp_path, monkeypatch):
     assert log(tmp_path, 0, loss=1.0) == [("0", "1.0", None)]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert log(tmp_path, 1, loss=0.5) == [("0", "1.0", None), ("1", "0.5", None)]
@@ -24,7 +24,7 @@ def test_a_requeued_job_goes_on_in_its_file_also_with_a_new_metric(tmp_path, mon
     assert log(tmp_path / "first", 5, loss=2.0) == [("5", "2.0", None)]
 
 
-def test_another_job_in_the_same_folder_begins_a_file_of_its_own(tmp_path):
+def test_another_job_in_the_same_folder_starts_a_new_file(tmp_path):
     log(tmp_path, 0, loss=1.0)
     with pytest.warns(UserWarning, match="will be deleted"):
         assert log(tmp_path, 1, loss=0.5) == [("1", "0.5", None)]

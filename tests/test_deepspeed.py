@@ -301,7 +301,7 @@ def test_offload_is_where_deepspeed_has_it(write, settings, expected, ignored):
     ],
     ids=str,
 )
-def test_below_stage_3_parameters_stay_and_the_optimizer_goes_to_cpu_memory(
+def test_below_stage_3_parameters_stay_and_the_optimizer_is_offloaded_to_cpu(
     settings, expected, ignored, stage
 ):
     found = translate({"zero_optimization": {"stage": stage, **settings}})
@@ -310,7 +310,7 @@ def test_below_stage_3_parameters_stay_and_the_optimizer_goes_to_cpu_memory(
 
 
 @pytest.mark.parametrize("key", ["offload_optimizer", "offload_param"])
-def test_stage_0_offloads_nothing_and_says_so(key):
+def test_stage_0_offloads_nothing_and_reports_it(key):
     found = translate({"zero_optimization": {"stage": 0, key: {"device": "cpu"}}})
     assert found.config == ZeroConfig(stage=0)
     assert set(found.ignored) == {key}
@@ -420,13 +420,13 @@ def test_accumulation_that_depends_on_an_unknown_world_size_is_refused():
         translate(source)
 
 
-def test_a_global_batch_size_without_world_size_tells_what_the_data_loader_needs():
+def test_a_global_batch_size_without_world_size_warns_about_the_data_loader():
     (warning, _) = translate({"train_batch_size": 32, "gradient_accumulation_steps": 2}).warnings
     assert "batch_size = 32 / (2 x number of devices)" in warning
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
-def test_a_world_size_is_a_whole_number(world_size):
+def test_a_world_size_is_an_integer(world_size):
     with pytest.raises(ValueError, match="world_size"):
         translate({}, world_size=world_size)
 

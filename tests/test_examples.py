@@ -142,7 +142,7 @@ def test_a_run_goes_on_from_the_path_that_another_has_printed(tmp_path):
 @pytest.mark.slow
 def test_a_run_ends_well_where_the_model_is_not_whole_after_it(tmp_path):
     brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
-    left_out = "trainer.strategy.whole_after_fit=false"
+    left_out = "trainer.strategy.unshard_after_fit=false"
     printed = run_main_job(tmp_path, *SMALL, *brief, left_out, "test=true")
     assert "no continuation: " in printed
     assert "test, bits per byte: model" in printed

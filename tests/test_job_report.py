@@ -9,30 +9,35 @@ import pytest
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import Speed
-from lightning_zero.observe.report import Flow, JobReport
+from lightning_zero.observe.report import JobReport, TransferStats
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}
 
 
 def report(**changes):
-    flows = [Flow("all_gather", 0.02, 0.015, 0.005, 0.25), Flow("agree", 0.0, 0.0, 0.001, 0.0)]
+    transfers = [
+        TransferStats("all_gather", 0.02, 0.015, 0.005, 0.25),
+        TransferStats("agree", 0.0, 0.0, 0.001, 0.0),
+    ]
     fields = {
         "world_size": 2,
         "num_steps": 11,
         "memory": [MemoryReport(rank, 2, {"device": STATES}, STATES) for rank in range(2)],
-        "speed": Speed.of([[10, 20, 40, 640, 2e12, 5.0], [10, 20, 60, 960, 3e12, 4.0]], 2e12),
+        "speed": Speed.from_counts(
+            [[10, 20, 40, 640, 2e12, 5.0], [10, 20, 60, 960, 3e12, 4.0]], 2e12
+        ),
         "num_recorded": 3,
         "step_s": 0.1,
         "waited_s": 0.005,
         "skew_s": 0.002,
-        "flows": flows,
+        "transfers": transfers,
         "is_on_cpu": False,
     }
     return JobReport(**fields | changes)
 
 
-def test_the_report_tells_speed_and_what_was_hidden():
+def test_the_report_has_throughput_and_overlapped_communication():
     text = report().text()
     speed = "2.00 steps/s, 4.00 batches/s, 20.0 samples/s, 320 tokens/s, 0.5 TFLOPS per device, "
     assert f"2 rank(s): {speed}25.0% MFU (over 10 steps" in " ".join(text.split())
@@ -46,25 +51,28 @@ def test_the_report_tells_speed_and_what_was_hidden():
 
 
 def test_rates_of_collectives_on_cpu_are_lower_bounds():
-    flows = [Flow("all_gather", 0.02, 0.015, 0.005, 0.25), Flow("nvme_read", 0.1, 0.1, 0.0, 0.25)]
-    text = report(is_on_cpu=True, flows=flows).text()
+    transfers = [
+        TransferStats("all_gather", 0.02, 0.015, 0.005, 0.25),
+        TransferStats("nvme_read", 0.1, 0.1, 0.0, 0.25),
+    ]
+    text = report(is_on_cpu=True, transfers=transfers).text()
     assert "256.00  >= 12.5" in text
     assert ">= 2.5" not in text
     assert "on CPU a collective ends where it is waited for" in text
     assert "on CPU" not in report().text()
 
 
-def test_what_is_not_known_is_left_out_of_the_report():
-    unknown = report(speed=Speed.of([[10, 20, *[math.nan] * 3, 5.0]]), num_recorded=0)
+def test_unknown_values_are_left_out_of_the_report():
+    unknown = report(speed=Speed.from_counts([[10, 20, *[math.nan] * 3, 5.0]]), num_recorded=0)
     assert "2.00 steps/s, 4.00 batches/s (over" in unknown.text()
     assert "no step after the first one was recorded" in unknown.text()
-    assert "throughput" not in report(speed=Speed.of([[0.0] * 6])).text()
+    assert "throughput" not in report(speed=Speed.from_counts([[0.0] * 6])).text()
 
 
 def test_the_report_is_written_as_json(tmp_path):
-    paths = report(speed=Speed.of([[0.0] * 6])).write(tmp_path / "zero")
+    paths = report(speed=Speed.from_counts([[0.0] * 6])).write(tmp_path / "zero")
     written, memory = (json.loads(path.read_text()) for path in paths)
-    assert written["flows"]["all_gather"]["gib_per_s"] == pytest.approx(12.5)
+    assert written["transfers"]["all_gather"]["gib_per_s"] == pytest.approx(12.5)
     assert written["speed"] == {
         "num_steps": 0,
         "steps_per_s": None,

@@ -1,4 +1,4 @@
-"""Imports go one way: a room never knows a later one, and no module itself by way of others."""
+"""Imports go one way: a package never knows a later one, and no module itself by way of others."""
 
 import ast
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.distributed.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
-FACE = {"__init__", "_face", "_version", "activations", "callbacks"}  # what users import by path
-ROOMS = [
+FACE = {"__init__", "_api", "_version", "activations", "callbacks"}  # what users import by path
+PACKAGES = [
     "record",
     "layout",
     "tensors",
@@ -39,7 +39,7 @@ MODULES = {
 }
 
 
-def room_of(module):
+def package_of(module):
     return module.split(".")[1] if "." in module else ""
 
 
@@ -65,8 +65,8 @@ def own(module):
     return {name for name in imported(module) if name.split(".")[0] == "lightning_zero"}
 
 
-def rooms():
-    return [(module, room_of(module)) for module in MODULES if room_of(module) in ROOMS]
+def packages():
+    return [(module, package_of(module)) for module in MODULES if package_of(module) in PACKAGES]
 
 
 def assert_none(problems):
@@ -75,16 +75,16 @@ def assert_none(problems):
     assert not bad, "\n".join(bad)
 
 
-def test_every_module_lies_in_a_room():
-    assert {room_of(module) for module in MODULES} == {*ROOMS, "", *FACE - {"__init__"}}
+def test_every_module_is_in_a_known_package():
+    assert {package_of(module) for module in MODULES} == {*PACKAGES, "", *FACE - {"__init__"}}
 
 
-def test_no_room_imports_a_later_one():
-    def wrong(module, room):
-        known = {room_of(name) for name in own(module)} - {room, "_version"}
-        return known - ALONE.get(room, set(ROOMS[: ROOMS.index(room)]))
+def test_no_package_imports_a_later_one():
+    def wrong(module, package):
+        known = {package_of(name) for name in own(module)} - {package, "_version"}
+        return known - ALONE.get(package, set(PACKAGES[: PACKAGES.index(package)]))
 
-    assert_none((module, wrong(module, room)) for module, room in rooms())
+    assert_none((module, wrong(module, package)) for module, package in packages())
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -101,23 +101,23 @@ def test_no_module_imports_itself_by_way_of_others():
         visit(module, [])
 
 
-def test_every_room_says_what_lives_there():
-    for room in ROOMS:
-        text = ast.get_docstring(syntax_of(f"lightning_zero.{room}"))
+def test_every_package_docstring_lists_its_modules():
+    for package in PACKAGES:
+        text = ast.get_docstring(syntax_of(f"lightning_zero.{package}"))
         modules = [
-            name.split(".")[2] for name in MODULES if name.startswith(f"lightning_zero.{room}.")
+            name.split(".")[2] for name in MODULES if name.startswith(f"lightning_zero.{package}.")
         ]
         missing = [name for name in modules if not name.startswith("__") and name not in text]
-        assert not missing or room == "cli", f"{room}: {missing}"
+        assert not missing or package == "cli", f"{package}: {missing}"
 
 
 def test_lightning_and_hydra_are_known_from_the_strategy_on():
     known = {"lightning", "lightning_utilities", "hydra", "omegaconf", "wandb"}
-    below = ROOMS[: ROOMS.index("strategy")]
+    below = PACKAGES[: PACKAGES.index("strategy")]
     assert_none(
         (module, {name for name in imported(module) if name.split(".")[0] in known})
-        for module, room in rooms()
-        if room in below
+        for module, package in packages()
+        if package in below
     )
 
 
@@ -134,13 +134,15 @@ def test_neither_hydra_nor_wandb_is_imported_before_it_is_used():
 def test_only_comm_calls_collectives():
     may = {"comm", "cli"}  # `cli` starts ranks of its own to measure links
 
-    def known(module, room):
+    def known(module, package):
         found = {name for name in imported(module) if name.startswith("torch.distributed")}
-        if room == "checkpoint":  # torch's format, which needs no process group
+        if package == "checkpoint":  # torch's format, which needs no process group
             return {name for name in found if not name.startswith("torch.distributed.checkpoint")}
         return found
 
-    assert_none((module, known(module, room)) for module, room in rooms() if room not in may)
+    assert_none(
+        (module, known(module, package)) for module, package in packages() if package not in may
+    )
 
 
 def test_streams_and_events_are_made_in_one_module():

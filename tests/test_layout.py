@@ -79,13 +79,13 @@ def test_memory_comes_back_with_zero_padding(shapes, world_size):
 def place(shapes, world_size):
     owners = assign_owners([math.prod(shape) for shape in shapes], world_size)
     named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
-    return FlatLayout.of_whole_tensors(named, owners, world_size), owners
+    return FlatLayout.of_owned_tensors(named, owners, world_size), owners
 
 
 @given(SHAPES, WORLDS)
-def test_a_whole_tensor_lies_in_the_shard_of_its_owner_who_alone_steps_it(shapes, world_size):
+def test_an_owned_tensor_lies_in_the_shard_of_its_owner_which_alone_steps_it(shapes, world_size):
     layout, owners = place(shapes, world_size)
-    assert layout.holds_whole_tensors
+    assert layout.has_tensor_owners
     for slot, shape, owner in zip(layout.slots, shapes, owners, strict=True):
         for rank in range(world_size):
             is_owner = rank == owner
@@ -95,7 +95,7 @@ def test_a_whole_tensor_lies_in_the_shard_of_its_owner_who_alone_steps_it(shapes
 
 
 @given(SHAPES, WORLDS)
-def test_shards_of_whole_tensors_are_as_long_as_what_they_hold(shapes, world_size):
+def test_shards_of_owned_tensors_are_as_long_as_their_tensors(shapes, world_size):
     layout, owners = place(shapes, world_size)
     assert layout.bounds[0] == 0
     assert layout.numel == sum(len(layout.shard(rank)) for rank in range(world_size))
@@ -103,11 +103,11 @@ def test_shards_of_whole_tensors_are_as_long_as_what_they_hold(shapes, world_siz
         numels = [s.numel for s, owner in zip(layout.slots, owners, strict=True) if owner == rank]
         held = sum(-(-numel // ALIGN_NUMEL) * ALIGN_NUMEL for numel in numels)
         assert len(layout.shard(rank)) == max(held, ALIGN_NUMEL)
-    assert layout.cuts is None or sum(layout.cuts) == layout.numel
+    assert layout.split_sizes is None or sum(layout.split_sizes) == layout.numel
 
 
 @given(SHAPES, WORLDS)
-def test_gaps_and_whole_tensors_fill_the_flat_space_once(shapes, world_size):
+def test_gaps_and_owned_tensors_fill_the_flat_space_once(shapes, world_size):
     layout, _ = place(shapes, world_size)
     covered = [i for gap in layout.gaps for i in gap]
     covered += [i for slot in layout.slots for i in range(slot.start, slot.stop)]
@@ -115,7 +115,7 @@ def test_gaps_and_whole_tensors_fill_the_flat_space_once(shapes, world_size):
 
 
 @given(SHAPES, WORLDS)
-def test_shards_of_whole_tensors_joined_are_the_parameters(shapes, world_size):
+def test_shards_of_owned_tensors_joined_are_the_parameters(shapes, world_size):
     layout, _ = place(shapes, world_size)
     whole = FlatBuffer(layout, torch.float32, torch.device("cpu"))
     for index, view in enumerate(whole.views):

@@ -68,7 +68,7 @@ def _fit_and_read(rank, world_size):
     return printed.getvalue()
 
 
-def test_every_tier_has_columns_of_its_own_for_the_states_that_anybody_keeps():
+def test_every_tier_has_columns_for_the_states_that_some_rank_keeps():
     quarter = [[MIB, MIB, 0], [0, 0, 2 * MIB]]
     lines = table(["device", "cpu"], [quarter], [4 * MIB, 4 * MIB, 8 * MIB]).splitlines()
     assert "optimizer (cpu)" in lines[0]

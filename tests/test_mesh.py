@@ -16,12 +16,12 @@ def test_every_rank_is_where_its_two_groups_cross(num_shards, num_replicas, data
     rank = data.draw(st.integers(0, world_size - 1))
     mesh = Mesh.of(rank, world_size, num_shards)
     assert mesh.num_replicas == num_replicas
-    group, replicas = mesh.groups()[mesh.replica_rank], mesh.replicas()[mesh.shard_rank]
+    group, replicas = mesh.shard_groups()[mesh.replica_rank], mesh.replica_groups()[mesh.shard_rank]
     assert set(group) & set(replicas) == {rank}
     assert group == list(range(group[0], group[0] + num_shards))  # a node's ranks are consecutive
     assert group.index(rank) == mesh.shard_rank
     assert replicas.index(rank) == mesh.replica_rank
-    for axis in (mesh.groups(), mesh.replicas()):
+    for axis in (mesh.shard_groups(), mesh.replica_groups()):
         assert sorted(member for ranks in axis for member in ranks) == list(range(world_size))
 
 

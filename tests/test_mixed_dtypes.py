@@ -19,7 +19,7 @@ def _explained(error):
     module = nn.Linear(2, 2)
     slots = [SimpleNamespace(name="weight"), SimpleNamespace(name="bias")]
     plan = SimpleNamespace(dtype=torch.bfloat16, layout=SimpleNamespace(slots=slots))
-    bucket = SimpleNamespace(plan=plan, own_dtypes=[torch.float32] * 2)
+    bucket = SimpleNamespace(plan=plan, orig_dtypes=[torch.float32] * 2)
     try:
         raise error
     except Exception as caught:

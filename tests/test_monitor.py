@@ -20,15 +20,15 @@ from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import (
     Sample,
     Throughput,
+    aggregate_ranks,
     allocated_and_peak_bytes,
     flops_per_token,
-    kinds_of,
-    metrics_of,
+    make_metrics,
     num_tokens,
-    over_ranks,
     peak_flops,
+    recorded_kinds,
 )
-from lightning_zero.observe.monitor import Wanted, Windows
+from lightning_zero.observe.monitor import MonitorConfig, Windows
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording, Span
 
@@ -42,10 +42,10 @@ def plan(stage, world_size, **settings):
     return make_plan(module, ZeroConfig(stage, **settings), world_size=world_size)
 
 
-def metrics(stage, world_size=2, *, group_size=None, is_apart=False, **settings):
+def metrics(stage, world_size=2, *, group_size=None, has_device_memory=False, **settings):
     mesh = Mesh.of(0, world_size, group_size)
     planned = plan(stage, mesh.num_shards, **settings)
-    return metrics_of(planned, kinds_of(planned, mesh, is_apart=is_apart))
+    return make_metrics(planned, recorded_kinds(planned, mesh, has_device_memory=has_device_memory))
 
 
 def traffic(stage, *args, **kwargs):
@@ -59,7 +59,7 @@ def test_the_keys_follow_from_the_plan():
     assert traffic(1) == traffic(2) == traffic(3) == traffic(3, 4, group_size=2) == sharded
     assert traffic(3, 1) == set()
     assert traffic(3, offload_optimizer="cpu", offload_param="cpu") == traffic(3)
-    on_device = traffic(3, offload_optimizer="cpu", offload_param="cpu", is_apart=True)
+    on_device = traffic(3, offload_optimizer="cpu", offload_param="cpu", has_device_memory=True)
     assert on_device == traffic(3) | {"to_device", "to_cpu"}
     assert "zero/prefetch/hits" in metrics(3)
     assert "zero/prefetch/hits" not in metrics(2)
@@ -87,8 +87,8 @@ def test_each_key_has_its_number_in_its_unit():
         spans=(
             Span(Kind.FORWARD, "", 0.0, 0.5),
             Span(Kind.BACKWARD, "", 0.5, 1.5),
-            Span(Kind.GATHER, "a", 0.0, 1.0, nbytes=GIB // 2),
-            Span(Kind.GATHER, "a", 0.75, 1.0, is_wait=True),
+            Span(Kind.ALL_GATHER, "a", 0.0, 1.0, nbytes=GIB // 2),
+            Span(Kind.ALL_GATHER, "a", 0.75, 1.0, is_wait=True),
             Span(Kind.STEP, "", 1.5, 1.75),
         ),
         hits=5,
@@ -114,17 +114,17 @@ def test_each_key_has_its_number_in_its_unit():
             "zero/comm/all_gather_gib_per_s": 0.5,
             "zero/prefetch/hits": 5,
             "zero/prefetch/misses": 1,
-            "zero/wait/waited_s": 0.25,
+            "zero/wait/total_s": 0.25,
             "zero/wait/for_others_s": 0.25,
         }
     )
 
 
 @pytest.mark.parametrize("has_spread", [False, True])
-def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_most(has_spread):
+def test_several_ranks_have_mean_and_max_or_also_min_and_max_rank(has_spread):
     keys = ["zero/time/step_s", "zero/wait/for_others_s", "zero/comm/agree_exposed_s"]
     everyone = [[1.0, 0.5, 0.4], [4.0, 0.1, 0.1], [1.0, 0.9, 0.7]]
-    logged, means = over_ranks(keys, everyone, has_spread=has_spread)
+    logged, means = aggregate_ranks(keys, everyone, has_spread=has_spread)
     spread = {
         "zero/time/step_s/min": 1.0,
         "zero/time/step_s/max_rank": 1,
@@ -142,7 +142,7 @@ def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_
             "zero/comm/agree_exposed_s/mean": 0.4,
             "zero/comm/agree_exposed_s/max": 0.7,
             "zero/straggler/rank": 1,
-            "zero/straggler/wait_s": 0.6,
+            "zero/straggler/skew_s": 0.6,
             **(spread if has_spread else {}),
         }
     )
@@ -152,14 +152,14 @@ def test_several_ranks_have_mean_and_most_or_also_the_least_and_the_rank_of_the_
             "zero/wait/for_others_s": 0.5,
             "zero/comm/agree_exposed_s": 0.1,  # the rest is skew
             "zero/straggler/rank": 1,
-            "zero/straggler/wait_s": 0.6,
+            "zero/straggler/skew_s": 0.6,
         }
     )
 
 
 def test_one_rank_has_plain_keys():
-    logged, means = over_ranks(["zero/wait/waited_s"], [[0.5]], has_spread=True)
-    assert logged == means == {"zero/wait/waited_s": 0.5}
+    logged, means = aggregate_ranks(["zero/wait/total_s"], [[0.5]], has_spread=True)
+    assert logged == means == {"zero/wait/total_s": 0.5}
 
 
 # ---------------------------------------------------------------- when
@@ -176,7 +176,7 @@ class Loop:
         self.written = []
         self.windows = Windows(
             self.recorder,
-            Wanted(every, traces),
+            MonitorConfig(every, traces),
             progress=(start, start),
             align=lambda: self.aligned.append(self.steps),
         )
@@ -229,7 +229,7 @@ def test_traced_steps_are_recorded_once_and_aligned():
     assert loop.traced == loop.aligned == [0, 5]
 
 
-def test_a_resumed_fit_goes_on_counting_and_traces_nothing_that_is_past():
+def test_a_resumed_fit_continues_counting_and_does_not_trace_past_steps():
     loop = Loop(every=4, traces=[2, 12], start=10).run(6)
     assert loop.recorded == [11, 12, 15]
     assert loop.traced == [12]
@@ -305,7 +305,7 @@ def test_a_lap_has_all_since_the_one_before_with_the_first_step(monkeypatch):
             clock.after_batch(torch.zeros(4, 8), has_stepped=True)
 
 
-def test_tokens_are_integers_by_sample_and_place():
+def test_tokens_are_integers_by_sample_and_position():
     ids, images, classes = (
         torch.zeros(4, 8, dtype=torch.long),
         torch.zeros(4, 3, 2, 2),

@@ -78,11 +78,11 @@ def test_what_is_no_offload_is_refused_by_the_name_of_its_setting(value, error, 
 
 
 @pytest.mark.parametrize("value", [None, "none", {}, {"device": None}, {"device": "none"}])
-def test_nothing_can_be_said_in_several_ways(value):
+def test_no_offload_can_be_written_in_several_ways(value):
     assert OffloadConfig.of("offload_param", value) is None
 
 
-def test_a_mapping_and_a_name_are_the_config_they_spell():
+def test_a_mapping_or_a_name_makes_the_same_config():
     assert OffloadConfig.of("x", "nvme") == OffloadConfig("nvme")
     asked = OffloadConfig("nvme", nvme_path="/swap", ratio=0.5, buffer_size=2**20)
     mapping = {"device": "nvme", "nvme_path": "/swap", "ratio": 0.5, "buffer_size": 2.0**20}
@@ -135,7 +135,7 @@ def test_every_shard_has_a_tier_and_a_gradient_is_where_its_optimizer_steps(
 
 
 @given(SHARDS, BUDGETS)
-def test_without_offload_all_rests_on_the_device(shards, budgets):
+def test_without_offload_everything_stays_on_the_device(shards, budgets):
     assert assign_tiers(shards, None, None, budgets) == [ON_DEVICE] * len(shards)
 
 
@@ -205,7 +205,7 @@ def test_auto_chooses_for_parameters_before_optimizer_states(shards, config, bud
 
 
 @given(SHARDS, AUTO, BUDGETS)
-def test_auto_goes_to_a_slower_tier_only_where_the_faster_has_no_room(shards, config, budgets):
+def test_auto_uses_a_slower_tier_only_where_the_faster_is_full(shards, config, budgets):
     device, cpu = budgets_of((config,), budgets)
     for rests, shard in zip(assign_tiers(shards, None, config, budgets), shards, strict=True):
         nbytes = shard.optim + shard.grad

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.layout.order import Order
-from lightning_zero.layout.passes import hoisted
-from lightning_zero.layout.talk import Heard
+from lightning_zero.layout.order import CollectiveOrder
+from lightning_zero.layout.passes import hoist_all_gathers
+from lightning_zero.layout.rounds import RoundResult
 
 NUM_UNITS = 5
 
@@ -92,21 +92,21 @@ class World:
         return f"rounds {said}, events {[len(events) for events in self.issued]}"
 
 
-class Talk:
+class ControlPlane:
     """One rank's, in a world."""
 
     def __init__(self, world, rank):
         self.world, self.rank, self.size = world, rank, world.size
         self.num_awaited = 0
 
-    def widen(self, num_bytes):
+    def reserve(self, num_bytes):
         self.width = num_bytes
 
-    def say(self, numbers, mask=b"", judge=None):
+    def run_round(self, numbers, mask=b"", judge=None):
         self.num_awaited += 1
-        return self.begin_saying(numbers, mask, judge).result()
+        return self.begin_round(numbers, mask, judge).result()
 
-    def begin_saying(self, numbers, mask, judge):
+    def begin_round(self, numbers, mask, judge):
         sayings = self.world.said[self.rank]
         sayings.append((list(numbers), mask))
         return Saying(self, len(sayings) - 1, judge)
@@ -115,41 +115,41 @@ class Talk:
     def waiting(self, name):
         yield
 
-    def give_up(self, error):
+    def abort_waits(self, error):
         pass
 
-    def failed(self, text):
+    def peer_failed_error(self, text):
         return Failed(text)
 
-    def apart(self, text):
+    def desync_error(self, text):
         return AssertionError(text)
 
 
 class Saying:
-    def __init__(self, talk, number, judge):
-        self._talk, self._number, self._judge = talk, number, judge
+    def __init__(self, control_plane, number, judge):
+        self._control_plane, self._number, self._judge = control_plane, number, judge
 
     def done(self):
-        return all(len(sayings) > self._number for sayings in self._talk.world.said)
+        return all(len(sayings) > self._number for sayings in self._control_plane.world.said)
 
     def result(self):
-        self._talk.world.wait(self._talk.rank, self.done)
-        said = [sayings[self._number] for sayings in self._talk.world.said]
+        self._control_plane.world.wait(self._control_plane.rank, self.done)
+        said = [sayings[self._number] for sayings in self._control_plane.world.said]
         numbers = [min(of_all) for of_all in zip(*(numbers for numbers, _ in said), strict=True)]
         width = max(len(mask) for _, mask in said)
         masks = [mask.ljust(width, b"\0") for _, mask in said]
-        heard = Heard(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
+        heard = RoundResult(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
         return heard if self._judge is None else heard._replace(error=self._judge(heard))
 
 
 class Rank:
-    """A module of units, each with one bucket, in the hands of an `Order`."""
+    """A module of units, each with one bucket, in the hands of an `CollectiveOrder`."""
 
-    def __init__(self, world, rank, kind=Order):
+    def __init__(self, world, rank, kind=CollectiveOrder):
         self.world, self.rank = world, rank
-        self.talk = Talk(world, rank)
+        self.control_plane = ControlPlane(world, rank)
         self.order = kind(
-            self.talk, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
+            self.control_plane, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
         )
         self.whole: set[int] = set()
         self.num_steps = 0  # the values that a gather sends
@@ -160,7 +160,7 @@ class Rank:
 
     # what an order asks for
 
-    def issue_gather(self, unit, *, is_kept):
+    def issue_unshard(self, unit, *, is_kept):
         self._issue(("gather", unit, self.num_steps))
         if is_kept:
             self.whole.add(unit)
@@ -194,13 +194,13 @@ class Rank:
     # what a module does
 
     def use(self, unit, *, is_backward=False, may_repeat=False):
-        self.order.use(unit, may_repeat=may_repeat)
+        self.order.mark_used(unit, may_repeat=may_repeat)
         while unit not in self.whole:
-            self.order.want(unit, is_backward=is_backward)
+            self.order.request_unshard(unit, is_backward=is_backward)
         gathers = self.world.issued[self.rank]
         self._await(max(i for i, event in enumerate(gathers) if event[:2] == ("gather", unit)))
         if self.order.next_unit is not None and self.order.next_unit not in self.whole:
-            self.order.gather_ahead()
+            self.order.prefetch()
         return unit
 
     def step(self, units, *, meets=False):
@@ -214,26 +214,26 @@ class Rank:
             self.order.begin("training", [True])
         for number, unit in enumerate(units):
             if meets and number == len(units) - 1:
-                self.order.meet_for("a mean of losses")
+                self.order.barrier("a mean of losses")
             self.use(unit)
             if not self.order.is_last_of_forward(unit):
                 self.whole.discard(unit)
-        self.order.turn([True], "backward", list(reversed(range(NUM_UNITS))))
+        self.order.begin_backward([True], "backward", list(reversed(range(NUM_UNITS))))
         expected = Counter(units)
         for number, unit in reversed(list(enumerate(units))):
             if meets and number == 0:
-                self.order.meet_for("a mean of gradients")
+                self.order.barrier("a mean of gradients")
             self.use(unit, is_backward=True)
             self.whole.discard(unit)
             self.gradients[unit] += 1
             self.touched.add(unit)
             expected[unit] -= 1
             if not expected[unit]:
-                self.order.ready(unit)
-        mask = self.order.end(self._mask, self.finish)
+                self.order.mark_ready(unit)
+        mask = self.order.finalize_backward(self._mask, self.finish)
         late, touched = mask[:NUM_UNITS], mask[NUM_UNITS:]
         rest = [b for b in range(NUM_UNITS) if late[b] or (touched[b] and b not in self.reduced)]
-        self.order.conclude(is_complete=not rest)
+        self.order.conclude_backward(is_complete=not rest)
         for unit in rest:
             self.issue_reduction(unit)
         self.finish()
@@ -256,17 +256,17 @@ class Rank:
 
     def change(self):
         """An optimizer's step, or a write to what is gathered."""
-        self.order.leave("a step")
+        self.order.close_pass("a step")
         self.order.note("a step")
         self.num_steps += 1
 
     def evaluate(self, passes):
         """A loop of as many forwards as this rank likes."""
-        self.order.is_loose = True
+        self.order.allows_uneven_calls = True
         for units in passes:
             self.look(units)
-        self.order.meet(self.order.requests.left, "the end of the loop")
-        self.order.is_loose = False
+        self.order.serve_until(self.order.requests.left, "the end of the loop")
+        self.order.allows_uneven_calls = False
 
 
 MODES = ["same", "drop", "shuffled", "rare", "twice", "repeated"]
@@ -284,7 +284,7 @@ def units_of(rng, mode):
     return [0, 1, 1, *every] if mode == "repeated" else every
 
 
-def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
+def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, meets=False):
     """A training with an evaluation in it; the rounds that the last step has waited for."""
     rng = random.Random(seed)
     world = World(size, random.Random(seed + 1))
@@ -296,16 +296,16 @@ def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
         one = Rank(world, rank, kind)
         own = of_ranks[rank]
         for step in range(num_steps):
-            before = one.talk.num_awaited
+            before = one.control_plane.num_awaited
             one.step(units_of(own, mode) or [0], meets=meets)
-            awaited[rank] = one.talk.num_awaited - before
+            awaited[rank] = one.control_plane.num_awaited - before
             if step == evaluates_after:
                 one.evaluate([units_of(own, mode) for _ in range(own.randrange(4))])
             if step % 3 == 2:
                 one.look(units_of(own, mode))
             one.change()
             if step % 3 == 0:
-                one.order.announce("a norm")
+                one.order.announce_collective("a norm")
             one.order.pass_boundary(f"batch {step}")
 
     world.run(program)
@@ -316,80 +316,80 @@ def run(size, seed, mode, kind=Order, *, num_steps=12, meets=False):
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
-def test_no_rank_waits_for_ever_whatever_branches_they_take(size, seed, mode, meets):
+def test_no_rank_hangs_whatever_branches_ranks_take(size, seed, mode, meets):
     run(size, seed, mode, meets=meets)
 
 
 @pytest.mark.parametrize("mode", ["same", "repeated"])
-def test_ranks_that_are_alike_soon_wait_for_no_round_but_the_last(mode):
+def test_ranks_with_equal_passes_soon_wait_only_for_the_last_round(mode):
     assert run(4, 0, mode) == [0] * 4  # `end` begins its round, which has been said by then
 
 
-class AsksAtOnce(Order):
+class AsksAtOnce(CollectiveOrder):
     """Breaks rule 1: asks in a round before it has issued its plan."""
 
-    def want(self, unit, *, is_backward):
-        one = self._confirm()
-        if one.plan is not None and unit not in one.plan[one.cursor :]:
-            one.plan = None
-        super().want(unit, is_backward=is_backward)
+    def request_unshard(self, unit, *, is_backward):
+        one = self._wait_for_begin()
+        if one.schedule is not None and unit not in one.schedule[one.cursor :]:
+            one.schedule = None
+        super().request_unshard(unit, is_backward=is_backward)
 
 
-class LeavesEarly(Order):
+class LeavesEarly(CollectiveOrder):
     """Breaks rule 1: ends its pass before it has issued its plan."""
 
-    def _leave(self):
+    def _finish_pass(self):
         if self._pass is not None:
-            self._ended, self._pass = self._confirm(), None
+            self._ended, self._pass = self._wait_for_begin(), None
 
 
-class SkipsEvents(Order):
+class SkipsEvents(CollectiveOrder):
     """Breaks rule 1: issues only what it needs."""
 
     def _advance(self, stop, *, is_wanted=False):
-        one = self._confirm()
+        one = self._wait_for_begin()
         if is_wanted:
             one.cursor = max(one.cursor, stop - 1)
         super()._advance(stop, is_wanted=is_wanted)
 
 
-class HoldsBack(Order):
+class HoldsBack(CollectiveOrder):
     """Breaks rule 1 of passes without a plan: does not reduce what a round has told."""
 
-    def _answer(self, heard, *, is_kept=False):
+    def _execute(self, heard, *, is_kept=False):
         if self.rank_is_odd:
             heard = heard._replace(lowest=heard.lowest._replace(num_ready=0))
-        super()._answer(heard, is_kept=is_kept)
+        super()._execute(heard, is_kept=is_kept)
 
     @property
     def rank_is_odd(self):
-        return self._talk.rank % 2
+        return self._control_plane.rank % 2
 
 
-class GoesAhead(Order):
+class GoesAhead(CollectiveOrder):
     """Breaks rule 4: follows its plan though others may still ask in the pass before."""
 
     def begin(self, kind, flags=None):
         super().begin(kind, flags)
         one = self._pass
-        plan = self._learned.plan_of(one.key)
+        plan = self._recorded.schedule_of(one.key)
         if not one.is_begun and plan is not None:
-            one.is_begun, one.plan = True, plan
+            one.is_begun, one.schedule = True, plan
 
 
-class LearnsAlone(Order):
+class LearnsAlone(CollectiveOrder):
     """Breaks rule 4: gives its plan up by what this rank alone has seen."""
 
-    def _learn(self, heard, *, is_incomplete=False):
+    def _record(self, heard, *, is_incomplete=False):
         own = self._ended is not None and self._ended.has_deviated
         heard = heard._replace(highest=heard.highest._replace(has_deviated=own))
-        super()._learn(heard, is_incomplete=is_incomplete)
+        super()._record(heard, is_incomplete=is_incomplete)
 
 
-class ChangesAtOnce(Order):
+class ChangesAtOnce(CollectiveOrder):
     """Changes what others may still gather in a pass that has ended on this rank."""
 
-    def leave(self, name):
+    def close_pass(self, name):
         pass
 
 
@@ -397,7 +397,7 @@ class ChangesAtOnce(Order):
     "kind",
     [AsksAtOnce, LeavesEarly, SkipsEvents, HoldsBack, GoesAhead, LearnsAlone, ChangesAtOnce],
 )
-def test_a_rule_that_is_broken_is_found_out(kind):
+def test_a_broken_rule_is_detected(kind):
     for seed in range(60):
         try:
             run(3, seed, ["rare", "drop", "shuffled"][seed % 3], kind, num_steps=30)
@@ -414,21 +414,21 @@ def _fail_in_a_loop(size, failing, seed):
         one = Rank(world, rank)
         for _ in range(4):
             one.step(range(NUM_UNITS))
-        one.order.is_loose = True
+        one.order.allows_uneven_calls = True
         try:
             for number in range(5):
                 one.order.begin("forward")
                 for unit in range(NUM_UNITS):
                     if rank == failing and number == 3 and unit == 2:
-                        one.order.fail(ValueError("bad sample"))
+                        one.order.report_failure(ValueError("bad sample"))
                         raise ValueError("bad sample")
                     one.use(unit)
                     one.whole.discard(unit)
-            one.order.meet(one.order.requests.done, "the end")
+            one.order.serve_until(one.order.requests.done, "the end")
         except (Failed, ValueError) as error:
             told[rank] = str(error)
-        one.order.forget()
-        one.order.is_loose = False
+        one.order.reset()
+        one.order.allows_uneven_calls = False
         one.whole.clear()
         for _ in range(4):
             one.step(range(NUM_UNITS))
@@ -438,7 +438,7 @@ def _fail_in_a_loop(size, failing, seed):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_learn_why_one_fails_and_go_on(size):
+def test_all_ranks_receive_the_failure_of_one_and_continue(size):
     told = _fail_in_a_loop(size, 1, 0)
     assert told.pop(1) == "bad sample"
     expected = "rank 1 failed, and all ranks with it: ValueError: bad sample"
@@ -465,11 +465,11 @@ TURN = 3  # of three units
         ([], None, []),
     ],
 )
-def test_gathers_come_before_reductions_they_need_not_wait_for(log, ahead, plan):
-    assert hoisted(log, [1, 1, 1], ahead) == tuple(plan)
+def test_all_gathers_are_hoisted_above_reductions(log, ahead, plan):
+    assert hoist_all_gathers(log, [1, 1, 1], ahead) == tuple(plan)
 
 
-def test_a_plan_is_made_in_time_that_grows_as_the_log_does():
+def test_hoisting_takes_time_linear_in_the_log():
     class Counted(list):
         num_looks = 0
 
@@ -478,5 +478,5 @@ def test_a_plan_is_made_in_time_that_grows_as_the_log_does():
             return super().__getitem__(unit)
 
     numels = Counted([1, 1, 1])
-    hoisted([0, 1, 2] * 100, numels, 2)
+    hoist_all_gathers([0, 1, 2] * 100, numels, 2)
     assert numels.num_looks <= 900

@@ -31,7 +31,7 @@ def gpt(**kwargs):
     return GPT(GPTConfig(vocab_size=512, context=16, width=64, num_layers=3, num_heads=2, **kwargs))
 
 
-def test_repeated_blocks_are_units_and_small_rest_is_the_roots():
+def test_repeated_blocks_are_units_and_small_leftovers_belong_to_the_root():
     units = names(gpt())
     assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert "tokens.weight" in units[""]
@@ -62,7 +62,7 @@ def units_of(make, **settings):
 @pytest.mark.parametrize(
     "make_block", [lambda: Block(8), lambda: nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8))]
 )
-def test_a_stack_between_two_layers_is_gathered_block_by_block(make_block):
+def test_a_stack_between_two_layers_is_unsharded_block_by_block(make_block):
     def make():
         stack = nn.Sequential(*[make_block() for _ in range(3)])
         return nn.Sequential(nn.Linear(8, 8), stack, nn.Linear(8, 8))
@@ -70,7 +70,7 @@ def test_a_stack_between_two_layers_is_gathered_block_by_block(make_block):
     assert units_of(make) == ["0", "1.0", "1.1", "1.2", "2"]
 
 
-def test_stages_of_a_vision_model_are_gathered_block_by_block():
+def test_stages_of_a_vision_model_are_unsharded_block_by_block():
     def make():
         return nn.ModuleList([Holding(4, 1), Holding(8, 2), Holding(16, 2)])
 
@@ -87,7 +87,7 @@ def test_a_block_in_two_lists_is_no_unit_twice():
     assert units_of(lambda: lists) == ["0.1", "1.1"]  # what is shared is the root's
 
 
-def test_units_may_be_told_by_class_by_its_name_or_by_a_pattern():
+def test_units_are_selected_by_class_by_class_name_or_by_pattern():
     def make():
         return nn.ModuleList([Holding(4, 2) for _ in range(2)])
 
@@ -104,7 +104,7 @@ def test_large_modules_of_their_own_are_units():
     assert set(names(module)) == {"", "embedding"}
 
 
-def test_parameters_shared_by_two_units_are_the_roots():
+def test_parameters_shared_by_two_units_belong_to_the_root():
     module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     module[1].weight = module[0].weight
     units = names(module)
@@ -113,7 +113,7 @@ def test_parameters_shared_by_two_units_are_the_roots():
     assert units["1"] == ["1.bias"]
 
 
-def test_only_the_outermost_container_is_cut():
+def test_only_the_outermost_container_is_split_into_units():
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     assert list(names(nn.Sequential(*blocks))) == ["", "0", "1"]
 
@@ -126,30 +126,30 @@ def test_every_parameter_is_in_exactly_one_bucket(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_stages_with_whole_parameters_cut_by_size(stage):
+def test_stages_with_unsharded_parameters_bucketize_by_size(stage):
     buckets = plan(gpt(), stage=stage, reduce_bucket_size=40_000).buckets
     assert len(buckets) > 2
     slots = [bucket.layout.slots for bucket in buckets]
     assert all(len(one) == 1 or sum(slot.numel for slot in one) <= 40_000 for one in slots)
 
 
-def test_the_smaller_of_both_bucket_sizes_holds():
+def test_the_smaller_of_the_two_bucket_sizes_applies():
     small = plan(gpt(), stage=1, reduce_bucket_size=10**9, allgather_bucket_size=40_000)
     assert len(small.buckets) == len(plan(gpt(), stage=1, reduce_bucket_size=40_000).buckets)
 
 
-def test_a_repeated_block_is_never_cut():
+def test_a_repeated_block_is_one_bucket_of_any_size():
     (bucket,) = plan(gpt(), stage=3, reduce_bucket_size=1).units[1].buckets
     assert len(bucket.layout.slots) == 12
 
 
-def test_small_parameters_below_the_threshold_stay_whole():
+def test_small_parameters_below_the_threshold_stay_unsharded():
     units = plan(gpt(), stage=3, param_persistence_threshold=1000).units
-    whole = [b for b in units[1].buckets if not b.stage.gathers_before_use]
+    whole = [b for b in units[1].buckets if not b.stage.shards_params]
     assert [
         slot.name for bucket in whole for slot in bucket.layout.slots if slot.numel >= 1000
     ] == []
-    assert any(bucket.stage.gathers_before_use for bucket in units[1].buckets)
+    assert any(bucket.stage.shards_params for bucket in units[1].buckets)
 
 
 def test_frozen_parameters_and_other_dtypes_have_buckets_of_their_own():
@@ -191,7 +191,7 @@ def dtypes(module, **settings):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_vectors_and_what_autocast_does_not_cast_stay_in_float32(stage):
+def test_vectors_and_modules_that_autocast_does_not_cast_stay_in_float32(stage):
     found = dtypes(Mixed(), stage=stage, keep_float32="autocast")
     kept = {name for name, dtype in found.items() if dtype is torch.float32}
     assert kept == {
@@ -204,7 +204,7 @@ def test_vectors_and_what_autocast_does_not_cast_stay_in_float32(stage):
     }
 
 
-def test_without_autocast_only_what_has_statistics_stays():
+def test_without_autocast_only_modules_with_statistics_stay_in_float32():
     assert set(dtypes(Mixed()).values()) == {torch.bfloat16}
 
 
@@ -219,12 +219,12 @@ def test_without_autocast_only_what_has_statistics_stays():
         (["Embed*", "head"], ["tokens.weight", "positions.weight", "head.weight"]),
     ],
 )
-def test_names_patterns_and_classes_say_what_stays(wanted, kept):
+def test_names_patterns_and_classes_select_what_stays_in_float32(wanted, kept):
     found = dtypes(gpt(), keep_float32=wanted)
     assert [name for name, dtype in found.items() if dtype is torch.float32] == kept
 
 
-def test_a_name_that_is_not_there_is_an_error_with_the_nearest():
+def test_an_unknown_name_is_an_error_that_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"keep_float32 has 'token'.*The nearest: .*tokens"):
         dtypes(gpt(), keep_float32="token")
     with pytest.raises(ValueError, match="keep_float32 has Conv2d"):
@@ -232,7 +232,7 @@ def test_a_name_that_is_not_there_is_an_error_with_the_nearest():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_stays_in_float32_is_at_most_one_more_bucket_of_a_unit(stage):
+def test_float32_parameters_add_at_most_one_bucket_to_a_unit(stage):
     settings = {"stage": stage, "param_dtype": "bf16"}
     before = plan(gpt(), **settings).units
     after = plan(gpt(), **settings, keep_float32="autocast").units
@@ -252,7 +252,7 @@ def tiers_of(**settings):
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offloaded_buckets_rest_where_the_settings_say(device):
+def test_offloaded_buckets_are_on_the_tier_of_the_settings(device):
     tier = Tier(device)
     for tiers in tiers_of(stage=3, offload_optimizer=device, offload_param=device):
         assert tiers == BucketTiers(param=tier, optim=tier, grad=Tier.CPU)
@@ -262,7 +262,7 @@ def test_offloaded_buckets_rest_where_the_settings_say(device):
         assert tiers == BucketTiers(param=tier)
 
 
-def test_what_is_frozen_rests_where_it_would_be_stepped_once_it_is_unfrozen():
+def test_frozen_parameters_are_on_the_tier_of_trained_ones():
     module = gpt()
     module.blocks.requires_grad_(False)
     optimizer = {p: 0 for p in module.parameters() if p.requires_grad}
@@ -301,7 +301,7 @@ def whole_plan(module, whole, *, stage, world_size=8, **settings):
     """Optimizer 0 steps `whole`, by whole tensors; optimizer 1 the rest."""
     of = dict.fromkeys(module.parameters(), 1) | dict.fromkeys(whole, 0)
     config = ZeroConfig(stage=stage, **settings)
-    return make_plan(module, config, world_size=world_size, optimizer_of=of, whole_tensors=[0])
+    return make_plan(module, config, world_size=world_size, optimizer_of=of, full_optimizers=[0])
 
 
 def matrices(module):
@@ -309,7 +309,7 @@ def matrices(module):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_buckets_of_whole_tensors_are_apart_from_the_others_and_every_rank_owns_as_much(stage):
+def test_buckets_of_full_tensors_are_separate_and_balanced_over_ranks(stage):
     module = GPT(GPTConfig(vocab_size=512, context=16, width=64, num_layers=8, num_heads=2))
     whole = matrices(module)
     buckets = whole_plan(module, whole, stage=stage, reduce_bucket_size=10**5).buckets
@@ -324,26 +324,26 @@ def test_buckets_of_whole_tensors_are_apart_from_the_others_and_every_rank_owns_
     assert max(at_rest) < 1.02 * sum(p.numel() for p in module.parameters()) / 8
 
 
-def test_what_no_optimizer_steps_is_whole_where_one_may_ask_for_it_later():
+def test_parameters_without_an_optimizer_have_owners_if_another_optimizer_steps_full_tensors():
     module = gpt()
     of = dict.fromkeys(matrices(module), 0)
     config = ZeroConfig(stage=3)
     plans = [
-        make_plan(module, config, world_size=4, optimizer_of=of, whole_tensors=whole)
+        make_plan(module, config, world_size=4, optimizer_of=of, full_optimizers=whole)
         for whole in ([0], [])
     ]
-    assert all(bucket.layout.holds_whole_tensors for bucket in plans[0].buckets)
-    assert not any(bucket.layout.holds_whole_tensors for bucket in plans[1].buckets)
+    assert all(bucket.layout.has_tensor_owners for bucket in plans[0].buckets)
+    assert not any(bucket.layout.has_tensor_owners for bucket in plans[1].buckets)
 
 
-def test_stage_0_places_nothing_whole_for_every_rank_steps_everything():
+def test_stage_0_has_no_tensor_owners_because_every_rank_steps_everything():
     module = gpt()
     buckets = whole_plan(module, list(module.parameters()), stage=0).buckets
-    assert not any(bucket.layout.holds_whole_tensors for bucket in buckets)
+    assert not any(bucket.layout.has_tensor_owners for bucket in buckets)
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_a_disk_must_have_room_for_masters_of_what_is_frozen_and_has_lost_bits(own):
+def test_a_disk_needs_space_for_masters_of_frozen_parameters_that_were_rounded(own):
     module = nn.Linear(64, 64, bias=False, dtype=own).requires_grad_(False)
     offload = OffloadConfig(device="nvme", nvme_path=".")
     config = ZeroConfig(stage=3, param_dtype=torch.bfloat16, offload_optimizer=offload)

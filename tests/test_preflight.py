@@ -67,7 +67,7 @@ def test_too_few_gpus_are_an_error_that_names_the_line():
     check(srun(1, "2", 2, SLURM_GPUS_ON_NODE="1"), 2, 1)
 
 
-def test_gpus_asked_for_by_task_are_told_to_be_asked_for_by_node():
+def test_an_error_about_gpus_per_task_suggests_gpus_per_node():
     """Each of two tasks sees one GPU, and devices=1 is all that the Trainer takes there."""
     environment = srun(1, "2", 2, SLURM_GPUS_ON_NODE="2", SLURM_GPUS_PER_TASK="1")
     with pytest.raises(ValueError, match=r"gave 1 node\(s\) with 2 task\(s\)") as caught:

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
-from tests.whole_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
+from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
+from tests.full_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 
 CPU = torch.device("cpu")
-ELEMENTWISE = Findings(StepKind.BY_BUCKET, is_elementwise=True)
-OF_TENSORS = Findings(StepKind.BY_BUCKET, is_elementwise=False)
-AT_ONCE = Findings(StepKind.AT_ONCE, is_elementwise=False)
+ELEMENTWISE = ProbeResult(StepKind.BY_BUCKET, is_elementwise=True)
+OF_TENSORS = ProbeResult(StepKind.BY_BUCKET, is_elementwise=False)
+AT_ONCE = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
 SHAPE = st.lists(st.integers(2, 300), min_size=1, max_size=2).map(tuple)
 SHAPES = st.lists(SHAPE, min_size=1, max_size=4)
 
@@ -32,7 +32,7 @@ def found(optimizer):
 
 @settings(deadline=None, max_examples=15)
 @given(SHAPES)
-def test_what_an_optimizer_looks_at_does_not_depend_on_the_shapes(shapes):
+def test_the_result_does_not_depend_on_the_shapes(shapes):
     assert found(torch.optim.AdamW(parameters(*shapes))) == ELEMENTWISE
     assert found(Lamb(parameters(*shapes))) == OF_TENSORS
     assert found(torch.optim.Adafactor(parameters(*shapes))) == OF_TENSORS
@@ -47,11 +47,11 @@ def test_what_an_optimizer_looks_at_does_not_depend_on_the_shapes(shapes):
         (Rows, [(4, 5), (3,)], AT_ONCE),
     ],
 )
-def test_toys_have_the_dimensions_of_the_parameters(build, shapes, expected):
+def test_probe_tensors_have_the_dimensions_of_the_parameters(build, shapes, expected):
     assert found(build(parameters(*shapes))) == expected
 
 
-def test_groups_are_tried_with_shapes_of_their_own():
+def test_each_group_is_probed_with_its_own_shapes():
     groups = [
         {"params": parameters((6, 4)), "use_muon": True},
         {"params": parameters((6,)), "use_muon": False},
@@ -71,7 +71,7 @@ class FactoredFrom(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_begins_at_a_size_is_seen_where_parameters_have_that_size():
+def test_a_size_threshold_is_detected_where_parameters_reach_it():
     assert found(FactoredFrom(parameters((100, 300)))) == ELEMENTWISE
     assert found(FactoredFrom(parameters((129, 300)))) == OF_TENSORS
     groups = [{"params": parameters((6, 4))}, {"params": parameters((129, 300))}]
@@ -97,15 +97,15 @@ class InBlocks(torch.optim.SGD):
 
 @pytest.mark.parametrize("block", [32, 256, 2048, 4096])
 @pytest.mark.parametrize("shape", [(5000,), (300, 200), (63, 127), (3, 2000), (64, 3, 7, 7)])
-def test_blocks_of_elements_are_seen_whatever_the_shape(shape, block):
+def test_blockwise_steps_are_detected_for_every_shape(shape, block):
     assert found(InBlocks(parameters(shape, (40, 9)), block)) == OF_TENSORS
 
 
-def test_what_is_too_small_for_blocks_is_elementwise():
+def test_tensors_too_small_for_blocks_are_elementwise():
     assert found(InBlocks(parameters((40, 100), (300,)), 256)) == ELEMENTWISE
 
 
-def test_a_step_that_is_compiled_is_tried_without_compiling():
+def test_a_compiled_step_is_probed_without_compiling():
     class Compiled(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
@@ -155,14 +155,14 @@ class Impatient(Lamb):
         (Impatient, "the others are empty and have no gradients (RuntimeError: a gradient is"),
     ],
 )
-def test_what_looks_at_all_tensors_is_refused_with_its_name_and_the_reason(build, reason):
+def test_a_step_that_couples_all_tensors_is_refused_with_name_and_reason(build, reason):
     expected = f"optimizer {build.__name__} cannot be sharded: "
     with pytest.raises(CannotShardError, match=re.escape(expected)) as caught:
         found(build(parameters((8, 9), (5,))))
     assert reason in str(caught.value)
 
 
-def test_what_needs_a_closure_is_refused_by_name():
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
     with pytest.raises(ValueError, match=r"LBFGS cannot be stepped .*needs a closure.*missing"):
         found(torch.optim.LBFGS(parameters((3, 4))))
 
@@ -256,10 +256,10 @@ def _raise_on_nan(self, group, p, numbers):
         (_scale_where_huge_by_number, OF_TENSORS),
         (_raise_on_nan, OF_TENSORS),
         (_move, OF_TENSORS),
-        (_count, Findings(StepKind.AT_ONCE, is_elementwise=True)),
+        (_count, ProbeResult(StepKind.AT_ONCE, is_elementwise=True)),
     ],
 )
-def test_dependence_is_seen_whatever_the_values(prepare, expected):
+def test_dependence_is_detected_for_all_values(prepare, expected):
     assert found(Followed(parameters((8, 9), (5,)), prepare)) == expected
 
 
@@ -276,12 +276,12 @@ def test_dependence_is_seen_whatever_the_values(prepare, expected):
         (_write_memory, "its step uses Tensor.numpy()"),
     ],
 )
-def test_what_crosses_parameters_is_refused_whatever_the_values(prepare, reason):
+def test_dependence_across_parameters_is_refused_for_all_values(prepare, reason):
     with pytest.raises(CannotShardError, match=re.escape(reason)):
         found(Followed(parameters((8, 9), (5,)), prepare))
 
 
-def test_the_option_that_makes_an_optimizer_look_at_all_gradients_is_named():
+def test_the_option_that_couples_all_gradients_is_named():
     def prepare(self, group, p, numbers):
         if group["max_grad_norm"] is not None:
             _clip_far_above(self, group, p, numbers)
@@ -348,7 +348,7 @@ class Closing(torch.optim.SGD):
         ("tensor", "it uses the loss that its closure returns"),
     ],
 )
-def test_what_a_closure_leads_to_is_refused(way, reason):
+def test_unsupported_uses_of_a_closure_are_refused(way, reason):
     assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
     with pytest.raises(CannotShardError, match=reason):
         found(Closing(parameters((3, 4)), way))
@@ -365,7 +365,7 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
-def test_an_optimizer_around_another_is_refused_and_the_other_is_not_stepped():
+def test_a_wrapper_optimizer_is_refused_and_the_inner_one_is_not_stepped():
     (p,) = held = parameters((3, 4))
     p.grad = torch.ones_like(p)
     with pytest.raises(CannotShardError, match=r"Around .* wraps another optimizer \(SGD, in its"):
@@ -385,7 +385,7 @@ def test_a_probe_changes_nothing_of_the_optimizer():
             super().step()
 
     optimizer = Remembering(parameters((3, 4)))
-    assert found(optimizer) == Findings(StepKind.AT_ONCE, is_elementwise=True)
+    assert found(optimizer) == ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     assert (optimizer.seen, float(optimizer.number)) == ([], 0.0)
 
 
@@ -413,7 +413,7 @@ OTHERS = {"Muon": OF_TENSORS, "Adafactor": OF_TENSORS, "Optimizer": None, "LBFGS
 
 @pytest.mark.parametrize("kind", ALL_OF_TORCH, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_what_optimizers_of_torch_look_at(kind, foreach):
+def test_torch_optimizers_are_classified(kind, foreach):
     expected = OTHERS.get(kind.__name__, ELEMENTWISE)
     if expected is None or kind is torch.optim.SparseAdam:
         pytest.skip("needs a closure or sparse gradients")

@@ -263,10 +263,10 @@ def test_every_option_of_the_engine_is_listed():
         "checkpoint",
         "async_save",
         "check_memory",
-        "whole_after_fit",
+        "unshard_after_fit",
         "timeout",
         "wait_report_s",
-        "lost_after_s",
+        "heartbeat_timeout_s",
         "process_group_backend",
         "start_method",
     ]

@@ -19,8 +19,8 @@ from lightning_zero.record.spans import Kind
 def test_nothing_is_kept_while_it_is_off():
     recorder = Recorder()
     with recorder.span(Kind.STEP, "before"):
-        recorder.enter(Kind.FORWARD, "layer")
-        recorder.count(is_hit=True)
+        recorder.begin_layer(Kind.FORWARD, "layer")
+        recorder.count_prefetch(is_hit=True)
     assert recorder.mark() is None
     assert not recorder.is_on
     recorder.begin(0)
@@ -107,7 +107,7 @@ def test_stop_drops_what_was_kept():
     assert recorder.end().spans == ()
 
 
-def test_threads_record_side_by_side_and_nobody_stands_still_for_those_beside_the_training():
+def test_threads_record_side_by_side_and_waits_of_background_threads_do_not_count():
     recorder = Recorder()
     recorder.begin(0)
 
@@ -129,15 +129,15 @@ def test_threads_record_side_by_side_and_nobody_stands_still_for_those_beside_th
 def test_in_backward_the_next_layer_ends_the_one_before_it_and_the_phase_all_of_them():
     recorder = Recorder()
     recorder.begin(0)
-    recorder.phase(Kind.FORWARD)
-    recorder.enter(Kind.FORWARD, "outer")
-    recorder.enter(Kind.FORWARD, "inner")
-    recorder.leave(Kind.FORWARD, "inner")
-    recorder.leave(Kind.FORWARD, "outer")
-    recorder.phase(Kind.BACKWARD)
-    recorder.enter(Kind.BACKWARD, "outer")
-    recorder.enter(Kind.BACKWARD, "inner")
-    recorder.phase(None)
+    recorder.begin_phase(Kind.FORWARD)
+    recorder.begin_layer(Kind.FORWARD, "outer")
+    recorder.begin_layer(Kind.FORWARD, "inner")
+    recorder.end_layer(Kind.FORWARD, "inner")
+    recorder.end_layer(Kind.FORWARD, "outer")
+    recorder.begin_phase(Kind.BACKWARD)
+    recorder.begin_layer(Kind.BACKWARD, "outer")
+    recorder.begin_layer(Kind.BACKWARD, "inner")
+    recorder.begin_phase(None)
     spans = {(span.kind, span.name): span for span in recorder.end().spans}
     assert len(spans) == 6
     forward, backward = spans[Kind.FORWARD, ""], spans[Kind.BACKWARD, ""]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.observe.composed import RunSettings, num_parameters, strategy_settings
+from lightning_zero.observe.hydra_trainer import RunSettings, num_parameters, strategy_settings
 from lightning_zero.strategy.hydra import masked
 
 
@@ -25,7 +25,7 @@ class Noted(CSVLogger):
 
 
 @pytest.mark.parametrize("loop", ["fit", "validate", "test", "predict"])
-def test_every_logger_is_told_once_of_settings_strategy_and_size(tmp_path, loop):
+def test_every_logger_gets_settings_strategy_and_size_once(tmp_path, loop):
     loggers = [Noted(tmp_path / "a"), Noted(tmp_path / "b")]
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=1, limit_val_batches=1, limit_test_batches=1,
@@ -46,7 +46,7 @@ def test_every_logger_is_told_once_of_settings_strategy_and_size(tmp_path, loop)
         assert [told for told in logger.told if "seed" in told] == [expected]
 
 
-def test_frozen_parameters_are_counted_apart():
+def test_frozen_parameters_are_counted_separately():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False).requires_grad_(False))
     assert list(num_parameters(module).values()) == [28, 20, 8]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_zero import OffloadConfig, ZeroConfig
-from lightning_zero.layout.sizes import in_words, parse_bytes, parse_count
+from lightning_zero.layout.sizes import format_bytes, parse_bytes, parse_count
 from tests.test_conf import composed
 
 
@@ -54,8 +54,8 @@ def test_a_hydra_override_takes_them():
     assert ZeroConfig(reduce_bucket_size=strategy.reduce_bucket_size).reduce_bucket_size == 2**26
 
 
-def test_bytes_are_told_in_the_largest_binary_unit_of_which_there_is_one():
-    assert [in_words(n) for n in (0, 1023, 1536, 2**40)] == [
+def test_bytes_are_formatted_in_the_largest_binary_unit_that_fits():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 2**40)] == [
         "0 bytes",
         "1023 bytes",
         "1.50 KiB",

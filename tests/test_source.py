@@ -137,7 +137,7 @@ def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors", "legacy.pt"])
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
-def test_a_truncated_file_is_an_error_that_says_so(tmp_path, suffix, part):
+def test_a_truncated_file_is_an_error(tmp_path, suffix, part):
     path = tmp_path / f"a{suffix}"
     big = {"weight": torch.randn(100, 100)}
     if suffix == ".safetensors":

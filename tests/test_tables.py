@@ -16,7 +16,7 @@ def columns(monkeypatch):
     return lambda width: monkeypatch.setenv("COLUMNS", str(width))
 
 
-def test_what_fits_has_one_line_for_each_row(columns):
+def test_a_table_that_fits_has_one_line_for_each_row(columns):
     columns(80)
     assert table(LINES, left=(0, 1)).splitlines() == [
         "GiB     offload              at rest  peak",
@@ -25,7 +25,7 @@ def test_what_fits_has_one_line_for_each_row(columns):
     ]
 
 
-def test_what_does_not_is_closer_and_broken_between_words(columns):
+def test_a_wide_table_is_narrowed_and_wrapped_between_words(columns):
     columns(27)
     assert table(LINES, left=(0, 1)).splitlines() == [
         "GiB    offload   at rest peak",
@@ -36,7 +36,7 @@ def test_what_does_not_is_closer_and_broken_between_words(columns):
     ]
 
 
-def test_nothing_is_cut_where_that_is_not_enough(columns):
+def test_no_cell_is_truncated_in_a_table_that_is_still_too_wide(columns):
     columns(5)
     text = table(LINES, left=(0, 1))
     for cell in ("stage3", "gradients", "70.5", "[red]", "44.9", "112"):

@@ -121,7 +121,7 @@ REFUSED = [transposed, in_part, crossing, of_another_dtype, as_buffer, expanded,
 
 
 @pytest.mark.parametrize("tie", REFUSED)
-def test_what_else_shares_memory_is_refused_with_the_names_and_the_way(tie):
+def test_other_shared_memory_is_refused_with_names_and_remedy(tie):
     net = Net()
     tie(net)
     with pytest.raises(ValueError, match=r"parameter (embedding|between)\.") as raised:
@@ -129,14 +129,14 @@ def test_what_else_shares_memory_is_refused_with_the_names_and_the_way(tie):
     assert "head.weight = embedding.weight" in str(raised.value) or tie is expanded
 
 
-def test_two_of_one_memory_in_the_optimizers_are_refused():
+def test_two_optimizer_parameters_of_one_memory_are_refused():
     net = Net()
     by_data(net)
     with pytest.raises(ValueError, match=r"optimizers have .*embedding\.weight.*head\.weight"):
         Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], ZeroConfig(stage=1))
 
 
-def test_parameters_side_by_side_in_one_memory_stay_apart():
+def test_parameters_side_by_side_in_one_memory_stay_separate():
     net = Net()
     memory = torch.zeros(8, 16)
     net.head.weight.data, net.embedding.weight.data = memory[:, :8], memory[:, 8:]
@@ -148,7 +148,7 @@ def test_parameters_side_by_side_in_one_memory_stay_apart():
     assert net.head.weight is not net.embedding.weight
 
 
-def test_an_attribute_that_shows_a_parameter_is_named_in_a_warning():
+def test_an_attribute_that_views_a_parameter_is_named_in_a_warning():
     net = Net()
     net.between.shown = [net.embedding.weight.data[1:]]
     net.holders = [net.embedding.weight]

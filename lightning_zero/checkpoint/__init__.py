@@ -3,7 +3,7 @@
 Imports the engine and all below it.
 
     states        whole tensors, or each rank its own elements for torch's format (DCP)
-    shard_tensor  the hooks by which DCP saves and loads flat shards of n-D tensors
+    checkpoint_shard  the hooks by which DCP saves and loads flat shards of n-D tensors
     dcp_writer    files of that format, written all or nothing
     dcp_reader    opens directories of that format, whole or in part
     dcp_metadata  their file `.metadata`, of which nothing is run

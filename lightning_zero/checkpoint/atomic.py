@@ -10,13 +10,14 @@ between the two renames. The folder is synced before anything that was replaced 
 
 [Note: Two writers] The writer holds `flock` on what it writes, until that has taken its place: on
 the file itself, or on `SHA256SUMS` in a directory, which is made first and filled last. The kernel
-releases it when the process ends, however it ends. So a save, and each start on a folder (`tidy`),
+releases it when the process ends, however it ends. So a save, and each start on a folder
+(`delete_leftovers`),
 deletes the left-overs of others whose lock is free, at once; what is deleted is renamed first, to
 a name of the deleting process, so that it cannot be taken for a checkpoint meanwhile. Between
 making and locking a file another process may find it free: the writer looks again after locking,
 and begins anew if it was deleted. IDs have host, boot, process and a random number, which rank 0
 chooses. A lock may be seen by one machine only, as on some network file systems, see
-`_sees_all_locks`: what another machine left there, and what has no lock, is deleted when nothing
+`_has_shared_locks`: what another machine left there, and what has no lock, is deleted when nothing
 was written to it for a day. What was set aside may be the only copy of a checkpoint and goes only
 when another is in its place.
 
@@ -47,28 +48,28 @@ from lightning_zero.tiers.disk import machine, mount_of
 
 __all__ = [
     "CHECKSUMS",
-    "FULL",
-    "Draft",
-    "Place",
-    "beside",
+    "DISK_FULL_ERRNOS",
+    "StagedDirectory",
+    "CheckpointPath",
+    "temporary_path",
     "discard",
-    "explained",
-    "files_below",
+    "explain_os_errors",
+    "file_sizes",
     "find_damage",
     "full_disk_error",
-    "identity",
+    "file_identity",
     "local_path",
     "locate",
     "make_folder",
-    "naming",
-    "put_in_place",
+    "name_path_in_errors",
+    "replace_atomically",
     "recover",
     "recover_all",
     "remove",
-    "replaced_meanwhile",
-    "replacing",
-    "tidy",
-    "undisturbed",
+    "replaced_while_read_error",
+    "atomic_write",
+    "delete_leftovers",
+    "read_consistently",
     "write_checksums",
 ]
 
@@ -84,22 +85,22 @@ _ABANDONED_S = 24 * 3600.0
 _NUM_TRIES = 100
 _BLOCK_BYTES = 1 << 20  # read or written at once; little, for checking must not show in memory
 _GIB = 1024**3
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-_IN_THE_WAY = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNSUPPORTED_ERRNOS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_TARGET_EXISTS_ERRNOS = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # Where a lock that is free is free on every machine: of one machine alone, or kept by a server.
-_OF_ONE_MACHINE = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
-_WITH_SHARED_LOCKS = {"ceph", "gpfs", "nfs", "nfs4", "ocfs2", "gfs2"}
+_LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+_SHARED_LOCK_FILE_SYSTEMS = {"ceph", "gpfs", "nfs", "nfs4", "ocfs2", "gfs2"}
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 _T = TypeVar("_T")
 
-Place = Path | RemotePath
+CheckpointPath = Path | RemotePath
 
 
-def locate(path: str | os.PathLike[str]) -> Place:
+def locate(path: str | os.PathLike[str]) -> CheckpointPath:
     """Where a checkpoint is: `local_path`, or remote storage as it is at this moment."""
     if not is_remote(path):
         return local_path(path)
@@ -125,7 +126,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 # ------------------------------------------------------------------------------------- names beside
 
 
-def beside(target: Path, kind: str) -> Path:
+def temporary_path(target: Path, kind: str) -> Path:
     """A name in the same folder that nothing else has; see [Note: Two writers]."""
     host, boot = machine()
     unique = f"{host[:_HOST_CHARACTERS]}.{boot}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -136,7 +137,7 @@ def _shortened(target: Path) -> str:
     return os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
 
 
-def _set_aside(target: Path) -> list[Path]:
+def _find_replaced(target: Path) -> list[Path]:
     """Where a predecessor of `target` is, that was set aside."""
     wanted = "replaced", _shortened(target)
     matches = _leftovers(target.parent)
@@ -153,7 +154,7 @@ def _delete(path: Path) -> None:
 # --------------------------------------------------------------------------------------- left-overs
 
 
-def tidy(folder: Path) -> None:
+def delete_leftovers(folder: Path) -> None:
     """Puts back what was set aside in `folder`, and deletes what dead jobs have left.
 
     See [Note: Two writers]. What cannot be read, renamed or deleted stays.
@@ -163,14 +164,14 @@ def tidy(folder: Path) -> None:
         return
     with contextlib.suppress(OSError):
         recover_all(folder)
-        sees_all = _sees_all_locks(folder)
+        sees_all = _has_shared_locks(folder)
         for match in found:
             path = folder / match.string
             if match["kind"] == "incomplete":
-                _delete_abandoned(path, is_trusted=sees_all or _is_of_this_machine(match))
+                _delete_abandoned(path, is_trusted=sees_all or _is_from_this_machine(match))
             elif match["kind"] == "removed" or os.path.lexists(folder / match["name"]):
                 with contextlib.suppress(OSError):  # its own process may be deleting it
-                    _bury(path)
+                    _rename_and_delete(path)
 
 
 def recover_all(folder: Path) -> None:
@@ -179,7 +180,7 @@ def recover_all(folder: Path) -> None:
     What cannot be read or renamed stays.
     """
     for match in _leftovers(folder):
-        if match["kind"] == "replaced" and _is_whole_name(match):
+        if match["kind"] == "replaced" and _is_full_name(match):
             with contextlib.suppress(OSError):
                 recover(folder / match["name"])
 
@@ -191,7 +192,7 @@ def _leftovers(folder: Path) -> list[re.Match[str]]:
     return []
 
 
-def _is_whole_name(match: re.Match[str]) -> bool:
+def _is_full_name(match: re.Match[str]) -> bool:
     return len(os.fsencode(match["name"])) < _MAX_NAME_BYTES
 
 
@@ -205,7 +206,7 @@ def _delete_abandoned(path: Path, *, is_trusted: bool) -> None:
         try:
             is_free = None if lock is None else _try_lock(lock)
             if (is_free and is_trusted) or (is_free is not False and _is_old(path)):
-                _bury(path)
+                _rename_and_delete(path)
         finally:
             if lock is not None:
                 os.close(lock)
@@ -228,26 +229,26 @@ def _is_old(path: Path) -> bool:
     return time.time() - written > _ABANDONED_S
 
 
-def _is_of_this_machine(match: re.Match[str]) -> bool:
+def _is_from_this_machine(match: re.Match[str]) -> bool:
     host, boot = machine()
     return bool(match["host"] == host[:_HOST_CHARACTERS] or match["boot"] == boot)
 
 
-def _sees_all_locks(folder: Path) -> bool:
+def _has_shared_locks(folder: Path) -> bool:
     """Whether a lock of any machine is seen from here, according to the options of the mount."""
     kind, options = mount_of(folder)
     if kind == "lustre":
         return "flock" in options
     is_local = bool({"nolock", "local_lock=all", "local_lock=flock"} & options)
-    return kind in _OF_ONE_MACHINE or (kind in _WITH_SHARED_LOCKS and not is_local)
+    return kind in _LOCAL_FILE_SYSTEMS or (kind in _SHARED_LOCK_FILE_SYSTEMS and not is_local)
 
 
-def _bury(path: Path) -> None:
+def _rename_and_delete(path: Path) -> None:
     """Deletes `path` under another name, which no process takes for what it was."""
     match = _LEFTOVER.fullmatch(path.name)
     assert match is not None
     _sync_folder(path.parent)  # what has taken its place does so on the disk, too
-    grave = beside(path.with_name(match["name"]), "removed")
+    grave = temporary_path(path.with_name(match["name"]), "removed")
     os.rename(path, grave)
     _delete(grave)
 
@@ -255,7 +256,7 @@ def _bury(path: Path) -> None:
 # ------------------------------------------------------------------------------- taking the place
 
 
-class Draft:
+class StagedDirectory:
     """An empty directory beside `target`, to be written and then put in its place.
 
     Attributes:
@@ -270,23 +271,23 @@ class Draft:
         """Makes it, and `target`'s folder; deletes what dead jobs have left there."""
         make_folder(target.parent)
         recover(target)
-        tidy(target.parent)
+        delete_leftovers(target.parent)
         self._target = target
         for _ in range(_NUM_TRIES):
-            self.folder = beside(target, "incomplete")
+            self.folder = temporary_path(target, "incomplete")
             self.folder.mkdir()
             with contextlib.suppress(FileNotFoundError):  # deleted already: begin anew
                 path = self.folder / CHECKSUMS
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                if _is_held(lock, path):
+                if _lock_new_file(lock, path):
                     self._lock = lock
                     return
                 os.close(lock)
-        raise _disturbed(target)
+        raise _contention_error(target)
 
     def publish(self) -> None:
         """Puts it in place of what is at the target, and deletes that."""
-        superseded = _take_name(self.folder, self._target)
+        superseded = _rename_over(self.folder, self._target)
         self._release()
         _delete_superseded(superseded, self._target.parent)
 
@@ -304,14 +305,14 @@ class Draft:
         self._lock = None
 
 
-def _is_held(lock: int, path: Path) -> bool:
+def _lock_new_file(lock: int, path: Path) -> bool:
     """Locks a new file; False if another process has found it free before, and deletes it."""
     if _try_lock(lock) is False:
         return False
     return path.exists() and os.path.samestat(os.fstat(lock), path.stat())
 
 
-def _disturbed(target: Path) -> OSError:
+def _contention_error(target: Path) -> OSError:
     why = f"other processes deleted what was begun, {_NUM_TRIES} times"
     return OSError(errno.EBUSY, why, str(target))
 
@@ -324,22 +325,22 @@ def make_folder(folder: Path) -> None:
         _sync_folder(path.parent)
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
+def replace_atomically(temporary: Path, target: Path) -> None:
     """Renames `temporary`, a file or a directory, to `target`, and deletes what was there.
 
     A symbolic link at `target` is replaced, not followed. See [Note: Complete or not there].
     """
-    _delete_superseded(_take_name(temporary, target), target.parent)
+    _delete_superseded(_rename_over(temporary, target), target.parent)
 
 
 def _delete_superseded(paths: list[Path], folder: Path) -> None:
     _sync_folder(folder)  # also where there are none; an error is raised
     for path in paths:
         with contextlib.suppress(OSError):  # goes with the next save
-            _bury(path)
+            _rename_and_delete(path)
 
 
-def _take_name(temporary: Path, target: Path) -> list[Path]:
+def _rename_over(temporary: Path, target: Path) -> list[Path]:
     """Where the predecessors of `temporary` are, once it has their name."""
     superseded: list[Path] = []
     while True:
@@ -347,13 +348,13 @@ def _take_name(temporary: Path, target: Path) -> list[Path]:
             os.replace(temporary, target)
             return superseded
         except OSError as error:
-            if error.errno not in _IN_THE_WAY:
+            if error.errno not in _TARGET_EXISTS_ERRNOS:
                 recover(target)  # what has stepped aside
                 raise
         # A name that is not of this module's kind would not be found again.
         if _LEFTOVER.fullmatch(temporary.name) and _exchange(temporary, target):
             return [*superseded, temporary]
-        aside = beside(target, "replaced")
+        aside = temporary_path(target, "replaced")
         with contextlib.suppress(FileNotFoundError):  # another job has just set it aside
             os.rename(target, aside)  # once more where a reader has put it back
             superseded.append(aside)
@@ -368,7 +369,7 @@ def _exchange(one: Path, other: Path) -> bool:
     return not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
 
 
-def files_below(folder: Place) -> dict[str, int]:
+def file_sizes(folder: CheckpointPath) -> dict[str, int]:
     """Bytes of every file in a folder and the folders in it, by the name from there, in order."""
     if isinstance(folder, RemotePath):
         return dict(sorted(folder.files().items()))
@@ -376,13 +377,13 @@ def files_below(folder: Place) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
-def recover(target: Place) -> None:
-    """Puts back what `put_in_place` had set aside when the machine stopped."""
+def recover(target: CheckpointPath) -> None:
+    """Puts back what `replace_atomically` had set aside when the machine stopped."""
     if isinstance(target, RemotePath):
         return
     if os.path.lexists(target) or not target.parent.is_dir():
         return
-    aside = _set_aside(target)
+    aside = _find_replaced(target)
     if aside:
         try:
             os.rename(max(aside, key=os.path.getmtime), target)
@@ -391,7 +392,7 @@ def recover(target: Place) -> None:
                 raise
 
 
-def undisturbed(target: Place, read: Callable[[], _T]) -> _T:
+def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
     """What `read` returns of a checkpoint that is not replaced meanwhile; else it reads again.
 
     Raises:
@@ -400,19 +401,19 @@ def undisturbed(target: Place, read: Callable[[], _T]) -> _T:
     if isinstance(target, RemotePath):
         return read()
     for _ in range(_NUM_TRIES):
-        before = identity(target)
+        before = file_identity(target)
         try:
             result = read()
         except (OSError, ValueError):
-            if identity(target) == before:
+            if file_identity(target) == before:
                 raise
         else:
-            if identity(target) == before:
+            if file_identity(target) == before:
                 return result
-    raise replaced_meanwhile(target)
+    raise replaced_while_read_error(target)
 
 
-def identity(target: Path) -> tuple[int, int] | None:
+def file_identity(target: Path) -> tuple[int, int] | None:
     """Which file or directory has this name; None where none has."""
     try:
         status = target.stat()
@@ -421,12 +422,12 @@ def identity(target: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def replaced_meanwhile(target: Path) -> OSError:
+def replaced_while_read_error(target: Path) -> OSError:
     why = "another save has replaced it while it was read; open it again"
     return OSError(errno.ESTALE, why, str(target))
 
 
-def remove(target: Place) -> None:
+def remove(target: CheckpointPath) -> None:
     """Deletes a file, a link or a directory; what is half deleted has another name."""
     if isinstance(target, RemotePath):
         target.remove()
@@ -434,7 +435,7 @@ def remove(target: Place) -> None:
     if not os.path.lexists(target):
         return
     if target.is_dir() and not target.is_symlink():
-        aside = beside(target, "removed")
+        aside = temporary_path(target, "removed")
         os.rename(target, aside)
         _sync_folder(target.parent)  # else a power cut may leave a part of it under its name
         target = aside
@@ -452,10 +453,10 @@ def _sync_folder(folder: Path) -> None:
     """Waits until the names in `folder` are on the disk, where the file system can tell."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with naming(folder):
+        with name_path_in_errors(folder):
             os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             raise
     finally:
         os.close(descriptor)
@@ -467,7 +468,7 @@ def _sync_folder(folder: Path) -> None:
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
     """Lists the checksums of these files of `folder`, and syncs the list and the folder."""
     path = folder / CHECKSUMS
-    with naming(path), open(path, "w", encoding="utf-8") as file:
+    with name_path_in_errors(path), open(path, "w", encoding="utf-8") as file:
         listed = sorted(set(names) - {CHECKSUMS})
         file.writelines(f"{_hash(folder / name)}  {name}\n" for name in listed)
         file.flush()
@@ -475,7 +476,7 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
     _sync_folder(folder)
 
 
-def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
     sums = folder / CHECKSUMS
     try:
@@ -504,7 +505,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
     return damage
 
 
-def _hash(path: Place) -> str:
+def _hash(path: CheckpointPath) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -516,7 +517,7 @@ def _hash(path: Place) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
+def atomic_write(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
     """A new file that takes the place of whatever is at `path` when the block ends well.
 
     A link at `path` is replaced, not followed; so is a directory. After an exception, or where
@@ -531,11 +532,11 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
         OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
     """
     if isinstance(path, RemotePath):
-        with naming(path), path.replacing(nbytes) as file:
+        with name_path_in_errors(path), path.atomic_write(nbytes) as file:
             yield file
         return
-    tidy(path.parent)
-    with explained(path, nbytes):
+    delete_leftovers(path.parent)
+    with explain_os_errors(path, nbytes):
         temporary, file = _locked_file(path)
         with file:
             try:
@@ -544,7 +545,7 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
                 file.truncate(file.tell())
                 file.flush()
                 os.fsync(file.fileno())
-                put_in_place(temporary, path)
+                replace_atomically(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     temporary.unlink()
@@ -554,12 +555,12 @@ def replacing(path: Place, nbytes: int) -> Iterator[BinaryIO]:
 def _locked_file(target: Path) -> tuple[Path, BinaryIO]:
     """A new file beside `target`; see [Note: Two writers]."""
     for _ in range(_NUM_TRIES):
-        path = beside(target, "incomplete")
+        path = temporary_path(target, "incomplete")
         file = open(path, "xb", _BLOCK_BYTES)  # noqa: SIM115 (the caller closes it)
-        if _is_held(file.fileno(), path):
+        if _lock_new_file(file.fileno(), path):
             return path, file
         file.close()
-    raise _disturbed(target)
+    raise _contention_error(target)
 
 
 def _reserve(file: BinaryIO, nbytes: int) -> None:
@@ -568,25 +569,25 @@ def _reserve(file: BinaryIO, nbytes: int) -> None:
     if allocate is None or not nbytes:
         return
     arguments = (ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(nbytes))
-    if allocate(file.fileno(), *arguments) and ctypes.get_errno() in FULL:
+    if allocate(file.fileno(), *arguments) and ctypes.get_errno() in DISK_FULL_ERRNOS:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @contextlib.contextmanager
-def explained(path: Place, nbytes: int) -> Iterator[None]:
+def explain_os_errors(path: CheckpointPath, nbytes: int) -> Iterator[None]:
     """Names `path` in every OSError; in that of a full disk also bytes needed and free."""
     try:
-        with naming(path):
+        with name_path_in_errors(path):
             yield
     except OSError as error:
-        if error.errno not in FULL or isinstance(path, RemotePath):
+        if error.errno not in DISK_FULL_ERRNOS or isinstance(path, RemotePath):
             raise
         free = shutil.disk_usage(path.parent).free
         raise full_disk_error(path, nbytes, free, error.errno) from error
 
 
 @contextlib.contextmanager
-def naming(path: Place) -> Iterator[None]:
+def name_path_in_errors(path: CheckpointPath) -> Iterator[None]:
     """Names `path` in an OSError that has no file name, as those of writing and syncing."""
     try:
         yield

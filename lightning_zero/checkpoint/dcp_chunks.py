@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import Place, files_below
+from lightning_zero.checkpoint.atomic import CheckpointPath, file_sizes
 from lightning_zero.layout.foreign_names import printable
 
 __all__ = ["check_complete", "overlap"]
@@ -27,12 +27,12 @@ __all__ = ["check_complete", "overlap"]
 _MAX_COMPARISONS = 2**28  # of two chunks of one tensor
 
 
-def check_complete(folder: Place, metadata: Metadata) -> None:
+def check_complete(folder: CheckpointPath, metadata: Metadata) -> None:
     """Raises a ValueError unless every element is stored once, in a file that reaches so far."""
     problems = _missing_bytes(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and (
-            why := _wrong_chunks(name, entry, metadata)
+            why := _find_chunk_problem(name, entry, metadata)
         ):
             problems.append(f"{printable(name)} {why}")
     if problems:
@@ -42,13 +42,13 @@ def check_complete(folder: Place, metadata: Metadata) -> None:
         )
 
 
-def _missing_bytes(folder: Place, metadata: Metadata) -> list[str]:
+def _missing_bytes(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         end = place.offset + place.length
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
     problems = []
-    sizes = files_below(folder)
+    sizes = file_sizes(folder)
     for name, end in ends.items():
         if name not in sizes:
             problems.append(f"{printable(name)} is missing")
@@ -57,7 +57,7 @@ def _missing_bytes(folder: Place, metadata: Metadata) -> list[str]:
     return problems
 
 
-def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
+def _find_chunk_problem(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
     """What is wrong with the chunks of a tensor."""
     numel = math.prod(entry.size)
     itemsize = entry.properties.dtype.itemsize
@@ -76,7 +76,7 @@ def _wrong_chunks(name: str, entry: TensorStorageMetadata, metadata: Metadata) -
 def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool:
     """Whether two chunks have an element in common."""
     boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]
-    if len(boxes) < 2 or _follow_each_other(boxes, size):
+    if len(boxes) < 2 or _are_disjoint_ranges(boxes, size):
         return False
     starts = torch.tensor([offsets for offsets, _ in boxes], dtype=torch.int64)
     stops = starts + torch.tensor([sizes for _, sizes in boxes], dtype=torch.int64)
@@ -95,7 +95,7 @@ def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool
     return False
 
 
-def _follow_each_other(
+def _are_disjoint_ranges(
     boxes: Sequence[tuple[Sequence[int], Sequence[int]]], size: Sequence[int]
 ) -> bool:
     """Whether each box is a flat range of the tensor, and none begins before another ends.
@@ -105,8 +105,8 @@ def _follow_each_other(
     strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
     ranges = []
     for offsets, sizes in boxes:
-        cut = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
-        if list(sizes[cut + 1 :]) != list(size[cut + 1 :]):
+        dim = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
+        if list(sizes[dim + 1 :]) != list(size[dim + 1 :]):
             return False
         start = sum(map(operator.mul, offsets, strides))
         ranges.append((start, start + math.prod(sizes)))

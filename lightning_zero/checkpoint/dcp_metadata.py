@@ -1,7 +1,8 @@
 """Reads the file `.metadata` of torch's distributed checkpoint format: what lies where.
 
 [Note: Metadata without pickle] torch writes the file with pickle, which makes any object that a
-file asks for. A checkpoint may come from anywhere, so the file is not unpickled. `_Machine` carries
+file asks for. A checkpoint may come from anywhere, so the file is not unpickled.
+`_PickleInterpreter` carries
 out the few opcodes that torch's writers need. It has no class, no function and no attribute to hand
 out: a global is a name from a list, a call of it and its state are kept in a record, and any other
 opcode is an error. What it leaves is checked field by field, each at a known depth, and only then
@@ -34,21 +35,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import Place
+from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.layout.foreign_names import check_inside, printable
 
 __all__ = [
     "METADATA",
     "parse_metadata",
     "read_metadata",
-    "without_collector",
+    "gc_paused",
 ]
 
 METADATA = ".metadata"  # torch's
 _MAX_BYTES = 2**29  # of the file; a chunk of a tensor takes some 150
 _MAX_DIMS = 64
 _MAX_PATH = 256  # keys from the root of the checkpoint to a value
-_MAX_ABSENT = 2**16  # entries of all lists that hold nothing
+_MAX_MISSING_ITEMS = 2**16  # entries of all lists that hold nothing
 
 _FORMAT = "torch.distributed.checkpoint"
 _METADATA_MODULE = f"{_FORMAT}.metadata"
@@ -82,7 +83,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 _Path = tuple[str | int, ...]  # keys from the root of the checkpoint to a value
 
 
-class _ForeignError(Exception):
+class _InvalidMetadataError(Exception):
     """The file holds what has no place in it."""
 
 
@@ -107,7 +108,7 @@ class _Record:
 # ---------------------------------------------------------------------------------------- opcodes
 
 
-class _Machine:
+class _PickleInterpreter:
     """Carries out the opcodes of one file. See [Note: Metadata without pickle]."""
 
     def __init__(self, data: bytes) -> None:
@@ -122,7 +123,7 @@ class _Machine:
         """The object of the file.
 
         Raises:
-            _ForeignError: An opcode or a global that has no place in it.
+            _InvalidMetadataError: An opcode or a global that has no place in it.
             IndexError, KeyError, ValueError: It is damaged.
         """
         data, stack, memo = self._data, self._stack, self._memo
@@ -164,7 +165,9 @@ class _Machine:
                 steps[code](self)
                 at = self._at
             else:
-                raise _ForeignError(f"opcode {bytes([code])!r} has no place in checkpoint metadata")
+                raise _InvalidMetadataError(
+                    f"opcode {bytes([code])!r} has no place in checkpoint metadata"
+                )
 
     def _take(self, size: int) -> bytes:
         start, self._at = self._at, self._at + size
@@ -228,11 +231,11 @@ class _Machine:
 
     def append(self) -> None:
         value = self._stack.pop()
-        _only(self._stack[-1], list).append(value)
+        _expect_type(self._stack[-1], list).append(value)
 
     def appends(self) -> None:
         values = self._since_mark()
-        _only(self._stack[-1], list).extend(values)
+        _expect_type(self._stack[-1], list).extend(values)
 
     def setitem(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -244,8 +247,8 @@ class _Machine:
     def _set(self, values: list[Any]) -> None:
         keys = values[::2]
         if any(type(key) is not str and type(key) is not _Record for key in keys):
-            raise _ForeignError("a dict has keys that are neither names nor indices")
-        _only(self._stack[-1], dict).update(zip(keys, values[1::2], strict=True))
+            raise _InvalidMetadataError("a dict has keys that are neither names nor indices")
+        _expect_type(self._stack[-1], dict).update(zip(keys, values[1::2], strict=True))
 
     # ---- memo
 
@@ -267,7 +270,7 @@ class _Machine:
 
     def stacked(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
-        self._push_global(_only(module, str), _only(name, str))
+        self._push_global(_expect_type(module, str), _expect_type(name, str))
 
     def _push_global(self, module: str, name: str) -> None:
         key = (module, name)
@@ -277,12 +280,12 @@ class _Machine:
             elif key in _GLOBALS:
                 self._globals[key] = _Global(key)
             else:
-                raise _ForeignError(f"{module}.{name} has no place in checkpoint metadata")
+                raise _InvalidMetadataError(f"{module}.{name} has no place in checkpoint metadata")
         self._stack.append(self._globals[key])
 
     def call(self) -> None:
-        arguments = _only(self._stack.pop(), tuple)
-        name = _only(self._stack.pop(), _Global).name
+        arguments = _expect_type(self._stack.pop(), tuple)
+        name = _expect_type(self._stack.pop(), _Global).name
         if name == _SIZE:
             (dims,) = arguments
             self._stack.append(_size(dims))
@@ -293,9 +296,9 @@ class _Machine:
 
     def build(self) -> None:
         state = self._stack.pop()
-        record = _only(self._stack[-1], _Record)
+        record = _expect_type(self._stack[-1], _Record)
         if record.state is not None:
-            raise _ForeignError("a record is set twice")
+            raise _InvalidMetadataError("a record is set twice")
         record.state = state
 
 
@@ -303,37 +306,37 @@ _MEMOIZE, _GET1, _GET4 = 0x94, ord("h"), ord("j")
 _INT1, _INT2 = ord("K"), ord("M")
 _MARK, _EMPTY_TUPLE, _TUPLE1, _TUPLE2 = ord("("), ord(")"), 0x85, 0x86
 _EMPTY_DICT, _STOP = ord("}"), ord(".")
-_STEPS: dict[int, Callable[[_Machine], None]] = {
+_STEPS: dict[int, Callable[[_PickleInterpreter], None]] = {
     ord(code): step
     for code, step in {
-        "\x80": _Machine.protocol,
-        "\x95": _Machine.frame,
-        "N": _Machine.none,
-        "\x88": _Machine.true,
-        "\x89": _Machine.false,
-        "J": _Machine.int4,
-        "\x8a": _Machine.long1,
-        "\x8c": _Machine.short_text,
-        "X": _Machine.text,
-        "\x87": _Machine.tuple3,
-        "t": _Machine.tuple,
-        "]": _Machine.empty_list,
-        "a": _Machine.append,
-        "e": _Machine.appends,
-        "s": _Machine.setitem,
-        "u": _Machine.setitems,
-        "q": _Machine.put1,
-        "r": _Machine.put4,
-        "c": _Machine.named,
-        "\x93": _Machine.stacked,
-        "R": _Machine.call,
-        "\x81": _Machine.call,  # NEWOBJ: the same for a record
-        "b": _Machine.build,
+        "\x80": _PickleInterpreter.protocol,
+        "\x95": _PickleInterpreter.frame,
+        "N": _PickleInterpreter.none,
+        "\x88": _PickleInterpreter.true,
+        "\x89": _PickleInterpreter.false,
+        "J": _PickleInterpreter.int4,
+        "\x8a": _PickleInterpreter.long1,
+        "\x8c": _PickleInterpreter.short_text,
+        "X": _PickleInterpreter.text,
+        "\x87": _PickleInterpreter.tuple3,
+        "t": _PickleInterpreter.tuple,
+        "]": _PickleInterpreter.empty_list,
+        "a": _PickleInterpreter.append,
+        "e": _PickleInterpreter.appends,
+        "s": _PickleInterpreter.setitem,
+        "u": _PickleInterpreter.setitems,
+        "q": _PickleInterpreter.put1,
+        "r": _PickleInterpreter.put4,
+        "c": _PickleInterpreter.named,
+        "\x93": _PickleInterpreter.stacked,
+        "R": _PickleInterpreter.call,
+        "\x81": _PickleInterpreter.call,  # NEWOBJ: the same for a record
+        "b": _PickleInterpreter.build,
     }.items()
 }
 
 
-def _only(value: Any, kind: type) -> Any:
+def _expect_type(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         _refuse(f"a {kind.__name__.strip('_').lower()}", value)
     return value
@@ -341,16 +344,16 @@ def _only(value: Any, kind: type) -> Any:
 
 def _refuse(expected: str, value: object) -> NoReturn:
     found = value.kind[1] if isinstance(value, _Record) else type(value).__name__
-    raise _ForeignError(f"it holds a {found} where {expected} belongs")
+    raise _InvalidMetadataError(f"it holds a {found} where {expected} belongs")
 
 
 def _size(dims: Any) -> torch.Size:
     if type(dims) not in (tuple, list, torch.Size) or len(dims) > _MAX_DIMS:
         _refuse(f"a size of at most {_MAX_DIMS} dimensions", dims)
-    return torch.Size(map(_natural, dims))
+    return torch.Size(map(_non_negative_int, dims))
 
 
-def _natural(value: Any) -> int:
+def _non_negative_int(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         _refuse("an integer from 0 to 2^63", value)
     return int(value)
@@ -369,20 +372,20 @@ class _Converter:
 
     def metadata(self, root: object) -> Metadata:
         if not isinstance(root, _Record) or root.kind != (_METADATA_MODULE, "Metadata"):
-            raise _ForeignError(f"it is no metadata of {_FORMAT}")
+            raise _InvalidMetadataError(f"it is no metadata of {_FORMAT}")
         fields = self._fields(root, "Metadata")
         entries = {
-            self._text(name): self._once(entry, self._entry)
-            for name, entry in _only(fields.get("state_dict_metadata"), dict).items()
+            self._text(name): self._memoized(entry, self._entry)
+            for name, entry in _expect_type(fields.get("state_dict_metadata"), dict).items()
         }
         places = {
-            self._index(index): self._once(place, self._place)
-            for index, place in _only(fields.get("storage_data"), dict).items()
+            self._index(index): self._memoized(place, self._storage_info)
+            for index, place in _expect_type(fields.get("storage_data"), dict).items()
         }
-        _check_places(entries, places)
+        _check_storage(entries, places)
         return Metadata(entries, self._paths_of(fields.get("planner_data")), places)
 
-    def _once(self, record: object, make: Callable[[Any], Any]) -> Any:
+    def _memoized(self, record: object, make: Callable[[Any], Any]) -> Any:
         key = (id(record), make.__name__)  # a record may stand where another kind belongs
         if key not in self._done:
             self._done[key] = make(record)
@@ -393,26 +396,28 @@ class _Converter:
         if not isinstance(record, _Record) or record.kind[1] != kind:
             _refuse(f"a {kind}", record)
         if record.arguments or type(record.state) not in (dict, type(None)):
-            raise _ForeignError(f"a {kind} is written in an unknown way")
+            raise _InvalidMetadataError(f"a {kind} is written in an unknown way")
         return record.state or {}
 
     def _text(self, value: object) -> str:
-        return str(_only(value, str))
+        return str(_expect_type(value, str))
 
     def _entry(self, record: object) -> TensorStorageMetadata | BytesStorageMetadata:
         if isinstance(record, _Record) and record.kind[1] == "BytesStorageMetadata":
             return BytesStorageMetadata()
         fields = self._fields(record, "TensorStorageMetadata")
         size = _size(fields.get("size"))
-        chunks = [self._once(chunk, self._chunk) for chunk in _only(fields.get("chunks"), list)]
+        chunks = [
+            self._memoized(chunk, self._chunk) for chunk in _expect_type(fields.get("chunks"), list)
+        ]
         for chunk in chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-                raise _ForeignError("a chunk has other dimensions than its tensor")
+                raise _InvalidMetadataError("a chunk has other dimensions than its tensor")
             if any(
                 a + n > all_ for a, n, all_ in zip(chunk.offsets, chunk.sizes, size, strict=True)
             ):
-                raise _ForeignError("a chunk lies outside its tensor")
-        dtype = self._once(fields.get("properties"), self._dtype)
+                raise _InvalidMetadataError("a chunk lies outside its tensor")
+        dtype = self._memoized(fields.get("properties"), self._dtype)
         _check_bytes(size, dtype)
         return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
@@ -424,7 +429,7 @@ class _Converter:
         if not isinstance(record, _Record) or record.kind[1] != "TensorProperties":
             _refuse("a TensorProperties", record)
         state = record.state  # a tuple, and a dict in its first versions
-        dtype = state.get("dtype") if type(state) is dict else _only(state, tuple)[0]
+        dtype = state.get("dtype") if type(state) is dict else _expect_type(state, tuple)[0]
         if not isinstance(dtype, torch.dtype):
             _refuse("a dtype", dtype)
         return dtype
@@ -435,18 +440,23 @@ class _Converter:
         return MetadataIndex(
             self._text(fields.get("fqn")),
             None if offset is None else _size(offset),
-            None if index is None else _natural(index),
+            None if index is None else _non_negative_int(index),
         )
 
-    def _place(self, record: object) -> _StorageInfo:
+    def _storage_info(self, record: object) -> _StorageInfo:
         fields = self._fields(record, "_StorageInfo")
         path = self._text(fields.get("relative_path"))
         if path not in self._paths:
             check_inside(path)
             self._paths.add(path)
-        start, length = _natural(fields.get("offset")), _natural(fields.get("length"))
+        start, length = (
+            _non_negative_int(fields.get("offset")),
+            _non_negative_int(fields.get("length")),
+        )
         if fields.get("transform_descriptors"):
-            raise _ForeignError("items are compressed or encrypted, which cannot be read here")
+            raise _InvalidMetadataError(
+                "items are compressed or encrypted, which cannot be read here"
+            )
         return _StorageInfo(path, start, length)
 
     def _paths_of(self, planned: object) -> dict[str, _Path]:
@@ -454,7 +464,8 @@ class _Converter:
         if type(planned) is not dict:
             return {}
         return {
-            self._text(name): tuple(self._once(path, self._path)) for name, path in planned.items()
+            self._text(name): tuple(self._memoized(path, self._path))
+            for name, path in planned.items()
         }
 
     def _path(self, path: Any) -> _Path:
@@ -462,28 +473,28 @@ class _Converter:
             _refuse(f"a path of at most {_MAX_PATH} keys", path)
         for key in path:
             if type(key) is not str:
-                _natural(key)
+                _non_negative_int(key)
         return tuple(path)
 
 
 def _check_bytes(size: Sequence[int], dtype: torch.dtype) -> None:
     # Products of the dimensions that are not 0: strides are made of them.
     if math.prod(dim or 1 for dim in size) * dtype.itemsize >= 2**63:
-        raise _ForeignError("a tensor is larger than memory can be")
+        raise _InvalidMetadataError("a tensor is larger than memory can be")
 
 
-def _check_places(entries: Mapping[str, Any], places: Mapping[MetadataIndex, Any]) -> None:
+def _check_storage(entries: Mapping[str, Any], places: Mapping[MetadataIndex, Any]) -> None:
     """Every object and every chunk of a tensor has a place."""
     tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
     num_items = len(entries) - len(tensors) + sum(len(e.chunks) for e in tensors.values())
     if num_items > len(places):
-        raise _ForeignError(f"it has {len(places)} places for {num_items} items")
+        raise _InvalidMetadataError(f"it has {len(places)} places for {num_items} items")
     for name, entry in entries.items():
         indices = [MetadataIndex(name)]
         if name in tensors:
             indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
         if any(index not in places for index in indices):
-            raise _ForeignError(f"{printable(name)} has no place in a file")
+            raise _InvalidMetadataError(f"{printable(name)} has no place in a file")
 
 
 def _check_tree(names: Iterable[str], paths: Mapping[str, _Path]) -> None:
@@ -495,15 +506,15 @@ def _check_tree(names: Iterable[str], paths: Mapping[str, _Path]) -> None:
         for depth, key in enumerate(path):
             inner = path[:depth]
             if inner in leaves or kinds.setdefault(inner, type(key)) is not type(key):
-                raise _ForeignError("it names values that cannot be put into one tree")
+                raise _InvalidMetadataError("it names values that cannot be put into one tree")
             if isinstance(key, int):
                 lengths[inner] = max(lengths.get(inner, 0), key + 1)
-    if sum(lengths.values()) > sum(map(len, leaves)) + _MAX_ABSENT:
-        raise _ForeignError("an index of a list is far beyond its values")
+    if sum(lengths.values()) > sum(map(len, leaves)) + _MAX_MISSING_ITEMS:
+        raise _InvalidMetadataError("an index of a list is far beyond its values")
 
 
 @contextlib.contextmanager
-def without_collector() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """While objects are made by the thousand for each rank, none of which is garbage yet.
 
     Python would walk all that there are again and again, which takes most of the time.
@@ -526,17 +537,17 @@ def parse_metadata(data: bytes) -> Metadata:
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
     try:
-        with without_collector():
-            metadata = _Converter().metadata(_Machine(data).run())
+        with gc_paused():
+            metadata = _Converter().metadata(_PickleInterpreter(data).run())
             _check_tree(metadata.state_dict_metadata, metadata.planner_data)
             return metadata
-    except (_ForeignError, ValueError) as error:
+    except (_InvalidMetadataError, ValueError) as error:
         raise ValueError(printable(str(error))) from None
     except LookupError:  # its stack, its memo or its bytes end
         raise ValueError("it is cut or damaged") from None
 
 
-def read_metadata(folder: Place) -> Metadata:
+def read_metadata(folder: CheckpointPath) -> Metadata:
     """The metadata of the directory `folder`.
 
     Raises:

@@ -28,43 +28,56 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.atomic import Place, files_below, identity, replaced_meanwhile
+from lightning_zero.checkpoint.atomic import (
+    CheckpointPath,
+    file_identity,
+    file_sizes,
+    replaced_while_read_error,
+)
+from lightning_zero.checkpoint.checkpoint_shard import boxes_of_range
 from lightning_zero.checkpoint.dcp_chunks import check_complete
 from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
-from lightning_zero.checkpoint.save_record import find_strangers, find_wrong_ends
-from lightning_zero.checkpoint.shard_tensor import boxes_of_range
+from lightning_zero.checkpoint.save_record import find_foreign_files, find_foreign_items
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
     find_inflated,
+    open_pread,
     open_torch_file,
-    reading,
     span,
 )
 from lightning_zero.layout.foreign_names import printable
-from lightning_zero.tensors.composite import put_together
+from lightning_zero.tensors.composite import unflatten_composites
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["METADATA", "REST", "find_damage", "is_sharded", "open_sharded"]
+__all__ = ["METADATA", "META_FILE", "find_damage", "is_sharded", "open_sharded"]
 
-REST = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
+META_FILE = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
 _NUM_FILES = 16  # of ranks, kept at hand
 _MAX_HEADERS_BYTES = 2**16  # of an item, beside its elements
 # What wrong bytes make torch's reader raise, beside RuntimeError.
-_OF_DAMAGE = (AssertionError, AttributeError, EOFError, LookupError, OSError, TypeError, ValueError)
+_DAMAGE_ERRORS = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+)
 
 
-class _Items:
+class _ItemReader:
     """Reads items of the directory `folder`, whose `metadata` says where each lies."""
 
-    def __init__(self, folder: Place, metadata: Metadata) -> None:
+    def __init__(self, folder: CheckpointPath, metadata: Metadata) -> None:
         self._places = metadata.storage_data
         self._folder = folder
         # A remote one keeps blocks that it read.
         self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._identity = identity(folder) if isinstance(folder, Path) else None
+        self._identity = file_identity(folder) if isinstance(folder, Path) else None
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
         self._tensors: dict[object, LazyTensor] = {}  # by where they lie
@@ -98,7 +111,7 @@ class _Items:
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{self._shown(name, place)}: {error}") from error
         except Exception as error:
-            if weights_only is False and not isinstance(error, _OF_DAMAGE):
+            if weights_only is False and not isinstance(error, _DAMAGE_ERRORS):
                 raise  # of a class that is unpickled
             raise self._damaged(name, place, error) from error
 
@@ -126,17 +139,17 @@ class _Items:
         self,
         index: MetadataIndex,
         dtype: torch.dtype,
-        whole_sizes: Sequence[int],
+        item_sizes: Sequence[int],
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> Tensor:
-        """The block at `offsets` of an item that has `whole_sizes`."""
+        """The block at `offsets` of an item that has `item_sizes`."""
         place = self._places[index]
         file = self._file(place.relative_path)
         try:
-            start, whole = self._item(file, index, dtype, whole_sizes)
-            strides, numel = whole.stride(), span(sizes, whole.stride())
-            first = int(whole.storage_offset()) + sum(map(operator.mul, offsets, strides))
+            start, item = self._item(file, index, dtype, item_sizes)
+            strides, numel = item.stride(), span(sizes, item.stride())
+            first = int(item.storage_offset()) + sum(map(operator.mul, offsets, strides))
             start += first * dtype.itemsize
             if start + numel * dtype.itemsize > place.offset + place.length:
                 raise ValueError("it is smaller than its metadata says")
@@ -146,11 +159,11 @@ class _Items:
             else:
                 flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
             return flat.as_strided(sizes, strides)
-        except (*_OF_DAMAGE, RuntimeError, pickle.UnpicklingError) as error:
+        except (*_DAMAGE_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
             raise self._damaged(index.fqn, place, error) from error
 
     def _item(
-        self, file: Place, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
+        self, file: CheckpointPath, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[int, Tensor]:
         """Where in the file the storage of an item begins, and the item on the meta device."""
         if index not in self._items:
@@ -163,7 +176,7 @@ class _Items:
             self._items[index] = start, like
         return self._items[index]
 
-    def _find(self, file: Place, place: Any, nbytes: int) -> tuple[int, Tensor]:
+    def _find(self, file: CheckpointPath, place: Any, nbytes: int) -> tuple[int, Tensor]:
         with self._reading(file) as pread:
             item: Any = ByteRange(pread, place.offset, place.length)
             try:
@@ -199,9 +212,9 @@ class _Items:
             "checkpoint is damaged."
         )
 
-    def _reading(self, file: Place) -> AbstractContextManager[Pread]:
+    def _reading(self, file: CheckpointPath) -> AbstractContextManager[Pread]:
         if not isinstance(file, Path):
-            return reading(file)
+            return open_pread(file)
         mapped = self._map(file)  # and not the file of this name, which may be another by now
         return nullcontext(lambda size, offset: mapped[offset : offset + size])
 
@@ -213,8 +226,8 @@ class _Items:
                 mapped = mmap.mmap(
                     stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
                 )
-            if isinstance(self._folder, Path) and identity(self._folder) != self._identity:
-                raise replaced_meanwhile(self._folder)
+            if isinstance(self._folder, Path) and file_identity(self._folder) != self._identity:
+                raise replaced_while_read_error(self._folder)
             mapped.madvise(mmap.MADV_SEQUENTIAL)
             self._maps[file] = mapped
         return self._maps[file]
@@ -224,12 +237,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
 
 
-def is_sharded(path: Place) -> bool:
+def is_sharded(path: CheckpointPath) -> bool:
     """Whether `path` is a directory in this format."""
     return (path / METADATA).is_file()
 
 
-def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """Compares this rank's share of the items with the checksums in them, in parallel, in pieces.
 
     Returns:
@@ -241,7 +254,7 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
     mine = sorted(names, key=lambda place: -place[2])[rank::world_size]
-    sizes = files_below(folder)
+    sizes = file_sizes(folder)
     files = {name: folder / name for name, _, _ in mine}
 
     def check(place: tuple[str, int, int]) -> str | None:
@@ -259,11 +272,11 @@ def find_damage(folder: Place, *, rank: int = 0, world_size: int = 1) -> list[st
     if any(name not in sizes for name in files):
         return problems
     if rank == 0:
-        problems += find_strangers(folder, metadata)
-    return problems + find_wrong_ends(folder, metadata, rank, world_size)
+        problems += find_foreign_files(folder, metadata)
+    return problems + find_foreign_items(folder, metadata, rank, world_size)
 
 
-def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str, Any]:
+def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Any]:
     """A directory as the dict that a Lightning checkpoint file holds, of tensors not yet read.
 
     Understood are what `ZeroStrategy` and Lightning's `ModelParallelStrategy` write, a state dict
@@ -278,12 +291,12 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     """
     metadata = read_metadata(folder)
     check_complete(folder, metadata)
-    if strangers := find_strangers(folder, metadata):
+    if strangers := find_foreign_files(folder, metadata):
         raise ValueError(
             f"{folder} is no whole checkpoint: {'; '.join(strangers[:20])}. Use another "
             "checkpoint, or copy this one again."
         )
-    items = _Items(folder, metadata)
+    items = _ItemReader(folder, metadata)
     items.hold()
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
@@ -299,11 +312,13 @@ def open_sharded(folder: Place, *, weights_only: bool | None = None) -> dict[str
     return _merged(_as_lightning(tree), _load_rest(folder, metadata, weights_only))
 
 
-def _load_rest(folder: Place, metadata: Metadata, weights_only: bool | None) -> dict[str, Any]:
+def _load_rest(
+    folder: CheckpointPath, metadata: Metadata, weights_only: bool | None
+) -> dict[str, Any]:
     """From beside the files of ranks, which a remote save has in a folder of their own."""
     names = {place.relative_path for place in metadata.storage_data.values()}
     for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
-        path = folder / REST if beside == "." else folder / beside / REST
+        path = folder / META_FILE if beside == "." else folder / beside / META_FILE
         if path.is_file():
             rest = open_torch_file(path, weights_only=weights_only, is_mapped=False)
             if not isinstance(rest, dict):
@@ -337,7 +352,7 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
         return {"state_dict": tree}
     for state in states:
         # Absent if saved before the first step.
-        entries = state["state"] = put_together(state.get("state", {}))
+        entries = state["state"] = unflatten_composites(state.get("state", {}))
         if any(isinstance(key, int) for g in state["param_groups"] for key in g["params"]):
             # By number, as torch's optimizers: the format has no numbers as names.
             state["state"] = {int(key): entry for key, entry in entries.items()}

@@ -33,25 +33,25 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
-    FULL,
-    Draft,
-    Place,
-    files_below,
+    DISK_FULL_ERRNOS,
+    CheckpointPath,
+    StagedDirectory,
+    file_sizes,
     full_disk_error,
     locate,
-    naming,
+    name_path_in_errors,
 )
-from lightning_zero.checkpoint.dcp_metadata import METADATA, without_collector
-from lightning_zero.checkpoint.dcp_reader import REST
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
+from lightning_zero.checkpoint.dcp_reader import META_FILE
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.save_record import RECORD, digest_of_ends, end_mark, record
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.save_record import RECORD, digest_item_ends, encode_record, trailer
 from lightning_zero.checkpoint.states import shards_in
-from lightning_zero.checkpoint.torch_file import reading
+from lightning_zero.checkpoint.torch_file import open_pread
 from lightning_zero.comm.control import Channel
 from lightning_zero.record import streams
 
-__all__ = ["Planned", "ShardedSave", "merged", "rank_file"]
+__all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
 _ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
 _BUFFER_BYTES = 2**20
@@ -61,19 +61,19 @@ _Written = tuple[SavePlan, list[WriteResult]]
 
 
 def _write_items(
-    folder: Place, rank: int, planner: DefaultSavePlanner, save: str
+    folder: CheckpointPath, rank: int, planner: DefaultSavePlanner, save: str
 ) -> list[WriteResult]:
     """Writes the items of `planner.plan` and syncs; what two names share is written once."""
     path = folder / rank_file(rank)
     if isinstance(path, RemotePath):
-        with naming(path), path.replacing(_owned_bytes(planner)) as file:
+        with name_path_in_errors(path), path.atomic_write(_owned_bytes(planner)) as file:
             results = list(_append_items(planner, file, path.name))
-            file.write(end_mark(save, path.name))
+            file.write(trailer(save, path.name))
             return results
     results = []
     synced = 0
     with (
-        naming(path),
+        name_path_in_errors(path),
         open(path, "xb", buffering=_BUFFER_BYTES) as file,
         ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
     ):
@@ -85,19 +85,19 @@ def _write_items(
                 synced = file.tell()
                 syncing = thread.submit(os.fdatasync, file.fileno())  # else the last one waits
         syncing.result()
-        file.write(end_mark(save, path.name))
+        file.write(trailer(save, path.name))
         file.flush()
         os.fsync(file.fileno())
     return results
 
 
-def _digest(path: Place, results: Iterable[WriteResult]) -> str:
+def _digest(path: CheckpointPath, results: Iterable[WriteResult]) -> str:
     """See [Note: One save]. What is sent to a remote store is not read back."""
     if isinstance(path, RemotePath):
         return ""
     places = [result.storage_data for result in results]
-    with reading(path) as pread:
-        return digest_of_ends(pread, [(place.offset, place.length) for place in places])
+    with open_pread(path) as pread:
+        return digest_item_ends(pread, [(place.offset, place.length) for place in places])
 
 
 def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Iterator[WriteResult]:
@@ -105,7 +105,7 @@ def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Ite
     for item in planner.plan.items:
         value = planner.state_dict[item.index.fqn]
         key: Any = item.index
-        if isinstance(value, ShardTensor):
+        if isinstance(value, CheckpointShard):
             key = (value.source, value.dtype, item.index.offset)
         if key not in places:
             file.write(bytes(-file.tell() % _ALIGNMENT))
@@ -131,19 +131,19 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
 
 
 @dataclass
-class Planned:
+class SavePlanCache:
     """What the saves over one channel have agreed on, which the next need not, while it holds."""
 
     # Source and dtype of every shard, by name.
     entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
     metadata: bytes = b""  # torch's, pickled; on rank 0
-    own: _Written | None = None  # of the last save; None: the next one sends all
+    last_written: _Written | None = None  # of the last save; None: the next one sends all
 
     def clear(self) -> None:
         """Forgets plans and files; the next save agrees anew, also if one rank alone forgets."""
-        self.metadata, self.own = b"", None
+        self.metadata, self.last_written = b"", None
 
-    def gather_changed(
+    def gather_if_changed(
         self, write: Callable[[], tuple[_Written, str]], channel: Channel
     ) -> tuple[list[_Written] | None, list[str]]:
         """Every rank's results of `write`: what was written, and the digest of it.
@@ -153,40 +153,42 @@ class Planned:
         """
 
         def write_and_compare() -> tuple[bool, str]:
-            last = self.own
-            self.own, digest = write()
-            return last != self.own, digest
+            last = self.last_written
+            self.last_written, digest = write()
+            return last != self.last_written, digest
 
         answers = channel.attempt(write_and_compare) or []
         has_changed = channel.broadcast(any(differs for differs, _ in answers))
         digests = [digest for _, digest in answers]
         if not has_changed:
             return None, digests
-        assert self.own is not None
-        with without_collector():
-            return channel.gather(self.own), digests
+        assert self.last_written is not None
+        with gc_paused():
+            return channel.gather(self.last_written), digests
 
 
 @dataclass
 class ShardedSave:
     """One checkpoint on its way to the disk."""
 
-    target: Place  # rank 0's, on every rank
+    target: CheckpointPath  # rank 0's, on every rank
     planner: DefaultSavePlanner  # with this rank's entries
     rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
     channel: Channel
-    planned: Planned  # of the saves before over this channel
-    _draft: Draft | None = field(default=None, init=False)  # on rank 0, of a local target
-    _may_be_named: bool = field(default=False, init=False)  # its folder, by remote metadata
+    plan_cache: SavePlanCache  # of the saves before over this channel
+    _staged: StagedDirectory | None = field(
+        default=None, init=False
+    )  # on rank 0, of a local target
+    _may_be_referenced: bool = field(default=False, init=False)  # its folder, by remote metadata
 
     @classmethod
     def prepare(
         cls,
         checkpoint: dict[str, Any],
-        target: Place,
-        shards: Mapping[str, ShardTensor],
+        target: CheckpointPath,
+        shards: Mapping[str, CheckpointShard],
         channel: Channel,
-        planned: Planned | None = None,
+        plan_cache: SavePlanCache | None = None,
     ) -> ShardedSave:
         """Agrees on what is to be written. Collective.
 
@@ -195,7 +197,7 @@ class ShardedSave:
         that they have made for it, by source. The session of `channel` is held.
         """
         is_first = channel.rank == 0
-        planned = planned or Planned()
+        plan_cache = plan_cache or SavePlanCache()
         planner = DefaultSavePlanner()
         rest = io.BytesIO()
         agreed: dict[str, tuple[str, torch.dtype]] = {}
@@ -206,23 +208,23 @@ class ShardedSave:
                 torch.save(others, rest)
                 planner.set_up_planner(tree, is_coordinator=True)
                 for name, value in planner.state_dict.items():
-                    if isinstance(value, ShardTensor):
+                    if isinstance(value, CheckpointShard):
                         agreed[name] = (value.source, value.dtype)
 
         channel.attempt(read_dict)
-        has_changed = agreed != planned.entries
+        has_changed = agreed != plan_cache.entries
         address, has_changed = channel.broadcast((str(target), has_changed))
         if has_changed:
-            planned.entries = channel.broadcast(agreed)
+            plan_cache.entries = channel.broadcast(agreed)
 
         def bring_shards() -> None:
             if not is_first:
-                entries = planned.entries.items()
+                entries = plan_cache.entries.items()
                 planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
                 planner.mappings = {}  # rank 0's has all names, in their order
 
         channel.attempt(bring_shards)
-        return cls(locate(address), planner, rest, channel, planned)
+        return cls(locate(address), planner, rest, channel, plan_cache)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -239,14 +241,14 @@ class ShardedSave:
         entries = self.planner.state_dict
         kept: dict[str, Tensor] = {}
         for name, value in entries.items():
-            if isinstance(value, ShardTensor):
+            if isinstance(value, CheckpointShard):
                 key, numel = _key(value), len(value.owned)
                 if key not in kept:
                     room = memory.get(key)
                     if room is None or room.numel() != numel:
                         room = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
                     kept[key] = room.copy_(value.read_owned(), non_blocking=pin)
-                entries[name] = value.kept_in(kept[key])
+                entries[name] = value.backed_by(kept[key])
             elif isinstance(value, Tensor):
                 entries[name] = value.detach().to("cpu", copy=True)
             else:
@@ -265,31 +267,35 @@ class ShardedSave:
         """
         channel = self.channel
         is_first = channel.rank == 0
-        folder: Place | None = None
+        folder: CheckpointPath | None = None
         try:
             made = channel.attempt(lambda: str(self._begin()) if is_first else None)
             made_at = (made[0] if made else None, secrets.token_hex(16))
             address, save = channel.broadcast(made_at)
             folder = locate(address)
             write = partial(self._write, folder, save)
-            written, digests = self.planned.gather_changed(write, channel)
+            written, digests = self.plan_cache.gather_if_changed(write, channel)
             channel.attempt(partial(self._finish, folder, save, written, digests))
         except BaseException as error:
-            self.planned.clear()  # rank 0 may not have all of it
-            if self._draft is not None:
-                self._draft.discard()
-            elif is_first and isinstance(folder, RemotePath) and not self._may_be_named:
+            self.plan_cache.clear()  # rank 0 may not have all of it
+            if self._staged is not None:
+                self._staged.discard()
+            elif is_first and isinstance(folder, RemotePath) and not self._may_be_referenced:
                 atomic.discard(folder)
             target = self.target
-            if isinstance(target, Path) and isinstance(error, OSError) and error.errno in FULL:
+            if (
+                isinstance(target, Path)
+                and isinstance(error, OSError)
+                and error.errno in DISK_FULL_ERRNOS
+            ):
                 raise self._full(target) from error
             raise
 
-    def _begin(self) -> Place:
+    def _begin(self) -> CheckpointPath:
         """The folder of this save's files; its name at a remote address is that of the save."""
         if isinstance(self.target, Path):
-            self._draft = Draft(self.target)
-            return self._draft.folder
+            self._staged = StagedDirectory(self.target)
+            return self._staged.folder
         if self.target.is_file():
             raise FileExistsError(
                 errno.EEXIST,
@@ -299,7 +305,7 @@ class ShardedSave:
             )
         return self.target / f"save-{secrets.token_hex(4)}"
 
-    def _write(self, folder: Place, save: str) -> tuple[_Written, str]:
+    def _write(self, folder: CheckpointPath, save: str) -> tuple[_Written, str]:
         plan = self.planner.create_local_plan()
         rank = self.channel.rank
         results = _write_items(folder, rank, self.planner, save)
@@ -313,11 +319,11 @@ class ShardedSave:
         return full_disk_error(target, total, free)
 
     def _finish(
-        self, folder: Place, save: str, written: list[_Written] | None, digests: list[str]
+        self, folder: CheckpointPath, save: str, written: list[_Written] | None, digests: list[str]
     ) -> None:
         if self.channel.rank != 0:
             return
-        files = files_below(folder)
+        files = file_sizes(folder)
         for rank in range(self.channel.size):
             if rank_file(rank) not in files:
                 raise OSError(
@@ -327,63 +333,66 @@ class ShardedSave:
                     str(self.target),
                 )
         if written is not None:
-            with without_collector():
-                self.planned.metadata = pickle.dumps(merged(self.planner, written))
+            with gc_paused():
+                self.plan_cache.metadata = pickle.dumps(merge_metadata(self.planner, written))
         ends = {rank_file(rank): digest for rank, digest in enumerate(digests)}
         rest = self.rest.getbuffer()
         if isinstance(folder, RemotePath):
             assert isinstance(self.target, RemotePath)
-            self._finish_remote(folder, self.target, record(save, ends, {REST: rest}))
+            self._finish_remote(folder, self.target, encode_record(save, ends, {META_FILE: rest}))
             return
-        assert self._draft is not None
-        contents: dict[str, bytes | memoryview] = {METADATA: self.planned.metadata, REST: rest}
-        contents[RECORD] = record(save, ends, contents)
+        assert self._staged is not None
+        contents: dict[str, bytes | memoryview] = {
+            METADATA: self.plan_cache.metadata,
+            META_FILE: rest,
+        }
+        contents[RECORD] = encode_record(save, ends, contents)
         for name, content in contents.items():
-            with naming(folder / name), open(folder / name, "xb") as file:
+            with name_path_in_errors(folder / name), open(folder / name, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
         atomic.write_checksums(folder, contents)
-        self._draft.publish()
-        self._draft = None
+        self._staged.publish()
+        self._staged = None
 
     def _finish_remote(self, folder: RemotePath, target: RemotePath, noted: bytes) -> None:
         """See [Note: Whole or not there, remotely]."""
-        metadata = pickle.loads(self.planned.metadata)
+        metadata = pickle.loads(self.plan_cache.metadata)
         for index, place in metadata.storage_data.items():
             path = f"{folder.name}/{place.relative_path}"
             metadata.storage_data[index] = replace(place, relative_path=path)
-        _write_file(folder / REST, self.rest.getbuffer())
+        _write_file(folder / META_FILE, self.rest.getbuffer())
         _write_file(folder / RECORD, noted)
         for name in (atomic.CHECKSUMS, RECORD):  # of a directory that was copied there
             (target / name).remove()
-        self._may_be_named = True  # also where storage fails to say that it has it
+        self._may_be_referenced = True  # also where storage fails to say that it has it
         _write_file(target / METADATA, pickle.dumps(metadata))
-        _write_file(target / REST, self.rest.getbuffer())
+        _write_file(target / META_FILE, self.rest.getbuffer())
         with contextlib.suppress(Exception):  # the checkpoint is there; the next save tries again
             for other in target.iterdir():
-                if _OF_A_SAVE.fullmatch(other.name) and other.name != folder.name:
+                if _SAVE_ENTRY.fullmatch(other.name) and other.name != folder.name:
                     other.remove()
 
 
 # What a save has at a remote address, or a directory that was copied there.
-_OF_A_SAVE = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
+_SAVE_ENTRY = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
 
 
 def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
-    with naming(path), path.replacing(len(data)) as file:
+    with name_path_in_errors(path), path.atomic_write(len(data)) as file:
         file.write(data)
 
 
-def _shards(planner: DefaultSavePlanner) -> list[ShardTensor]:
-    return [v for v in planner.state_dict.values() if isinstance(v, ShardTensor)]
+def _shards(planner: DefaultSavePlanner) -> list[CheckpointShard]:
+    return [v for v in planner.state_dict.values() if isinstance(v, CheckpointShard)]
 
 
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
     return sum(shard.owned_bytes for shard in _shards(planner))
 
 
-def merged(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
+def merge_metadata(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
     """What of which tensor lies where, by rank 0's planner and what all ranks planned and wrote.
 
     Raises:
@@ -422,7 +431,9 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
     """Puts dicts with shards into `tree`; of those that hold such dicts, the others into `rest`."""
     if not shards_in(value):
         rest[key] = value
-    elif not isinstance(value, Mapping) or any(isinstance(v, ShardTensor) for v in value.values()):
+    elif not isinstance(value, Mapping) or any(
+        isinstance(v, CheckpointShard) for v in value.values()
+    ):
         tree[key] = value
     else:
         tree[key], rest[key] = {}, {}
@@ -430,5 +441,5 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
             _split(name, part, tree[key], rest[key])
 
 
-def _key(shard: ShardTensor) -> str:
+def _key(shard: CheckpointShard) -> str:
     return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once

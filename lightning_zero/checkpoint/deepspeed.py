@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import Place
+from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.checkpoint.torch_file import find_inflated, open_torch_file
 from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["checked_files", "is_deepspeed", "open_deepspeed"]
+__all__ = ["files_with_checksums", "is_deepspeed", "open_deepspeed"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -62,14 +62,14 @@ class _Saved:
     optims: Sequence[dict[str, Any]]  # the `optimizer_state_dict` of every rank
 
     @property
-    def is_cut_by_parameter(self) -> bool:
+    def is_sharded_by_parameter(self) -> bool:
         """Every rank has a part of every parameter."""
         return "fp32_flat_groups" in self.optims[0]
 
     @cached_property
     def masters(self) -> list[list[Tensor]]:
         """Flat tensors, by rank and number."""
-        by_parameter = self.is_cut_by_parameter
+        by_parameter = self.is_sharded_by_parameter
         key = "fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"
         if any(key not in optim for optim in self.optims):
             raise ValueError(f"{self.folder} holds no {key}, so it is no ZeRO checkpoint.")
@@ -218,7 +218,7 @@ _OWN_ENTRIES = {
 _WRAPPER = "_forward_module."  # before every name, in Lightning before 2.1
 
 
-def is_deepspeed(path: Place) -> bool:
+def is_deepspeed(path: CheckpointPath) -> bool:
     """Whether it is a checkpoint directory of DeepSpeed, or the directory of one tag."""
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 
@@ -247,7 +247,7 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
         ) from error
 
 
-def checked_files(path: Path) -> list[Place]:
+def files_with_checksums(path: Path) -> list[CheckpointPath]:
     """The files that `open_deepspeed` opens, whose records have checksums."""
     folder = _tag_folder(path)
     names = sorted(file.name for file in folder.iterdir())
@@ -259,7 +259,7 @@ def _as_lightning(saved: _Saved) -> dict[str, Any]:
     opened = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
     values = dict(_frozen(saved))
     if saved.optims:
-        values.update(_spread(saved, saved.masters, is_exact=True))
+        values.update(_full_tensors(saved, saved.masters, is_exact=True))
         opened["optimizer_states"] = [_optimizer_state(saved)]
     elif isinstance(model.get("optimizer"), dict) and "param_groups" in model["optimizer"]:
         opened["optimizer_states"] = [model["optimizer"]]
@@ -292,7 +292,7 @@ def _tag_folder(path: Path) -> Path:
 # ------------------------------------------------------------------------------------- values
 
 
-def _spread(
+def _full_tensors(
     saved: _Saved, flats: Sequence[Sequence[Tensor | None]], *, is_exact: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors by name, from the flat tensors of all ranks, by rank and number.
@@ -303,13 +303,13 @@ def _spread(
     for group in saved.groups:
         parts = [[rank[number] for number in group.numbers] for rank in flats]
         if not any(part is None for rank in parts for part in rank):
-            yield from _cut_group(saved, group, parts, is_exact)  # type: ignore[arg-type]
+            yield from _split_group(saved, group, parts, is_exact)  # type: ignore[arg-type]
 
 
-def _cut_group(
+def _split_group(
     saved: _Saved, group: _Group, parts: Sequence[Sequence[Tensor]], is_exact: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    by_parameter = saved.is_cut_by_parameter
+    by_parameter = saved.is_sharded_by_parameter
     num_ranks = len(parts)
     flat = [part for rank in parts for part in rank]
     available = sum(part.numel() for part in (parts[0] if by_parameter else flat))
@@ -321,9 +321,9 @@ def _cut_group(
             pieces = []
             for number, rank in enumerate(parts):
                 length = max(0, min(size, numel - number * size))
-                pieces += _cut(rank, start, start + length)
+                pieces += _flat_range(rank, start, start + length)
         else:
-            pieces = _cut(flat, start, start + numel)
+            pieces = _flat_range(flat, start, start + numel)
         if sum(piece.numel() for piece in pieces) != numel:
             raise _mismatch(saved, available, start + size)
         yield name, _joined(pieces, shape)
@@ -345,10 +345,10 @@ def _frozen(saved: _Saved) -> Iterator[tuple[str, Tensor]]:
     """Parameters that were not trained: whole, or a part on every rank."""
     for name, shape in dict(saved.models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in saved.models]
-        yield name, _joined(_cut(parts, 0, math.prod(shape)), shape)
+        yield name, _joined(_flat_range(parts, 0, math.prod(shape)), shape)
 
 
-def _cut(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+def _flat_range(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     """Views of elements [start, stop) of flat tensors that follow one another."""
     pieces = []
     for part in parts:
@@ -365,7 +365,7 @@ def _joined(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return pieces[0].view(torch.Size(shape))
 
     def read(start: int, stop: int) -> Tensor:
-        return torch.cat([pieces[0][:0], *_cut(pieces, start, stop)])
+        return torch.cat([pieces[0][:0], *_flat_range(pieces, start, stop)])
 
     return LazyTensor.of(shape, pieces[0].dtype, read)
 
@@ -384,7 +384,7 @@ def _optimizer_state(saved: _Saved) -> dict[str, Any]:
             [_flat(state.get(n, {}).get(key), flat) for n, flat in zip(numbers, rank, strict=True)]
             for state, rank in zip(states, masters, strict=True)
         ]
-        for name, value in _spread(saved, flats, is_exact=False):
+        for name, value in _full_tensors(saved, flats, is_exact=False):
             by_name.setdefault(name, {})[key] = value
     options = []
     for number, group in enumerate(groups[0]):

@@ -19,23 +19,28 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import Place, explained
+from lightning_zero.checkpoint.atomic import CheckpointPath, explain_os_errors
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
-from lightning_zero.checkpoint.hugging_face import INDEX, split, write_index, write_safetensors
+from lightning_zero.checkpoint.hugging_face import (
+    INDEX,
+    split_by_size,
+    write_index,
+    write_safetensors,
+)
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
-from lightning_zero.checkpoint.source import identity, total_nbytes
+from lightning_zero.checkpoint.source import tensor_identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.comm.control import Channel
-from lightning_zero.tensors.composite import take_apart
+from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
-__all__ = ["Format", "ExportPlan", "plan", "release"]
+__all__ = ["Format", "ExportPlan", "plan_export", "drop_pages"]
 
 _MADV_DONTNEED = 4
 
 
-def release(path: Path) -> None:
+def drop_pages(path: Path) -> None:
     """Drops the pages of `path`, a file or a directory of files, from this process's memory.
 
     The next access reads them from the file again. Without it every page that was read once counts
@@ -79,14 +84,14 @@ class ExportPlan:
     """What is to be written."""
 
     # To a path whose folder exists, or to remote storage, whole or not at all.
-    write: Callable[[Place, Progress], None]
+    write: Callable[[CheckpointPath, Progress], None]
     nbytes: int  # of all tensors that are written
     notes: tuple[str, ...]  # for the user: what is left out, and why
 
 
-def plan(
+def plan_export(
     checkpoint: Mapping[str, Any],
-    form: Format,
+    file_format: Format,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
@@ -97,7 +102,7 @@ def plan(
 
     Args:
         checkpoint: As `open_checkpoint` returns it.
-        form: `safetensors` has the weights only; `ckpt` (one file, as Lightning's) and `dcp`
+        file_format: `safetensors` has the weights only; `ckpt` (one file, as Lightning's) and `dcp`
             (a directory of torch's Distributed Checkpoint) have everything.
         dtype: Floating-point weights are cast to it; other states are left as they are.
         max_shard_bytes: Of a safetensors file. None: one file of any size, and `write`'s path is
@@ -109,18 +114,18 @@ def plan(
     Raises:
         ValueError: No averaged weights, no such part, or a dtype or part that the form cannot have.
     """
-    if part is not None and form != "safetensors":
+    if part is not None and file_format != "safetensors":
         raise ValueError(
-            f"a part is exported as weights alone, so --part is for safetensors, not {form}."
+            f"a part is exported as weights alone, so --part is for safetensors, not {file_format}."
         )
-    weights, notes = _weights(checkpoint, form, is_averaged)
+    weights, notes = _weights(checkpoint, file_format, is_averaged)
     if not is_averaged and dtype is not None:
         weights = _exact(weights, checkpoint.get(_MASTERS, {}), dtype)
     weights = _cast(weights, dtype)
     if part is not None:
         weights = _of_part(weights, part)
-    write: Callable[[Place, Progress], None]
-    if form == "safetensors":
+    write: Callable[[CheckpointPath, Progress], None]
+    if file_format == "safetensors":
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         if others := sorted(set(weights) - set(tensors)):
             notes.append(f"not exported, because they are no tensors: {', '.join(others)}")
@@ -130,7 +135,7 @@ def plan(
     content = dict(checkpoint) | {"state_dict": weights}
     if is_averaged:
         content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
-    if form == "ckpt":
+    if file_format == "ckpt":
         if "optimizer_states" in content:
             content["optimizer_states"] = [_numbered(s) for s in content["optimizer_states"]]
         write = partial(write_torch_file, content)
@@ -143,7 +148,7 @@ def plan(
 
 
 def _weights(
-    checkpoint: Mapping[str, Any], form: Format, is_averaged: bool
+    checkpoint: Mapping[str, Any], file_format: Format, is_averaged: bool
 ) -> tuple[dict[str, Any], list[str]]:
     has_average = _AVERAGED in checkpoint and _CURRENT in checkpoint
     if is_averaged and not has_average:
@@ -151,7 +156,7 @@ def _weights(
             "the checkpoint holds no averaged weights, as WeightAveraging and EMAWeightAveraging "
             "of Lightning save them; leave --ema out to export the trained weights."
         )
-    if not has_average or is_averaged or form != "safetensors":
+    if not has_average or is_averaged or file_format != "safetensors":
         return dict(checkpoint["state_dict"]), []
     note = "the trained weights are exported; the checkpoint also holds averaged ones (--ema)"
     return dict(checkpoint[_CURRENT]), [note]
@@ -176,7 +181,7 @@ def _exact(
 ) -> dict[str, Any]:
     """Masters in the place of weights that are narrower than `dtype`; tied ones stay tied."""
     narrow = {
-        name: identity(value)
+        name: tensor_identity(value)
         for name, value in weights.items()
         if isinstance(value, Tensor) and value.element_size() < dtype.itemsize
     }
@@ -193,7 +198,7 @@ def _cast(weights: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, An
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
             read = partial(_read_cast, name, value, dtype)
             new = LazyTensor.of(value.shape, dtype, read)
-            result[name] = cast.setdefault(identity(value), new)
+            result[name] = cast.setdefault(tensor_identity(value), new)
     return result
 
 
@@ -214,7 +219,7 @@ def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     tied = {
         name: kept
         for name, tensor in tensors.items()
-        if (kept := first.setdefault(identity(tensor), name)) != name
+        if (kept := first.setdefault(tensor_identity(tensor), name)) != name
     }
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
@@ -240,7 +245,7 @@ def _write_weights(
     tensors: Mapping[str, Tensor],
     tied: Mapping[str, str],
     max_bytes: int | None,
-    path: Place,
+    path: CheckpointPath,
     progress: Progress,
 ) -> None:
     """One file, or a directory of files that are not larger than `max_bytes`."""
@@ -252,11 +257,11 @@ def _write_weights(
             f"{path} exists, and a folder at a remote address cannot be replaced as a whole; "
             "delete it, choose another place, or let OUT end with .safetensors."
         )
-    files = split(tensors, max_bytes)
-    draft = atomic.Draft(path) if isinstance(path, Path) else None
+    files = split_by_size(tensors, max_bytes)
+    draft = atomic.StagedDirectory(path) if isinstance(path, Path) else None
     folder = path if draft is None else draft.folder
     try:
-        with explained(path, total_nbytes(tensors)):
+        with explain_os_errors(path, total_nbytes(tensors)):
             for name, held in files.items():
                 here = {other: kept for other, kept in tied.items() if kept in held}
                 write_safetensors(folder / name, held, here, progress)
@@ -285,10 +290,12 @@ _HELD_BY_NAME = {
 }
 
 
-def _write_dcp(checkpoint: Mapping[str, Any], path: Place, progress: Progress) -> None:
+def _write_dcp(checkpoint: Mapping[str, Any], path: CheckpointPath, progress: Progress) -> None:
     sources: dict[object, str] = {}
     content = {
-        key: _as_shards(take_apart(value), sources, progress) if key in _HELD_BY_NAME else value
+        key: _as_shards(flatten_composites(value), sources, progress)
+        if key in _HELD_BY_NAME
+        else value
         for key, value in checkpoint.items()
     }
     ShardedSave.prepare(content, path, {}, Channel(0, 1, None)).run()
@@ -304,9 +311,9 @@ def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any
         return tree
     if not tree.dim() or not tree.numel():
         return tree.clone()
-    source = sources.setdefault(identity(tree), f"tensor {len(sources)}")
+    source = sources.setdefault(tensor_identity(tree), f"tensor {len(sources)}")
     read = partial(_read, tree, progress)
-    return ShardTensor.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
+    return CheckpointShard.of(source, tree.shape, tree.dtype, range(tree.numel()), read)
 
 
 def _read(tensor: Tensor, progress: Progress, start: int, stop: int) -> Tensor:

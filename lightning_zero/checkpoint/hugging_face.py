@@ -22,19 +22,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import Place, replacing
+from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.torch_file import Progress, open_torch_file, pieces, read_elements
+from lightning_zero.checkpoint.torch_file import (
+    Progress,
+    iter_bytes,
+    open_torch_file,
+    read_elements,
+)
 from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
     "INDEX",
-    "checked_files",
-    "holds_weights",
+    "files_with_checksums",
+    "has_weights",
     "open_directory",
     "open_safetensors",
-    "split",
+    "split_by_size",
     "write_index",
     "write_safetensors",
 ]
@@ -42,7 +47,7 @@ __all__ = [
 INDEX = "model.safetensors.index.json"
 # In the order of preference: repositories often hold the same weights twice. Beside the file that
 # holds all of them others may lie (training_args.bin).
-_WHOLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
+_SINGLE_FILES = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,26 +70,26 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def write_safetensors(
-    path: Place, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
+    path: CheckpointPath, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
 ) -> None:
     """Writes one file, whole or not at all. `tied`: further names of these tensors, and of which.
 
     Raises:
         ValueError: A dtype that the format does not have.
-        OSError: See `replacing`.
+        OSError: See `atomic_write`.
     """
     # The widest elements first, so that every tensor is aligned to its own.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(ordered, tied)
     total = len(header) + sum(tensor.nbytes for _, tensor in ordered)
-    with replacing(path, total) as file:
+    with atomic_write(path, total) as file:
         file.write(header)
         for _, tensor in ordered:
-            for piece in pieces(tensor, progress):
+            for piece in iter_bytes(tensor, progress):
                 file.write(piece)
 
 
-def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
+def split_by_size(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
     """Tensors by file name, in their order; none larger than `max_bytes` but for one tensor."""
     files: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -95,7 +100,7 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
         files[-1][name] = tensor
         size += tensor.nbytes
     if len(files) == 1:
-        return {_WHOLE[".safetensors"]: files[0]}
+        return {_SINGLE_FILES[".safetensors"]: files[0]}
     return {
         f"model-{number:05d}-of-{len(files):05d}.safetensors": held
         for number, held in enumerate(files, start=1)
@@ -103,7 +108,7 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, 
 
 
 def write_index(
-    path: Place, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
+    path: CheckpointPath, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
 ) -> None:
     """Writes the index: which name is in which file; and in its metadata, what tied names mean."""
     place = {name: file for file, held in files.items() for name in held}
@@ -114,7 +119,7 @@ def write_index(
         metadata["tied"] = dict(tied)
     index = {"metadata": metadata, "weight_map": place}
     text = (json.dumps(index, indent=2) + "\n").encode()
-    with replacing(path, len(text)) as file:
+    with atomic_write(path, len(text)) as file:
         file.write(text)
 
 
@@ -136,11 +141,11 @@ def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-def holds_weights(path: Place) -> bool:
-    return any(any(path.glob(f"*{suffix}*")) for suffix in _WHOLE)
+def has_weights(path: CheckpointPath) -> bool:
+    return any(any(path.glob(f"*{suffix}*")) for suffix in _SINGLE_FILES)
 
 
-def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str, Tensor]:
+def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Tensor]:
     """The state dict of a directory of `*.safetensors` or `*.bin`."""
     found = _found(path)
     if found.name.endswith(".index.json"):
@@ -148,7 +153,7 @@ def open_directory(path: Place, *, weights_only: bool | None = None) -> dict[str
     return _open_file(found, weights_only)
 
 
-def checked_files(path: Place) -> list[Place]:
+def files_with_checksums(path: CheckpointPath) -> list[CheckpointPath]:
     """The files that `open_directory` opens and whose records have checksums."""
     found = _found(path)
     names = {found.name}
@@ -157,15 +162,15 @@ def checked_files(path: Place) -> list[Place]:
     return [path / name for name in sorted(names) if not name.endswith(".safetensors")]
 
 
-def _found(path: Place) -> Place:
+def _found(path: CheckpointPath) -> CheckpointPath:
     """The index or the file of the weights in a directory."""
-    for suffix, whole in _WHOLE.items():
-        indices: list[Place] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
-        files: list[Place] = sorted(path.glob(f"*{suffix}"), key=str)
+    for suffix, single_file in _SINGLE_FILES.items():
+        indices: list[CheckpointPath] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
+        files: list[CheckpointPath] = sorted(path.glob(f"*{suffix}"), key=str)
         if len(indices) == 1:
             return indices[0]
-        if not indices and whole in [file.name for file in files]:
-            return path / whole
+        if not indices and single_file in [file.name for file in files]:
+            return path / single_file
         if indices or len(files) > 1:
             names = ", ".join(file.name for file in indices or files)
             raise ValueError(
@@ -174,10 +179,10 @@ def _found(path: Place) -> Place:
             )
         if files:
             return files[0]
-    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _WHOLE)}.")
+    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _SINGLE_FILES)}.")
 
 
-def open_safetensors(path: Place) -> dict[str, Tensor]:
+def open_safetensors(path: CheckpointPath) -> dict[str, Tensor]:
     """The tensors of one file, mapped into memory, or read when they are used if it is remote."""
     if isinstance(path, RemotePath):
         return _open_remote(path)
@@ -218,7 +223,7 @@ def _stored(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTens
     return LazyTensor.of(like.shape, dtype, partial(read_elements, path, first, like))
 
 
-def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:
+def _open_file(path: CheckpointPath, weights_only: bool | None) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return open_safetensors(path)
     content = open_torch_file(path, weights_only=weights_only)
@@ -227,7 +232,7 @@ def _open_file(path: Place, weights_only: bool | None) -> dict[str, Tensor]:
     return content
 
 
-def _read_index(index: Place) -> tuple[dict[str, str], dict[str, str]]:
+def _read_index(index: CheckpointPath) -> tuple[dict[str, str], dict[str, str]]:
     """The file of every name, and what tied names mean."""
     try:
         content = json.loads(index.read_text())
@@ -241,7 +246,9 @@ def _read_index(index: Place) -> tuple[dict[str, str], dict[str, str]]:
         ) from error
 
 
-def _open_indexed(folder: Place, index: Place, weights_only: bool | None) -> dict[str, Tensor]:
+def _open_indexed(
+    folder: CheckpointPath, index: CheckpointPath, weights_only: bool | None
+) -> dict[str, Tensor]:
     weight_map, tied = _read_index(index)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.source import (
     find_damage,
     open_checkpoint,
     raise_damage,
-    raise_damage_of_any,
+    raise_damage_on_any_rank,
 )
 from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket, bucket_of
@@ -40,7 +40,7 @@ from lightning_zero.layout.names import saved_name, with_compiled_names
 from lightning_zero.optim.state import load_optimizer_state_dict
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
-from lightning_zero.tensors.meta import await_values, expecting_values, is_left_out
+from lightning_zero.tensors.meta import accepting_pending_values, is_dropped, set_pending_values
 
 __all__ = ["load_masters", "load_module", "load_optimizer", "load_weights"]
 
@@ -80,19 +80,19 @@ def load_weights(
         _verify(module, path)
     opened = open_checkpoint(path, weights_only=weights_only)
     awaited: dict[str, Tensor] = {}
-    with expecting_values(module):
+    with accepting_pending_values(module):
         result = load_module(module, opened["state_dict"], strict=strict, awaited=awaited)
-        await_values(module, awaited)
+        set_pending_values(module, awaited)
     return result
 
 
 def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
     # Which parameters are in parts while a module is built may differ by rank.
     held = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
-    held = [p for p in held if not is_left_out(p)]
+    held = [p for p in held if not is_dropped(p)]
     if held:
         comm = bucket_of(placement_of(held[0])).comm
-        raise_damage_of_any(path, comm.rank, comm.size, comm.control.gather_objects)
+        raise_damage_on_any_rank(path, comm.rank, comm.size, comm.control.gather_objects)
     else:
         raise_damage(path, find_damage(path))
 
@@ -112,7 +112,7 @@ def load_module(
     the memory of one tensor's part, and of the buckets of modules with loading code of their own.
 
     `awaited` gets, by name, what is meant for parameters and buffers on the meta device, for
-    `await_values`; without it those are an error.
+    `set_pending_values`; without it those are an error.
 
     Returns:
         The missing and the unexpected names.
@@ -129,9 +129,9 @@ def load_module(
     on_meta = {t: name for t, name in everything.items() if t.is_meta or t in in_parts}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
-    looked_at = _looked_at(module)
-    held = [tensor for tensor in looked_at if isinstance(tensor, nn.Parameter)]
-    recorder = _Recorder({*names, *buffers} - looked_at.keys() | set(on_meta))
+    custom = _with_custom_loading(module)
+    held = [tensor for tensor in custom if isinstance(tensor, nn.Parameter)]
+    recorder = _CopyRecorder({*names, *buffers} - custom.keys() | set(on_meta))
     with gathered(held, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
         entries = _with_ties(module, with_compiled_names(module, state_dict))
@@ -142,7 +142,7 @@ def load_module(
             awaited[name] = sources.pop(tensor)
         elif tensor in names and name not in result.missing_keys:
             raise _no_memory(name)  # code of its own has written it, to nowhere
-    _take(sources)
+    _copy_sources(sources)
     return list(result.missing_keys), list(result.unexpected_keys)
 
 
@@ -154,7 +154,7 @@ def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any
     """
     tensors = (module.named_parameters, module.named_buffers)
     named = {name for of_kind in tensors for name, _ in of_kind(remove_duplicate=False)}
-    beside = (entries.keys() - named) and entries.keys() & _saved_beside(module).keys()
+    beside = (entries.keys() - named) and entries.keys() & _extra_tensors(module).keys()
     if not beside:
         return module.load_state_dict(entries, strict=strict)
     result: Any = module.load_state_dict(entries, strict=False)
@@ -162,12 +162,12 @@ def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any
     result.unexpected_keys[:] = [name for name in result.unexpected_keys if name not in beside]
     if strict:
         _check_keys(module, result)
-    saved = _saved_beside(module)
+    saved = _extra_tensors(module)
     with torch.no_grad():
         for name in own:
             if saved[name].shape == entries[name].shape:
                 saved[name].copy_(entries[name])
-    saved = _saved_beside(module)  # what is made for saving has other values still
+    saved = _extra_tensors(module)  # what is made for saving has other values still
     result.unexpected_keys.extend(
         name for name in own if not torch.equal(saved[name].cpu(), entries[name].cpu())
     )
@@ -191,11 +191,11 @@ def _check_keys(module: nn.Module, result: Any) -> None:
         )
 
 
-def _saved_beside(module: nn.Module) -> dict[str, Tensor]:
+def _extra_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that modules with saving code of their own save beside parameters and buffers."""
     saved: dict[str, Tensor] = {}
     for prefix, part in module.named_modules():
-        if _is_foreign(part._save_to_state_dict):
+        if _is_overridden(part._save_to_state_dict):
             entries: dict[str, Any] = {}
             part._save_to_state_dict(entries, prefix and f"{prefix}.", keep_vars=True)
             own = {*part._parameters, *part._buffers}
@@ -222,7 +222,7 @@ def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
             bucket.masters.load(values_reader(values))
 
 
-def _take(sources: Mapping[Tensor, Tensor]) -> None:
+def _copy_sources(sources: Mapping[Tensor, Tensor]) -> None:
     """Copies each source into its target: a shard of a bucket, or a tensor that no engine holds."""
     buckets: dict[Bucket, dict[int, Tensor]] = {}
     for target, source in sources.items():
@@ -236,7 +236,7 @@ def _take(sources: Mapping[Tensor, Tensor]) -> None:
         bucket.masters.load(values_reader(values))
 
 
-class _Recorder(TorchFunctionMode):
+class _CopyRecorder(TorchFunctionMode):
     """Takes down copies into certain tensors instead of making them."""
 
     def __init__(self, targets: Iterable[Tensor]) -> None:
@@ -257,22 +257,22 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _looked_at(module: nn.Module) -> dict[Tensor, None]:
+def _with_custom_loading(module: nn.Module) -> dict[Tensor, None]:
     """Parameters and buffers of modules with loading code of their own, and of those inside.
 
     In an order that is the same on every rank.
     """
-    if _is_foreign(module.load_state_dict):
+    if _is_overridden(module.load_state_dict):
         return dict.fromkeys((*module.parameters(), *module.buffers()))
     looking = [
         part
         for part in module.modules()
-        if part._load_state_dict_post_hooks or _is_foreign(part._load_from_state_dict)
+        if part._load_state_dict_post_hooks or _is_overridden(part._load_from_state_dict)
     ]
     return {t: None for part in looking for t in (*part.parameters(), *part.buffers())}
 
 
-def _is_foreign(method: Any) -> bool:
+def _is_overridden(method: Any) -> bool:
     """Whether a method is not torch's own: torch's modules keep to what a state dict holds."""
     return not str(getattr(method, "__module__", "")).startswith("torch.")
 

@@ -19,12 +19,12 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
 from lightning_zero.tensors.sharded import ShardedTensor
 
-__all__ = ["replace_held"]
+__all__ = ["replace_sharded_parameters"]
 
 _OWN_FORM = {"state_dict", "optimizer_states"}  # they have none, and are large
 
 
-def replace_held(checkpoint: dict[str, Any], engine: Engine) -> None:
+def replace_sharded_parameters(checkpoint: dict[str, Any], engine: Engine) -> None:
     """Replaces entries with held parameters by copies with plain ones, on rank 0. Collective.
 
     Other ranks keep theirs. Values that the state dict has too are in the file once.
@@ -92,11 +92,11 @@ def _gather(
     plain: dict[int, Any] = {}
     for number in sorted({number for number, _ in wanted}):
         bucket = buckets[number]
-        views = bucket.masters.exact_views()
+        views = bucket.masters.full_tensors()
         if engine.comm.rank:
             continue
         for index in [index for other, index in wanted if other == number]:
-            dtype, parameter = bucket.own_dtypes[index], bucket.parameters[index]
+            dtype, parameter = bucket.orig_dtypes[index], bucket.parameters[index]
             saved = state_dict.get(bucket.plan.layout.slots[index].name)
             if number >= len(engine.buckets) or not _has_values(saved, bucket, index):
                 saved = views[index].to("cpu", dtype, copy=True)
@@ -109,5 +109,5 @@ def _has_values(saved: Any, bucket: Bucket, index: int) -> bool:
     """Whether an entry of a state dict, under the name of slot `index`, has its values."""
     if type(saved) is not Tensor or saved.device.type != "cpu":
         return False
-    shape, dtype = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
+    shape, dtype = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]
     return tuple(saved.shape) == shape and saved.dtype is dtype

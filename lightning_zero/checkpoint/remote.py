@@ -143,7 +143,7 @@ class RemotePath:
 
     def open(self, mode: str = "rb") -> BinaryIO:
         """To be read, of which only what is asked for is fetched."""
-        assert mode == "rb", "see `replacing`"
+        assert mode == "rb", "see `atomic_write`"
         return io.BufferedReader(ByteRange(self.pread, 0, self._nbytes))
 
     def read_text(self, encoding: str = "utf-8") -> str:
@@ -190,8 +190,8 @@ class RemotePath:
     # ---------------------------------------------------------------- writing
 
     @contextlib.contextmanager
-    def replacing(self, nbytes: int) -> Iterator[BinaryIO]:
-        """A new file of about `nbytes` that is there when the block ends well; see `replacing`."""
+    def atomic_write(self, nbytes: int) -> Iterator[BinaryIO]:
+        """A new file of about `nbytes` that appears when the block ends; see `atomic_write`."""
         # Whether fsspec holds files back is said for a whole file system: for one of our own.
         system, key = url_to_fs(self._address, skip_instance_cache=True)
         with contextlib.suppress(NotImplementedError):

@@ -22,28 +22,35 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_zero.checkpoint.atomic import Place
+from lightning_zero.checkpoint.atomic import CheckpointPath
 from lightning_zero.checkpoint.remote import Pread
-from lightning_zero.checkpoint.torch_file import NUM_THREADS, reading
+from lightning_zero.checkpoint.torch_file import NUM_THREADS, open_pread
 from lightning_zero.layout.foreign_names import printable
 
-__all__ = ["RECORD", "digest_of_ends", "end_mark", "find_strangers", "find_wrong_ends", "record"]
+__all__ = [
+    "RECORD",
+    "digest_item_ends",
+    "trailer",
+    "find_foreign_files",
+    "find_foreign_items",
+    "encode_record",
+]
 
 RECORD = "save.json"
-_MARK_BYTES = 128
-_MARK = re.compile(rb"\0*\nlightning_zero: save ([0-9a-f]{32}), file ([^\n]*)\n")
+_TRAILER_BYTES = 128
+_TRAILER = re.compile(rb"\0*\nlightning_zero: save ([0-9a-f]{32}), file ([^\n]*)\n")
 _END_BYTES = 2048  # of an item: the directory of its records, with their checksums
 _MAX_RECORD_BYTES = 2**24
 
 _Part = tuple[int, int]  # offset and length of an item
 
 
-def end_mark(save: str, name: str) -> bytes:
+def trailer(save: str, name: str) -> bytes:
     """The last bytes of the file `name` of a rank."""
-    return f"\nlightning_zero: save {save}, file {name}\n".encode().rjust(_MARK_BYTES, b"\0")
+    return f"\nlightning_zero: save {save}, file {name}\n".encode().rjust(_TRAILER_BYTES, b"\0")
 
 
-def digest_of_ends(pread: Pread, parts: Iterable[_Part]) -> str:
+def digest_item_ends(pread: Pread, parts: Iterable[_Part]) -> str:
     """The digest of the ends of the items of a file; what two names share counts once."""
     digest = hashlib.sha256()
     for offset, length in sorted(set(parts)):
@@ -53,12 +60,12 @@ def digest_of_ends(pread: Pread, parts: Iterable[_Part]) -> str:
     return digest.hexdigest()
 
 
-def record(save: str, ends: Mapping[str, str], contents: Mapping[str, Any]) -> bytes:
+def encode_record(save: str, ends: Mapping[str, str], contents: Mapping[str, Any]) -> bytes:
     """What `save.json` holds.
 
     Args:
         save: The identifier.
-        ends: `digest_of_ends` of every rank's file; empty where the file cannot be read back.
+        ends: `digest_item_ends` of every rank's file; empty where the file cannot be read back.
         contents: Bytes of files of rank 0.
     """
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
@@ -66,22 +73,22 @@ def record(save: str, ends: Mapping[str, str], contents: Mapping[str, Any]) -> b
     return f"{text}\n".encode()
 
 
-def find_strangers(folder: Place, metadata: Metadata) -> list[str]:
+def find_foreign_files(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     """One line for each file that belongs to another save than the others."""
     problems: list[str] = []
     files = _files_by_folder(metadata)
     for beside, names in files.items():
         place = folder / beside if beside != "." else folder
-        problems += _strangers_in(place, names)
+        problems += _foreign_files_in(place, names)
     return problems
 
 
-def _strangers_in(folder: Place, names: Sequence[str]) -> list[str]:
+def _foreign_files_in(folder: CheckpointPath, names: Sequence[str]) -> list[str]:
     noted = _read_record(folder)
     if isinstance(noted, str):
         return [noted]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        saves = list(pool.map(partial(_save_of, folder), names))
+        saves = list(pool.map(partial(_read_trailer, folder), names))
     expected = noted["save"] if noted else saves[0]
     shown = f"save {expected[:8]}" if expected else "a save without a name"
     where = RECORD if noted else names[0]
@@ -105,7 +112,9 @@ def _strangers_in(folder: Place, names: Sequence[str]) -> list[str]:
     return problems
 
 
-def find_wrong_ends(folder: Place, metadata: Metadata, rank: int, world_size: int) -> list[str]:
+def find_foreign_items(
+    folder: CheckpointPath, metadata: Metadata, rank: int, world_size: int
+) -> list[str]:
     """One line for each file of this rank's share of which items are those of another save."""
     parts: dict[str, list[_Part]] = {}
     for place in metadata.storage_data.values():
@@ -122,8 +131,8 @@ def find_wrong_ends(folder: Place, metadata: Metadata, rank: int, world_size: in
         expected = ends.get(path.name)
         if not expected or not (folder / name).is_file():
             continue
-        with reading(folder / name) as pread:
-            if digest_of_ends(pread, parts[name]) != expected:
+        with open_pread(folder / name) as pread:
+            if digest_item_ends(pread, parts[name]) != expected:
                 problems.append(f"{printable(name)} has items that differ from what {RECORD} says")
     return problems
 
@@ -138,21 +147,21 @@ def _files_by_folder(metadata: Metadata) -> dict[str, list[str]]:
     return by_folder
 
 
-def _save_of(folder: Place, name: str) -> str:
+def _read_trailer(folder: CheckpointPath, name: str) -> str:
     """The save that a file belongs to; empty where it does not say."""
     path = folder / name
     size = path.stat().st_size
-    if size < _MARK_BYTES:
+    if size < _TRAILER_BYTES:
         return ""
-    with reading(path) as pread:
-        match = _MARK.fullmatch(pread(_MARK_BYTES, size - _MARK_BYTES))
+    with open_pread(path) as pread:
+        match = _TRAILER.fullmatch(pread(_TRAILER_BYTES, size - _TRAILER_BYTES))
     if match is None:
         return ""
     save, own_name = match[1].decode(), match[2]
     return save if own_name == name.encode() else f"{save} as {own_name.decode(errors='replace')}"
 
 
-def _read_record(folder: Place) -> dict[str, Any] | str | None:
+def _read_record(folder: CheckpointPath) -> dict[str, Any] | str | None:
     """What `save.json` holds, or what is wrong with it; None where there is none."""
     path = folder / RECORD
     if not path.is_file():
@@ -172,7 +181,7 @@ def _read_record(folder: Place) -> dict[str, Any] | str | None:
     return f"{RECORD} is no record of a save: it is damaged"
 
 
-def _digest(path: Place) -> str:
+def _digest(path: CheckpointPath) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):

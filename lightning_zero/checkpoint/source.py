@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import atomic, dcp_reader, deepspeed, hugging_face, torch_file
-from lightning_zero.checkpoint.atomic import Place, locate, recover, undisturbed
+from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
-from lightning_zero.checkpoint.hugging_face import holds_weights, open_directory, open_safetensors
+from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.layout.foreign_names import printable
@@ -38,10 +38,10 @@ __all__ = [
     "find_damage",
     "format_of",
     "has_checksums",
-    "identity",
+    "tensor_identity",
     "open_checkpoint",
     "raise_damage",
-    "raise_damage_of_any",
+    "raise_damage_on_any_rank",
     "summarize",
     "total_nbytes",
 ]
@@ -60,10 +60,10 @@ def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int 
     """
     place = locate(path)
     recover(place)
-    return undisturbed(place, lambda: _find_damage(place, rank, world_size))
+    return read_consistently(place, lambda: _find_damage(place, rank, world_size))
 
 
-def _find_damage(place: Place, rank: int, world_size: int) -> list[str]:
+def _find_damage(place: CheckpointPath, rank: int, world_size: int) -> list[str]:
     if place.is_dir():
         damage = atomic.find_damage(place, rank=rank, world_size=world_size)
         if any(line.startswith(METADATA) for line in damage):
@@ -76,7 +76,7 @@ def _find_damage(place: Place, rank: int, world_size: int) -> list[str]:
     return []
 
 
-def _find_damage_in_files(folder: Place, rank: int, world_size: int) -> list[str]:
+def _find_damage_in_files(folder: CheckpointPath, rank: int, world_size: int) -> list[str]:
     """Compares the records of the torch files of a directory with their checksums."""
     try:
         files = _torch_files(folder)
@@ -90,15 +90,15 @@ def _find_damage_in_files(folder: Place, rank: int, world_size: int) -> list[str
     ]
 
 
-def _torch_files(folder: Place) -> list[Place]:
+def _torch_files(folder: CheckpointPath) -> list[CheckpointPath]:
     if isinstance(folder, Path) and is_deepspeed(folder):
-        return deepspeed.checked_files(folder)
-    if holds_weights(folder) and not is_deepspeed(folder):
-        return hugging_face.checked_files(folder)
+        return deepspeed.files_with_checksums(folder)
+    if has_weights(folder) and not is_deepspeed(folder):
+        return hugging_face.files_with_checksums(folder)
     return []
 
 
-def has_checksums(path: Place) -> bool:
+def has_checksums(path: CheckpointPath) -> bool:
     """Whether `find_damage` has anything to compare with."""
     if path.is_dir():
         if is_sharded(path) or (path / atomic.CHECKSUMS).is_file():
@@ -117,7 +117,7 @@ def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
         )
 
 
-def raise_damage_of_any(
+def raise_damage_on_any_rank(
     path: str | os.PathLike[str],
     rank: int,
     world_size: int,
@@ -170,7 +170,7 @@ def open_checkpoint(
     place = locate(path)
     recover(place)
     try:
-        return undisturbed(place, lambda: _open_place(place, path, weights_only))
+        return read_consistently(place, lambda: _open_place(place, path, weights_only))
     except (LookupError, UnicodeError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is "
@@ -179,7 +179,7 @@ def open_checkpoint(
 
 
 def _open_place(
-    place: Place, path: str | os.PathLike[str], weights_only: bool | None
+    place: CheckpointPath, path: str | os.PathLike[str], weights_only: bool | None
 ) -> dict[str, Any]:
     if place.is_dir():
         return _open_directory(place, weights_only)
@@ -198,14 +198,14 @@ def _open_place(
     )
 
 
-def _open_directory(path: Place, weights_only: bool | None) -> dict[str, Any]:
+def _open_directory(path: CheckpointPath, weights_only: bool | None) -> dict[str, Any]:
     if is_sharded(path):
         return open_sharded(path, weights_only=weights_only)
     if is_deepspeed(path):
         if isinstance(path, RemotePath):
             raise ValueError(f"{path} is a DeepSpeed checkpoint; copy it to a local folder first.")
         return open_deepspeed(path, weights_only=weights_only)
-    if holds_weights(path):
+    if has_weights(path):
         return {"state_dict": open_directory(path, weights_only=weights_only)}
     names = sorted(entry.name for entry in path.iterdir())
     some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -216,7 +216,7 @@ def _open_directory(path: Place, weights_only: bool | None) -> dict[str, Any]:
     )
 
 
-def _as_checkpoint(content: Any, path: Place) -> dict[str, Any]:
+def _as_checkpoint(content: Any, path: CheckpointPath) -> dict[str, Any]:
     """A Lightning checkpoint as it is, a state dict as the only entry of one."""
     if not isinstance(content, dict):
         raise ValueError(
@@ -246,7 +246,7 @@ def _as_checkpoint(content: Any, path: Place) -> dict[str, Any]:
 _NUM_LARGEST = 5
 
 
-def identity(tensor: Tensor) -> object:
+def tensor_identity(tensor: Tensor) -> object:
     """Equal for two tensors that are the same one; both must be alive."""
     if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided or not tensor.numel():
         return id(tensor)
@@ -264,7 +264,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
     while stack:
         value = stack.pop()
         if isinstance(value, Tensor):
-            if (key := identity(value)) not in seen:
+            if (key := tensor_identity(value)) not in seen:
                 seen.add(key)
                 yield value
         elif isinstance(value, Mapping):
@@ -273,7 +273,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
             stack.extend(value)
 
 
-def format_of(path: Place) -> str:
+def format_of(path: CheckpointPath) -> str:
     """The name of the format of what `open_checkpoint` opens."""
     if is_sharded(path):
         return "directory of torch.distributed.checkpoint"
@@ -287,7 +287,7 @@ def summarize(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     weights = {k: v for k, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
     named: dict[object, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
-        named.setdefault(identity(tensor), (name, tensor))
+        named.setdefault(tensor_identity(tensor), (name, tensor))
     distinct = [tensor for _, tensor in named.values()]
     largest = sorted(named.values(), key=lambda item: -item[1].numel())[:_NUM_LARGEST]
     optimizer = checkpoint.get("optimizer_states", [])

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.optim.shown import own_states, plain_states
-from lightning_zero.optim.state import Outline, is_elementwise, outline_owned_states
-from lightning_zero.tensors.composite import take_apart
+from lightning_zero.optim.state import TensorSpec, gather_owned_state_specs, is_elementwise
+from lightning_zero.optim.state_view import raw_states, without_state_view
+from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
 
@@ -43,14 +43,14 @@ __all__ = [
     "sharded_optimizer_state",
     "sharded_state_dict",
     "shards_in",
-    "whole_as_shards",
+    "replicated_as_shards",
 ]
 
 # ------------------------------------------------------------------------------------------- whole
 
 
 def full_state_dict(
-    engine: Engine, module: nn.Module | None = None, *, is_everywhere: bool = False
+    engine: Engine, module: nn.Module | None = None, *, is_on_all_ranks: bool = False
 ) -> dict[str, Any]:
     """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
 
@@ -59,22 +59,22 @@ def full_state_dict(
     Args:
         engine: Holds the parameters.
         module: A shadow of the engine's; None: that itself.
-        is_everywhere: Every rank gets the values.
+        is_on_all_ranks: Every rank gets the values.
 
     Returns:
         The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device unless
-        `is_everywhere`: hooks that rename or delete entries work on every rank.
+        `is_on_all_ranks`: hooks that rename or delete entries work on every rank.
     """
-    target = "cpu" if is_everywhere or engine.comm.rank == 0 else "meta"
+    target = "cpu" if is_on_all_ranks or engine.comm.rank == 0 else "meta"
     state = _live_state(engine.module if module is None else module)
     wanted = [v for v in state.values() if isinstance(v, nn.Parameter) and has_placement(v)]
-    whole = dict.fromkeys(wanted, torch.empty(0))
-    for bucket in dict.fromkeys(bucket_of(placement_of(p)) for p in whole):
-        views = bucket.masters.exact_views()
+    full = dict.fromkeys(wanted, torch.empty(0))
+    for bucket in dict.fromkeys(bucket_of(placement_of(p)) for p in full):
+        views = bucket.masters.full_tensors()
         for index, parameter in enumerate(bucket.parameters):
-            if parameter in whole:
-                whole[parameter] = views[index].to(target, bucket.own_dtypes[index], copy=True)
-    return _with_entries(state, lambda key, parameter: whole.get(parameter))
+            if parameter in full:
+                full[parameter] = views[index].to(target, bucket.orig_dtypes[index], copy=True)
+    return _with_entries(state, lambda key, parameter: full.get(parameter))
 
 
 def narrow_masters(engine: Engine) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
     """
     masters: dict[str, Tensor] = {}
     for bucket in _narrow_buckets(engine):
-        views = bucket.masters.gather_whole().views
+        views = bucket.masters.all_gather().views
         if engine.comm.rank == 0:
             for slot, view in zip(bucket.plan.layout.slots, views, strict=True):
                 masters[slot.name] = view.to("cpu", copy=True)
@@ -94,7 +94,7 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
 def _narrow_buckets(engine: Engine) -> Iterator[Bucket]:
     for bucket in engine.buckets:
         itemsize = bucket.plan.master_dtype.itemsize
-        is_narrow = any(own.itemsize < itemsize for own in bucket.own_dtypes)
+        is_narrow = any(own.itemsize < itemsize for own in bucket.orig_dtypes)
         if is_narrow and any(p.requires_grad for p in bucket.parameters):
             yield bucket
 
@@ -134,12 +134,12 @@ def sharded_state_dict(module: nn.Module, kind: str) -> dict[str, Any]:
         placement = placement_of(parameter)
         bucket, index = bucket_of(placement), placement.index
         part = partial(read, bucket, index)
-        return _shard(f"{kind} {placement.name}", bucket, index, bucket.own_dtypes[index], part)
+        return _shard(f"{kind} {placement.name}", bucket, index, bucket.orig_dtypes[index], part)
 
     return _with_entries(_live_state(module), entry)
 
 
-def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, Any]:
+def replicated_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, Any]:
     """The state dict of a module that is whole and equal on every rank: each writes its 1/N."""
     names: dict[nn.Parameter, str] = {}
 
@@ -147,14 +147,14 @@ def whole_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, 
         name = names.setdefault(parameter, f"parameter {key}")
         owned = _equal_share(range(parameter.numel()), rank, world_size)
         read = partial(read_flat, parameter.detach())
-        return ShardTensor.of(name, parameter.shape, parameter.dtype, owned, read)
+        return CheckpointShard.of(name, parameter.shape, parameter.dtype, owned, read)
 
     return _with_entries(_live_state(module), entry)
 
 
-def sharded_masters(engine: Engine) -> dict[str, ShardTensor]:
+def sharded_masters(engine: Engine) -> dict[str, CheckpointShard]:
     """The same as `narrow_masters`, as this rank's shards. Local."""
-    masters: dict[str, ShardTensor] = {}
+    masters: dict[str, CheckpointShard] = {}
     read = _part_reader()
     for bucket in _narrow_buckets(engine):
         for index, slot in enumerate(bucket.plan.layout.slots):
@@ -170,10 +170,10 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`.
     """
     number = engine.optimizers.index(optimizer)
-    outlines = outline_owned_states(optimizer, engine.buckets)
-    with plain_states(optimizer):  # its options: states are saved as the optimizer keeps them
+    outlines = gather_owned_state_specs(optimizer, engine.buckets)
+    with without_state_view(optimizer):  # its options: states are saved as the optimizer keeps them
         packed = optimizer.state_dict()
-    own_of = own_states(optimizer)
+    own_of = raw_states(optimizer)
     ids = {
         parameter: packed_id
         for live, group in zip(optimizer.param_groups, packed["param_groups"], strict=True)
@@ -188,7 +188,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
                 continue
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
             source = f"of {name} in optimizer {number}"
-            entry = take_apart(dict(own_of.get(parameter, {})))
+            entry = flatten_composites(dict(own_of.get(parameter, {})))
             if parameter in outlines:
                 own = entry if bucket.shards.is_stepped[index] else None
                 state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
@@ -205,13 +205,13 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
     return {"state": state, "param_groups": groups}
 
 
-def shards_in(tree: Any) -> dict[str, ShardTensor]:
+def shards_in(tree: Any) -> dict[str, CheckpointShard]:
     """All shards in nested dicts and lists, by source."""
-    found: dict[str, ShardTensor] = {}
+    found: dict[str, CheckpointShard] = {}
     stack = [tree]
     while stack:
         value = stack.pop()
-        if isinstance(value, ShardTensor):
+        if isinstance(value, CheckpointShard):
             found[value.source] = value
         elif isinstance(value, Mapping):
             stack.extend(value.values())
@@ -230,7 +230,7 @@ def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any
 
     def shard(leaf: object) -> object:
         nonlocal number
-        if not isinstance(leaf, Outline):
+        if not isinstance(leaf, TensorSpec):
             return leaf
         if leaf.number is not None:
             next(values, None)
@@ -239,17 +239,17 @@ def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any
         value = torch.empty(0, dtype=leaf.dtype) if own is None else next(values)
         owned = _equal_share(range(value.numel()), mesh.replica_rank, mesh.num_replicas)
         read = partial(read_flat, value)
-        return ShardTensor.of(f"state {number} {source}", leaf.shape, leaf.dtype, owned, read)
+        return CheckpointShard.of(f"state {number} {source}", leaf.shape, leaf.dtype, owned, read)
 
     return tree_map(shard, outline)
 
 
 def _shard(
     source: str, bucket: Bucket, index: int, dtype: torch.dtype, part: Callable[[], Tensor]
-) -> ShardTensor:
+) -> CheckpointShard:
     """`part()`, the elements of slot `index` that this rank steps, as what this rank writes."""
     stepped, mesh = bucket.owned(index), bucket.comm.mesh
-    if bucket.steps_whole:
+    if bucket.replicates_optim:
         written = _equal_share(stepped, mesh.rank, mesh.world_size)
     else:
         written = _equal_share(stepped, mesh.replica_rank, mesh.num_replicas)
@@ -258,12 +258,12 @@ def _shard(
         return read_flat(part(), start - stepped.start, stop - stepped.start)
 
     shape = bucket.plan.layout.slots[index].shape
-    return ShardTensor.of(source, shape, dtype, written, read)
+    return CheckpointShard.of(source, shape, dtype, written, read)
 
 
 def _part_reader() -> Callable[[Bucket, int], Tensor]:
     """Reads this rank's elements of a slot in full precision, 1-D; keeps those of one bucket."""
-    parts = lru_cache(1)(lambda bucket: bucket.masters.exact_parts())
+    parts = lru_cache(1)(lambda bucket: bucket.masters.shard_views())
     return lambda bucket, index: parts(bucket)[index]
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.atomic import Place, replacing
+from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import is_composite, map_tensors
@@ -46,10 +46,10 @@ __all__ = [
     "has_checksums",
     "is_torch_file",
     "open_torch_file",
-    "pieces",
+    "iter_bytes",
     "read_elements",
-    "reading",
-    "silent",
+    "open_pread",
+    "no_progress",
     "span",
     "write_torch_file",
 ]
@@ -60,7 +60,7 @@ _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on reque
 # ----------------------------------------------------------------------------------------- opening
 
 
-def is_torch_file(path: Place) -> bool:
+def is_torch_file(path: CheckpointPath) -> bool:
     """Whether it begins as a file of `torch.save` does."""
     with path.open("rb") as file:
         found = file.read(4)
@@ -68,7 +68,7 @@ def is_torch_file(path: Place) -> bool:
 
 
 def open_torch_file(
-    path: Place,
+    path: CheckpointPath,
     *,
     weights_only: bool | None = None,
     pickle_module: ModuleType | None = None,
@@ -107,10 +107,12 @@ def open_torch_file(
 
 
 # Of torch's reader; other errors may be those of a class that is unpickled.
-_WORDS_OF_TORCH = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
+_TORCH_ERROR_WORDS = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
 
 
-def _named(path: Place, error: Exception, *, is_zip: bool, runs_classes: bool) -> Exception:
+def _named(
+    path: CheckpointPath, error: Exception, *, is_zip: bool, runs_classes: bool
+) -> Exception:
     """What to raise for an error of reading a torch file: it names the file."""
     if isinstance(error, pickle.UnpicklingError):
         if is_zip or "Unsupported" in str(error):  # a class that is refused
@@ -120,7 +122,7 @@ def _named(path: Place, error: Exception, *, is_zip: bool, runs_classes: bool) -
     elif isinstance(error, (MemoryError, ImportError)) or (
         runs_classes
         and not isinstance(error, (LookupError, UnicodeError))
-        and not any(word in str(error) for word in _WORDS_OF_TORCH)
+        and not any(word in str(error) for word in _TORCH_ERROR_WORDS)
     ):
         return error
     return ValueError(_damaged(path, printable(f"{type(error).__name__}: {error}")))
@@ -133,7 +135,7 @@ def find_inflated(file: Any) -> str | None:
     """What is wrong with an archive whose records take more memory than it has bytes."""
     try:
         records = zipfile.ZipFile(file).infolist()
-    except _UNREADABLE as error:
+    except _ZIP_ERRORS as error:
         return f"the directory of its records at the end is damaged ({error})"
     finally:
         file.seek(0)
@@ -208,7 +210,7 @@ def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
-def _damaged(path: Place, why: str) -> str:
+def _damaged(path: CheckpointPath, why: str) -> str:
     return (
         f"{path} ({path.stat().st_size} bytes) is truncated, damaged or not written by "
         f"torch.save: {why}. If its save or copy was interrupted, use an earlier checkpoint or "
@@ -227,17 +229,17 @@ _RECORD_BYTES = 512  # more than the headers of a record take
 Progress = Callable[[int], object]  # is told the bytes of every piece of a tensor that was written
 
 
-def silent(nbytes: int) -> None:
+def no_progress(nbytes: int) -> None:
     """The progress of what nobody watches."""
 
 
-def write_torch_file(tree: object, path: Place, progress: Progress = silent) -> None:
+def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = no_progress) -> None:
     """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
 
     Tensors may be LazyTensors. See [Note: Torch files].
 
     Raises:
-        OSError: The file cannot be written; see `replacing`.
+        OSError: The file cannot be written; see `atomic_write`.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -245,17 +247,17 @@ def write_torch_file(tree: object, path: Place, progress: Progress = silent) -> 
     storages = pickler.storages
     payload = stream.tell() + sum(storage.nbytes for storage in storages)
     with (
-        replacing(path, payload + _RECORD_BYTES * (len(storages) + 4)) as file,
+        atomic_write(path, payload + _RECORD_BYTES * (len(storages) + 4)) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
     ):
         _write_record(archive, "data.pkl", [stream.getbuffer()])
         _write_record(archive, "byteorder", [memoryview(sys.byteorder.encode())])
         for number, storage in enumerate(storages):
-            _write_record(archive, f"data/{number}", pieces(storage, progress))
+            _write_record(archive, f"data/{number}", iter_bytes(storage, progress))
         _write_record(archive, "version", [memoryview(b"3\n")])
 
 
-def pieces(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
+def iter_bytes(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, at most `PIECE_BYTES` at a time."""
     step = max(1, PIECE_BYTES // tensor.element_size())
     for start in range(0, tensor.numel(), step):
@@ -276,7 +278,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryvie
 
 
 @dataclass(frozen=True)
-class _StoredStorage:
+class _LazyStorage:
     """Stands in a pickle for the storage of a LazyTensor."""
 
     tensor: LazyTensor
@@ -298,12 +300,12 @@ class _Pickler(pickle.Pickler):
         empty = torch.empty(0, dtype=value.dtype)
         rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
         strides = torch.empty(value.shape, device="meta").stride()
-        stored = _StoredStorage(value, storage)
+        stored = _LazyStorage(value, storage)
         return rebuild, (stored, offset, tuple(value.shape), strides, *rest)
 
     def persistent_id(self, value: Any) -> Any:
         storage: Tensor
-        if isinstance(value, _StoredStorage):
+        if isinstance(value, _LazyStorage):
             storage, key, location, like = value.tensor, id(value.tensor), "cpu", value.empty
         elif torch.is_storage(value):
             untyped = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
@@ -326,7 +328,7 @@ NUM_THREADS = 4
 _CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
 _CHECKED_REMOTE_BYTES = 4 * 1024**2  # where every read waits for a network
 # What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
-_UNREADABLE = (
+_ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -338,7 +340,7 @@ _UNREADABLE = (
 )
 
 
-def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
     """Compares this rank's share of the records of a file with their checksums, in parallel.
 
     A file in torch's format from before 1.6, which has no checksums, passes; so do records that
@@ -347,24 +349,24 @@ def find_damage(path: Place, *, rank: int = 0, world_size: int = 1) -> list[str]
     Returns:
         One line for each damaged record.
     """
-    with reading(path) as pread:
+    with open_pread(path) as pread:
         if pread(4, 0) != _ZIP_MAGIC:
             return []
         try:
             records = zipfile.ZipFile(ByteRange(pread, 0, path.stat().st_size)).infolist()
-        except _UNREADABLE as error:
+        except _ZIP_ERRORS as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
         mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             return [line for line in pool.map(partial(_check_record, path, pread, 0), mine) if line]
 
 
-def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
+def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | None:
     """What is wrong with a record of a small torch file that is a part of the file `path`."""
-    with reading(path) as pread:
+    with open_pread(path) as pread:
         try:
             records = zipfile.ZipFile(ByteRange(pread, start, length)).infolist()
-        except _UNREADABLE as error:
+        except _ZIP_ERRORS as error:
             if pread(1, start) == _PICKLE_MAGIC:
                 return None
             return f"the directory of its records is missing or damaged ({error})"
@@ -372,7 +374,7 @@ def find_damage_in_part(path: Place, start: int, length: int) -> str | None:
 
 
 @contextmanager
-def reading(path: Place) -> Iterator[Pread]:
+def open_pread(path: CheckpointPath) -> Iterator[Pread]:
     """Reads ranges of a file, from several threads."""
     if isinstance(path, RemotePath):
         yield path.pread
@@ -389,7 +391,7 @@ def _pread(path: Path, descriptor: int, size: int, offset: int) -> bytes:
         raise OSError(error.errno, reason, str(path)) from error
 
 
-def has_checksums(path: Place) -> bool:
+def has_checksums(path: CheckpointPath) -> bool:
     """Whether a file is a torch file whose records have checksums."""
     with path.open("rb") as file:
         if not zipfile.is_zipfile(file):
@@ -397,11 +399,13 @@ def has_checksums(path: Place) -> bool:
         try:
             records = zipfile.ZipFile(file).infolist()
             return any(entry.CRC for entry in records if "/data/" in entry.filename)
-        except _UNREADABLE:
+        except _ZIP_ERRORS:
             return True  # `find_damage` says what is wrong with them
 
 
-def _check_record(path: Place, pread: Pread, origin: int, entry: zipfile.ZipInfo) -> str | None:
+def _check_record(
+    path: CheckpointPath, pread: Pread, origin: int, entry: zipfile.ZipInfo
+) -> str | None:
     """What is wrong with a record, or with reading it. `entry` counts from byte `origin`."""
     try:
         if entry.compress_type == zipfile.ZIP_STORED:
@@ -411,7 +415,7 @@ def _check_record(path: Place, pread: Pread, origin: int, entry: zipfile.ZipInfo
             while record.read(_CHECKED_BYTES):
                 pass
         return None
-    except _UNREADABLE as error:
+    except _ZIP_ERRORS as error:
         return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
 
 

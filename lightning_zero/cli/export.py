@@ -15,11 +15,11 @@ import torch
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import Place, locate
-from lightning_zero.checkpoint.export import plan, release
+from lightning_zero.checkpoint.atomic import CheckpointPath, locate
+from lightning_zero.checkpoint.export import drop_pages, plan_export
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.layout.foreign_names import printable
-from lightning_zero.layout.sizes import in_words
+from lightning_zero.layout.sizes import format_bytes
 
 __all__ = ["run"]
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise_damage(args.checkpoint, find_damage(args.checkpoint))
     opened = open_checkpoint(args.checkpoint, weights_only=False if args.trust else None)
     opened.setdefault("pytorch-lightning_version", lightning.__version__)
-    planned = plan(
+    planned = plan_export(
         opened,
         args.format,
         dtype=_DTYPES[args.dtype] if args.dtype else None,
@@ -50,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
     with _bar(planned.nbytes, checkpoint) as progress:
         planned.write(out, progress)
-    print(f"{args.out}: {args.format}, {in_words(planned.nbytes)} of tensors")
+    print(f"{args.out}: {args.format}, {format_bytes(planned.nbytes)} of tensors")
     return 0
 
 
-def _check_places(checkpoint: Place, out: Place, args: argparse.Namespace) -> None:
+def _check_places(
+    checkpoint: CheckpointPath, out: CheckpointPath, args: argparse.Namespace
+) -> None:
     source, target = _resolved(checkpoint), _resolved(out)
     if not checkpoint.exists():
         raise FileNotFoundError(f"{args.checkpoint} does not exist.")
@@ -76,11 +78,11 @@ def _check_places(checkpoint: Place, out: Place, args: argparse.Namespace) -> No
         )
 
 
-def _resolved(place: Place) -> PurePath:
+def _resolved(place: CheckpointPath) -> PurePath:
     return place.resolve() if isinstance(place, Path) else PurePosixPath(str(place))
 
 
-def _max_shard_bytes(args: argparse.Namespace, out: Place) -> int | None:
+def _max_shard_bytes(args: argparse.Namespace, out: CheckpointPath) -> int | None:
     limit: int | None = args.max_shard_size
     is_file = out.suffix == ".safetensors"
     if limit is not None and (is_file or args.format != "safetensors"):
@@ -92,7 +94,7 @@ def _max_shard_bytes(args: argparse.Namespace, out: Place) -> int | None:
 
 
 @contextmanager
-def _bar(total: int, checkpoint: Place) -> Iterator[Callable[[int], Any]]:
+def _bar(total: int, checkpoint: CheckpointPath) -> Iterator[Callable[[int], Any]]:
     """A progress bar on a terminal; mapped memory is given back as reading goes on."""
     pending = 0
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
@@ -103,6 +105,6 @@ def _bar(total: int, checkpoint: Place) -> Iterator[Callable[[int], Any]]:
             pending += nbytes
             if pending >= _RELEASE_BYTES and isinstance(checkpoint, Path):
                 pending = 0
-                release(checkpoint)
+                drop_pages(checkpoint)
 
         yield progress

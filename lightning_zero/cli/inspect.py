@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import files_below, locate
+from lightning_zero.checkpoint.atomic import file_sizes, locate
 from lightning_zero.checkpoint.source import find_damage, format_of, has_checksums, summarize
 from lightning_zero.layout.foreign_names import printable
-from lightning_zero.layout.sizes import in_words
+from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.observe.tables import table
 
 __all__ = ["run"]
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.exists():
         raise FileNotFoundError(f"{name} does not exist.")
     damage = find_damage(name) if args.verify else []
-    files = {path.name: path.stat().st_size} if path.is_file() else files_below(path)
+    files = {path.name: path.stat().st_size} if path.is_file() else file_sizes(path)
     found: dict[str, Any] = {"path": name, "format": format_of(path), "files": files}
     if args.verify:
         found |= {"has_checksums": has_checksums(path), "damage": damage}
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
 def _text(found: Mapping[str, Any]) -> str:
     lines = _content(found) if "num_tensors" in found else []
     files = found["files"]
-    lines.append(("files", f"{len(files)}, {in_words(sum(files.values()))}"))
-    lines += [("", f"{name}  {in_words(size)}") for name, size in files.items()][:_NUM_FILES]
+    lines.append(("files", f"{len(files)}, {format_bytes(sum(files.values()))}"))
+    lines += [("", f"{name}  {format_bytes(size)}") for name, size in files.items()][:_NUM_FILES]
     if len(files) > _NUM_FILES:
         lines.append(("", f"and {len(files) - _NUM_FILES} more"))
     if "damage" in found:
@@ -72,7 +72,7 @@ def _content(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if found["optimizer_bytes"]:
         lines.append(("optimizer", _dtypes(found["optimizer_dtypes_numel"])))
-    kinds = [f"{kind} {in_words(found[f'{kind}_bytes'])}" for kind in _KINDS]
+    kinds = [f"{kind} {format_bytes(found[f'{kind}_bytes'])}" for kind in _KINDS]
     lines.append(("bytes", ", ".join(kinds)))
     for number, tensor in enumerate(found["largest"]):
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"

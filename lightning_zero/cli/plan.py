@@ -37,7 +37,7 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.recompute import find_checkpointed, outermost
 from lightning_zero.layout.units import find_blocks
-from lightning_zero.optim.trial import find_whole_tensors
+from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (
     SHAPES,
     Decoder,
@@ -49,18 +49,18 @@ from lightning_zero.planner import (
     all_choices,
     data_parallel_bytes,
     estimate,
-    find_repeats,
+    extrapolate_trace,
+    find_repeated_blocks,
     full_checkpoint_bytes,
     make_optimizers,
     shape_of_hugging_face,
-    stretched,
     trace_step,
 )
 from lightning_zero.strategy.schema import register
 from lightning_zero.strategy.settings import auto_base
 from lightning_zero.tensors.ties import tie_shared
 
-__all__ = ["Source", "of_arguments", "run"]
+__all__ = ["Source", "source_from_arguments", "run"]
 
 _CONF = Path(__file__).parents[1] / "conf"
 _Traces = tuple[StepTrace | None, StepTrace | None]  # as the module is, and with checkpointing
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans the job that `args` name, and prints what was found; 1 where nothing fits."""
     if args.plot is not None:
         check_plot(args.plot)
-    source = of_arguments(args)
+    source = source_from_arguments(args)
     tie_shared(source.module)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    again = find_checkpointed(source.module, config.runs_again)
+    again = find_checkpointed(source.module, config.checkpointed_modules)
     traces, note = _traces(source, whole, again, () if again else blocks, autocast)
     job = Job(
         source.module,
         optimizers,
         num_micro_batches=num_micro_batches,
-        whole_tensors=find_whole_tensors(optimizers, config),
+        full_optimizers=find_full_optimizers(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
     plain, checkpointed = (replace(job, trace=trace) for trace in traces)
@@ -155,7 +155,7 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
         device_bytes,
         args.host_memory,
         args.disk,
-        is_apart=not args.on_cpu,
+        has_device_memory=not args.on_cpu,
         rates=replace(Rates(), **{NAMES[name]: rate * 1e9 for name, rate in rates.items()}),
     )
 
@@ -175,7 +175,7 @@ def _traces(
         return (None, None), "activations are not counted; give the shapes of inputs by --input."
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
     units = [unit.name for unit in plan.units]
-    repeats = find_repeats(source.module, units)
+    repeats = find_repeated_blocks(source.module, units)
     step = source.step
 
     def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
@@ -193,7 +193,7 @@ def _traces(
     def trace(checkpointed: Sequence[str]) -> StepTrace:
         short = None
         if repeats is not None:
-            short = stretched(source.module, repeats, lambda gone: run(gone, checkpointed))
+            short = extrapolate_trace(source.module, repeats, lambda gone: run(gone, checkpointed))
         return short or run([], checkpointed)
 
     try:
@@ -231,7 +231,7 @@ class Source:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def of_arguments(args: argparse.Namespace) -> Source:
+def source_from_arguments(args: argparse.Namespace) -> Source:
     """Builds what the command line names.
 
     Raises:

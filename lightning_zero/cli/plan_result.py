@@ -16,17 +16,17 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.sizes import in_words, unit_of
+from lightning_zero.layout.sizes import byte_unit, format_bytes
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.plots import (
     ALARM,
-    HOW_TO_DRAW,
     INK,
+    MATPLOTLIB_HINT,
     STATE_COLOURS,
-    axes_below,
     has_matplotlib,
     legend,
-    plain,
+    style_axes,
+    titled_axes,
 )
 from lightning_zero.observe.tables import paragraph, table
 from lightning_zero.planner import Estimate, Machine
@@ -103,24 +103,24 @@ def as_dict(row: Row) -> dict[str, Any]:
         "fits_with_checkpointing": None if less is None else less.fits,
         **_numbers(plain),
         "device_bytes_with_checkpointing": None if less is None else less.device_bytes,
-        "rest_bytes_per_rank": {
+        "state_bytes_per_rank": {
             tier.value: {state.value: nbytes for state, nbytes in states.items()}
-            for tier, states in plain.resting.tiers.items()
+            for tier, states in plain.rank_memory.tiers.items()
         },
-        "least_and_most_of_ranks": {
-            tier.value: list(plain.ranks.span(tier)) for tier in plain.resting.tiers
+        "min_and_max_bytes_of_ranks": {
+            tier.value: list(plain.ranks.min_max_bytes(tier)) for tier in plain.rank_memory.tiers
         },
-        "module_buffer_bytes": plain.resting.module_buffer_bytes,
-        "average_bytes": plain.resting.average_bytes,
-        "pool_bytes": plain.resting.pool_bytes,
+        "module_buffer_bytes": plain.rank_memory.module_buffer_bytes,
+        "average_bytes": plain.rank_memory.average_bytes,
+        "nvme_buffer_bytes": plain.rank_memory.nvme_buffer_bytes,
         "staging_bytes": plain.staging_bytes,
         "peak_bytes": {
-            "gathered": plain.peak.gathered_bytes,
-            "gradient buckets": plain.peak.bucket_bytes,
+            "unsharded": plain.peak.unsharded_bytes,
+            "gradient buckets": plain.peak.grad_bucket_bytes,
             "activations": plain.peak.activation_bytes,
         },
         "step_bytes": dataclasses.asdict(plain.traffic),
-        "missing_bytes": plain.excess,
+        "missing_bytes": plain.missing_bytes,
     }
 
 
@@ -133,11 +133,11 @@ def as_text(
         f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
     )
     alone = (
-        f"DistributedDataParallel would hold {in_words(facts['data_parallel_bytes'])} of states on "
+        f"DistributedDataParallel would hold {format_bytes(facts['data_parallel_bytes'])} of states on "
         "each device."
     )
     saving = (
-        f"A checkpoint in the full form takes {in_words(facts['full_checkpoint_bytes'])} of CPU "
+        f"A checkpoint in the full form takes {format_bytes(facts['full_checkpoint_bytes'])} of CPU "
         "memory on rank 0 while it is saved; in the sharded form it takes a few buffers on each "
         "rank, and a copy of the shards of the rank where async_save is on."
     )
@@ -148,7 +148,7 @@ def as_text(
 
 
 def _table(rows: Sequence[Row], best: Any) -> str:
-    unit, size = unit_of(max(row.plain.device_bytes for row in rows))
+    unit, size = byte_unit(max(row.plain.device_bytes for row in rows))
     is_quick = all(row.plain.transfer_seconds[1] < 1 for row in rows)
 
     def short(number: float, digits: int = 3) -> str:
@@ -163,14 +163,14 @@ def _table(rows: Sequence[Row], best: Any) -> str:
         return [
             f"{plain.choice.zero}{' *' if is_best else ''}",
             plain.choice.offload,
-            _in_unit(plain.resting.tier_bytes(Tier.DEVICE), size),
+            _in_unit(plain.rank_memory.tier_bytes(Tier.DEVICE), size),
             _in_unit(plain.device_bytes, size),
             "" if less is None else _in_unit(less.device_bytes, size),
             _in_unit(plain.host_bytes, size),
             _in_unit(plain.disk_bytes, size),
             _in_unit(plain.traffic.wire, size),
             "..".join(span) if len(span) > 1 else short(most),
-            fits or f"no: {', '.join(row.used.excess)}".replace(" memory,", ","),
+            fits or f"no: {', '.join(row.used.missing_bytes)}".replace(" memory,", ","),
         ]
 
     times = "ms" if is_quick else "seconds"
@@ -198,12 +198,12 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
         f"{link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of disks and "
         f"{memory:g} of CPU memory for these steps (--rates)."
     )
-    if machine.is_apart:
+    if machine.has_device_memory:
         yield (
             "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors "
             "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much."
         )
-    spans = [row.plain.ranks.span(tier) for row in rows for tier in Tier]
+    spans = [row.plain.ranks.min_max_bytes(tier) for row in rows for tier in Tier]
     if any(least != most for least, most in spans):
         yield "Ranks own whole tensors and differ: the numbers are of the one with most."
     limits = {
@@ -219,17 +219,17 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
 def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
     if best is not None:
         how = " with activation checkpointing" if best["checkpointing"] else ""
-        needs = [f"{in_words(best['device_bytes'])} on each device"]
+        needs = [f"{format_bytes(best['device_bytes'])} on each device"]
         for name, where in (("host", "of CPU memory"), ("disk", "on disk")):
             if nbytes := best[f"{name}_bytes_per_node"]:
-                needs.append(f"{in_words(nbytes)} {where} for each machine")
+                needs.append(f"{format_bytes(nbytes)} {where} for each machine")
         yield paragraph(f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
         yield best["strategy"]
         return
     estimates = [row.used for row in rows]
     yield "nothing fits; nearest, with activation checkpointing where that is known:"
-    for one in sorted(estimates, key=lambda e: sum(e.excess.values()))[:3]:
-        missing = ", ".join(f"{in_words(n)} of {name}" for name, n in one.excess.items())
+    for one in sorted(estimates, key=lambda e: sum(e.missing_bytes.values()))[:3]:
+        missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.missing_bytes.items())
         yield paragraph(f"  {one.choice.name}: {missing} too little")
 
 
@@ -267,7 +267,7 @@ def check_plot(path: Path) -> None:
         ValueError: matplotlib is not installed, or cannot write a picture there.
     """
     if not has_matplotlib():
-        raise ValueError(f"{HOW_TO_DRAW}; or leave --plot out.")
+        raise ValueError(f"{MATPLOTLIB_HINT}; or leave --plot out.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     endings = FigureCanvasAgg.get_supported_filetypes()
@@ -298,8 +298,8 @@ def draw(rows: Sequence[Row], winner: str | None, machine: Machine, title: str, 
     for row in rows:
         bars.setdefault((row.plain.choice.zero, *_parts(row).items()), []).append(row)
     rows = [row for alike in bars.values() for row in alike]
-    unit, size = unit_of(max(row.used.device_bytes for row in rows))
-    with axes_below(title, path, width=_WIDTH, height=height, margins=margins) as axes:
+    unit, size = byte_unit(max(row.used.device_bytes for row in rows))
+    with titled_axes(title, path, width=_WIDTH, height=height, margins=margins) as axes:
         _bars(axes, list(bars.values()), machine, size)
         axes.set_xlabel(f"{unit} on the device of one rank, at most in a step", labelpad=2)
         _names(axes, rows, winner)
@@ -341,7 +341,7 @@ def _bars(axes: Axes, bars: Sequence[Sequence[Row]], machine: Machine, size: int
         where = (
             "far to the right" if limit >= _MOST_OF_LIMIT * max(totals) else "red: more than that"
         )
-        label = f"there are {in_words(limit)}; {where}"
+        label = f"there are {format_bytes(limit)}; {where}"
         axes.axvline(limit / size, color=ALARM, linestyle="--", label=label, zorder=3)
     for place, total in zip(places, totals, strict=True):
         if total > end * 1.02:  # torn off
@@ -354,7 +354,7 @@ def _names(axes: Axes, rows: Sequence[Row], winner: str | None) -> None:
     names = [row.plain.choice.name for row in rows]
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), names)
-    plain(axes, labelsize=9.5)
+    style_axes(axes, labelsize=9.5)
     if winner is not None:
         place = names.index(winner)
         axes.get_yticklabels()[place].set_fontweight("bold")
@@ -374,20 +374,20 @@ def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[st
         shown = row.plain if name == _WITHOUT else row.used
         nbytes = getattr(shown, attribute)
         text = _in_unit(nbytes, unit[1]) if nbytes else "-"
-        colour = ALARM if lacking in shown.excess else INK
+        colour = ALARM if lacking in shown.missing_bytes else INK
         axes.text(x, place, text, color=colour, va="center", **where)
 
 
 def _parts(row: Row) -> dict[str, int]:
     """Bytes on the device, of which bars are made."""
     estimate = row.used
-    held = estimate.resting.tiers[Tier.DEVICE]
+    held = estimate.rank_memory.tiers[Tier.DEVICE]
     parts = {
-        "parameters": held[State.PARAM] + estimate.resting.module_buffer_bytes,
+        "parameters": held[State.PARAM] + estimate.rank_memory.module_buffer_bytes,
         "gradients": held[State.GRAD],
         "optimizer": held[State.OPTIM],
-        "gathered units": estimate.peak.gathered_bytes,
-        "gradient buckets": estimate.peak.bucket_bytes,
+        "gathered units": estimate.peak.unsharded_bytes,
+        "gradient buckets": estimate.peak.grad_bucket_bytes,
         "activations" if estimate is row.plain else _AGAIN: estimate.peak.activation_bytes,
     }
     return parts | {"in CPU memory": estimate.device_bytes - sum(parts.values())}

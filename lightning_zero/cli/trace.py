@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, write_trace
-from lightning_zero.observe.recordings import ON_CPU, find_recordings, read_step, steps_in
+from lightning_zero.observe.plots import MATPLOTLIB_HINT, has_matplotlib, write_trace
+from lightning_zero.observe.recordings import CPU_TIMING_NOTE, find_recordings, read_step, steps_in
 from lightning_zero.observe.tables import table
 from lightning_zero.record.spans import Kind, Recording
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         paths = write_trace(recordings, out)
         print("\n".join([*_text(recordings), *map(str, paths), ""]))
     if not has_matplotlib():
-        print(f"no picture: {HOW_TO_DRAW}")
+        print(f"no picture: {MATPLOTLIB_HINT}")
     return 0
 
 
@@ -41,7 +41,7 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
         if any(values):
             lines.append([kind.value, *(f"{value:.4f}" if value else "-" for value in values)])
     yield table(lines)
-    yield ON_CPU
+    yield CPU_TIMING_NOTE
     yield _waits(recordings)
     hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
     if hits or misses:

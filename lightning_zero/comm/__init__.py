@@ -13,8 +13,8 @@
     reports     what every rank is doing, for whoever waits too long
 
 Begin with `communicator`. Why a wait ends when a rank does not come: `watchdog`. What becomes of
-the other ranks when one raises: with an engine alone, its round says so (`Order.give_up_pass`);
-under the Trainer ranks go on together if they can, by `Communicator.rally`, which `_is_together` in
+the other ranks when one raises: with an engine alone, its round says so (`CollectiveOrder.flush_schedule`);
+under the Trainer ranks go on together if they can, by `Communicator.regroup`, which `_can_communicate` in
 strategy/engine_strategy.py asks for; before there is an engine, `Watchdog.abort`; as one begins,
 `alike.compare`; in whole files and opening, `world.failing_together`; in sharded saves,
 `Channel.attempt`.

@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_zero.comm.world import has_world
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
-from lightning_zero.tensors.buffer import Scratch
+from lightning_zero.tensors.buffer import ScratchPool
 
-__all__ = ["Backend", "Cuts", "DeviceBackend", "GlooBackend", "Source", "backend_for"]
+__all__ = ["Backend", "SplitSizes", "DeviceBackend", "GlooBackend", "Source", "backend_for"]
 
 # New names of torch 2.13; 2.11 has only the old ones.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -27,20 +27,22 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
 )
 
 Source = Tensor | Callable[[Tensor], object]  # 1-D, or what fills a 1-D tensor on any stream
-Cuts = Sequence[int] | None  # elements of each rank's part; None: all alike
+SplitSizes = Sequence[int] | None  # elements of each rank's part; None: all alike
 
 
 class Backend:
     """How the data plane moves flat tensors. This one itself moves none: its groups are gone."""
 
-    def fill(self, whole: Tensor, source: Source, cuts: Cuts = None, name: str = "") -> None:
+    def fill(
+        self, whole: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
+    ) -> None:
         """Takes this rank's part of `whole` from `source`, before its gather."""
 
-    def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
+    def all_gather(self, whole: Tensor, split_sizes: SplitSizes = None) -> Pending:
         """Fills `whole` in place from every rank's own part."""
         raise _closed()
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
+    def reduce_scatter(self, whole: Tensor, out: Tensor, split_sizes: SplitSizes = None) -> Pending:
         """Leaves this rank's part of the mean in `out`, and anything in `whole`."""
         raise _closed()
 
@@ -48,7 +50,7 @@ class Backend:
         """Averages `whole` in place."""
         raise _closed()
 
-    def wait_for_sent(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Waits until `fill` has copied what it was given."""
 
 
@@ -104,40 +106,44 @@ class GlooBackend(Backend):
         self._group = group
         self._rank = rank
         self._size = size
-        self.scratch = Scratch(torch.device("cpu"))  # gloo receives into CPU memory only
+        self.scratch = ScratchPool(torch.device("cpu"))  # gloo receives into CPU memory only
         # Tags pair messages: gathers count in even numbers, reductions in odd ones.
         self._gather_tag = 0
         self._reduce_tag = 1
 
-    def fill(self, whole: Tensor, source: Source, cuts: Cuts = None, name: str = "") -> None:
-        own = _part(whole, self._rank, self._size, cuts)
+    def fill(
+        self, whole: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
+    ) -> None:
+        own = _part(whole, self._rank, self._size, split_sizes)
         if isinstance(source, Tensor):
             own.copy_(source)
         else:
             source(own)
 
-    def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
+    def all_gather(self, whole: Tensor, split_sizes: SplitSizes = None) -> Pending:
         if self._size == 1:
             return _UnderWay([])
         if whole.device.type != "cpu":
-            return self._staged(whole, lambda cpu: self.all_gather(cpu, cuts), whole.copy_)
-        parts = _parts(whole, self._size, cuts)
+            return self._staged(whole, lambda cpu: self.all_gather(cpu, split_sizes), whole.copy_)
+        parts = _parts(whole, self._size, split_sizes)
         self._gather_tag += 2
         works = self._trade([parts[self._rank]] * self._size, parts, self._gather_tag)
         return _UnderWay(works, (whole,))
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
+    def reduce_scatter(self, whole: Tensor, out: Tensor, split_sizes: SplitSizes = None) -> Pending:
         if self._size == 1:
             return _UnderWay([], (whole, out), lambda: _mean_in_rank_order([whole], out))
         if whole.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._staged(
-                whole, lambda cpu: self.reduce_scatter(cpu, total, cuts), lambda _: out.copy_(total)
+                whole,
+                lambda cpu: self.reduce_scatter(cpu, total, split_sizes),
+                lambda _: out.copy_(total),
             )
-        parts = _parts(whole, self._size, cuts)
+        parts = _parts(whole, self._size, split_sizes)
         own = parts[self._rank]
         received = [
-            own if peer == self._rank else self.scratch.take(own.numel(), own.dtype)
+            own if peer == self._rank else self.scratch.acquire(own.numel(), own.dtype)
             for peer in range(self._size)
         ]
         self._reduce_tag += 2
@@ -147,7 +153,7 @@ class GlooBackend(Backend):
             _mean_in_rank_order(received, out)
             for peer, part in enumerate(received):
                 if peer != self._rank:
-                    self.scratch.give(part)
+                    self.scratch.release(part)
 
         return _UnderWay(works, (whole, out), finish)
 
@@ -182,17 +188,17 @@ class GlooBackend(Backend):
         return _UnderWay([], (whole, staged), copy_back)
 
 
-def _parts(whole: Tensor, size: int, cuts: Cuts) -> list[Tensor]:
-    """Every rank's part of a flat tensor, views: equal ones, or as long as `cuts` says."""
-    return list(whole.chunk(size) if cuts is None else whole.split(list(cuts)))
+def _parts(whole: Tensor, size: int, split_sizes: SplitSizes) -> list[Tensor]:
+    """Every rank's part of a flat tensor, views: equal ones, or as long as `split_sizes` says."""
+    return list(whole.chunk(size) if split_sizes is None else whole.split(list(split_sizes)))
 
 
-def _part(whole: Tensor, rank: int, size: int, cuts: Cuts) -> Tensor:
+def _part(whole: Tensor, rank: int, size: int, split_sizes: SplitSizes) -> Tensor:
     """One rank's part, without views of the others."""
-    if cuts is None:
+    if split_sizes is None:
         numel = whole.numel() // size
         return whole.narrow(0, rank * numel, numel)
-    return whole.narrow(0, sum(cuts[:rank]), cuts[rank])
+    return whole.narrow(0, sum(split_sizes[:rank]), split_sizes[rank])
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
@@ -258,40 +264,42 @@ class DeviceBackend(Backend):
         self._has_mean = backend_for(device) == "nccl"
         self._op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
 
-    def fill(self, whole: Tensor, source: Source, cuts: Cuts = None, name: str = "") -> None:
-        own = _part(whole, self._rank, self._size, cuts)
+    def fill(
+        self, whole: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
+    ) -> None:
+        own = _part(whole, self._rank, self._size, split_sizes)
         with self._on(self._copy_stream):
             if isinstance(source, Tensor):
-                with self._recorder.moving(name, own.nbytes, source.device, own.device):
+                with self._recorder.copy_span(name, own.nbytes, source.device, own.device):
                     own.copy_(source, non_blocking=True)
             else:
                 source(own)
         if self._gather_stream is not None and self._copy_stream is not None:
             self._gather_stream.wait_stream(self._copy_stream)
 
-    def all_gather(self, whole: Tensor, cuts: Cuts = None) -> Pending:
+    def all_gather(self, whole: Tensor, split_sizes: SplitSizes = None) -> Pending:
         with self._on(self._gather_stream):
             began = self._recorder.mark()
             if self._group is not None:
-                own = _part(whole, self._rank, self._size, cuts)
-                if cuts is None:
+                own = _part(whole, self._rank, self._size, split_sizes)
+                if split_sizes is None:
                     _all_gather_single(whole, own, group=self._gather_group)
                 else:
-                    parts = _parts(whole, self._size, cuts)
+                    parts = _parts(whole, self._size, split_sizes)
                     dist.all_gather(parts, own, group=self._gather_group)
             return self._under_way(self._gather_stream, began, whole)
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, cuts: Cuts = None) -> Pending:
+    def reduce_scatter(self, whole: Tensor, out: Tensor, split_sizes: SplitSizes = None) -> Pending:
         with self._on(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is None:
                 out.copy_(whole)
                 return self._under_way(self._reduce_stream, began, whole, out)
             source = whole.to(out.dtype)
-            if cuts is None:
+            if split_sizes is None:
                 _reduce_scatter_single(out, source, op=self._op, group=self._group)
             else:
-                parts = _parts(source, self._size, cuts)
+                parts = _parts(source, self._size, split_sizes)
                 dist.reduce_scatter(out, parts, op=self._op, group=self._group)
             if not self._has_mean:
                 out.mul_(1 / self._size)
@@ -306,7 +314,7 @@ class DeviceBackend(Backend):
                     whole.mul_(1 / self._size)
             return self._under_way(self._reduce_stream, began, whole)
 
-    def wait_for_sent(self) -> None:
+    def wait_for_uploads(self) -> None:
         if self._copy_stream is not None:
             self._copy_stream.synchronize()
 

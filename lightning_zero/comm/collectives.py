@@ -2,7 +2,7 @@
 
 [Note: Collectives of the user] A rank that waits in one answers no other rank, and a rank that has
 used fewer units before it comes there while others still ask for theirs. So all ranks come together
-in a round before any issues it: `Order.meet`. Those of the strategy, as `self.all_gather`, do so by
+in a round before any issues it: `CollectiveOrder.serve_until`. Those of the strategy, as `self.all_gather`, do so by
 themselves. Those of torch.distributed over all ranks are seen by a `TorchFunctionMode`, for which
 torch's collectives have a place, while code of a forward runs in stage 3: in passes without a
 plan, and in all once one has had a collective. It costs a few microseconds for each call of a torch
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import is_world
 
-__all__ = ["SeenCollectives"]
+__all__ = ["UserCollectiveMode"]
 
 _NAMES = (
     "all_gather",
@@ -49,7 +49,7 @@ _NAMES = (
 _COLLECTIVES = frozenset(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
 
 
-class SeenCollectives(TorchFunctionMode):
+class UserCollectiveMode(TorchFunctionMode):
     """While it is entered, `meet` is called with a user's collective before that is issued.
 
     Collectives over all ranks count, but for those that code of the package waits for.

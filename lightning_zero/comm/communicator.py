@@ -25,20 +25,20 @@ from torch import Tensor
 
 from lightning_zero.comm.backends import (
     Backend,
-    Cuts,
     DeviceBackend,
     GlooBackend,
     Source,
+    SplitSizes,
     backend_for,
 )
-from lightning_zero.comm.control import Channel, Control
-from lightning_zero.comm.watchdog import Watchdog, next_name
-from lightning_zero.comm.world import WaitLimits, cut_connections, has_world, world_size
+from lightning_zero.comm.control import Channel, GlooControlPlane
+from lightning_zero.comm.watchdog import Watchdog, next_watchdog_name
+from lightning_zero.comm.world import WaitLimits, disconnect_groups, has_world, world_size
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import Scratch
+from lightning_zero.tensors.buffer import ScratchPool
 
 __all__ = ["Communicator", "Pending"]
 
@@ -65,12 +65,14 @@ class Communicator:
     rank: int  # in the world, as agreements count
     size: int  # of the world
     mesh: Mesh  # which ranks share shards with this one, and which hold the same
-    rallies: bool  # after an exception on one rank all are brought together by `rally`, or end
+    can_regroup: (
+        bool  # after an exception on one rank all are brought together by `regroup`, or end
+    )
     recorder: Recorder  # of what goes on in this process
-    control: Control  # what ranks tell each other
+    control: GlooControlPlane  # what ranks tell each other
     # Brings the ranks together before a collective on request, and finds out those that do not
     # come; whoever decides on the order of collectives puts it here.
-    meet: Callable[[str], object]
+    before_collective: Callable[[str], object]
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
-        compare: Callable[[Control], None] | None = None,
+        compare: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
         limits: WaitLimits | None = None,
     ) -> None:
@@ -93,28 +95,32 @@ class Communicator:
         self.rank = dist.get_rank() if has_world() else 0
         self.size = world_size()
         self.device = device
-        self.meet = lambda name: None
-        self.rallies = watchdog is not None
+        self.before_collective = lambda name: None
+        self.can_regroup = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
-        self.scratch = Scratch(device)
+        self.scratch = ScratchPool(device)
         self._timeout = timeout
         self._group: Any = None  # of all ranks, for data
         self._groups: list[Any] = []  # that one and those along the axes; as they are destroyed
         self._backend = Backend()  # along the shard axis
         self._replicas: Backend | None = None  # along the replica axis
         self._is_aborted = False  # by this rank
-        self._is_cut = False  # nothing collective is possible
-        self._forgotten: list[Pending] = []
+        self._is_disconnected = False  # nothing collective is possible
+        self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
-        name = "" if self.rallies else next_name(self.rank)  # before one rank alone can fail
+        name = (
+            "" if self.can_regroup else next_watchdog_name(self.rank)
+        )  # before one rank alone can fail
         self._open_group()
-        self.control = Control(self.recorder, rank=self.rank, size=self.size, timeout=timeout)
+        self.control = GlooControlPlane(
+            self.recorder, rank=self.rank, size=self.size, timeout=timeout
+        )
         if watchdog is None:
             watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the process ends the watch
         self.control.watchdog = watchdog
-        watchdog.on_failure(self._cut)
+        watchdog.add_failure_callback(self._disconnect)
         try:
             if compare is not None:
                 compare(self.control)
@@ -143,11 +149,11 @@ class Communicator:
         if self._group is not None:
             along = partial(dist.new_subgroups_by_enumeration, timeout=self._timeout)
             if mesh.num_replicas > 1:
-                shard, _ = along(mesh.groups())
+                shard, _ = along(mesh.shard_groups())
             if backend_for(self.device) != "gloo":
-                gather, _ = along(mesh.groups())
+                gather, _ = along(mesh.shard_groups())
             if mesh.num_replicas > 1:
-                replica, _ = along(mesh.replicas())
+                replica, _ = along(mesh.replica_groups())
                 self._replicas = self._along(replica, mesh.replica_rank, mesh.num_replicas)
             made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
             self._groups = [*made, self._group]
@@ -159,7 +165,11 @@ class Communicator:
         return DeviceBackend(gather_group, group, rank, size, self.device, self.recorder)
 
     def all_gather(
-        self, whole: Tensor, name: str = "", source: Source | None = None, cuts: Cuts = None
+        self,
+        whole: Tensor,
+        name: str = "",
+        source: Source | None = None,
+        split_sizes: SplitSizes = None,
     ) -> Pending:
         """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
 
@@ -168,15 +178,17 @@ class Communicator:
             name: Bucket, for profiler and recorder.
             source: This rank's shard, where it is not in `whole` yet: 1-D, perhaps in CPU memory;
                 or what fills a 1-D tensor with it, on any stream.
-            cuts: Elements of each rank's shard; None: all alike.
+            split_sizes: Elements of each rank's shard; None: all alike.
         """
         sent = _sent(whole.nbytes, self.mesh.num_shards)
         if source is not None:
-            self._backend.fill(whole, source, cuts, name)
-        return self._issue(Kind.GATHER, name, sent, self._backend.all_gather, whole, cuts)
+            self._backend.fill(whole, source, split_sizes, name)
+        return self._issue(
+            Kind.ALL_GATHER, name, sent, self._backend.all_gather, whole, split_sizes
+        )
 
     def reduce_scatter(
-        self, whole: Tensor, out: Tensor, name: str = "", cuts: Cuts = None
+        self, whole: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
     ) -> Pending:
         """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
 
@@ -184,32 +196,32 @@ class Communicator:
             whole: 1-D, all shards. Its content is lost.
             out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
             name: See `all_gather`.
-            cuts: See there.
+            split_sizes: See there.
         """
         # Elsewhere than peer to peer they travel in the dtype of the sum.
         dtype = whole.dtype if isinstance(self._backend, GlooBackend) else out.dtype
         sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
         issue = self._backend.reduce_scatter
-        return self._issue(Kind.REDUCE, name, sent, issue, whole, out, cuts)
+        return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, whole, out, split_sizes)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks that hold the same one."""
         assert self._replicas is not None, "there is one replica"
         sent = 2 * _sent(shard.nbytes, self.mesh.num_replicas)
-        return self._issue(Kind.AVERAGE, name, sent, self._replicas.all_reduce, shard)
+        return self._issue(Kind.ALL_REDUCE, name, sent, self._replicas.all_reduce, shard)
 
     def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
         """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
         assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
         sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
-        return self._issue(Kind.AVERAGE, name, sent, self._backend.all_reduce, whole)
+        return self._issue(Kind.ALL_REDUCE, name, sent, self._backend.all_reduce, whole)
 
     def _issue(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
         """Issues a collective; a failure of another rank is told where this one waits for it."""
         what = f"the {kind.value} of {name}"
-        waiting = partial(self.control.watchdog.waiting, what, is_for_data=True)
+        waiting = partial(self.control.watchdog.waiting, what, is_data_transfer=True)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
         is_on_host = self.size > 1 and isinstance(self._backend, GlooBackend)
@@ -237,7 +249,7 @@ class Communicator:
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
-    def wait_for_copies(self) -> None:
+    def wait_for_cpu_copies(self) -> None:
         """Waits until copies to the CPU that the current stream was given have arrived. Local."""
         if self.device.type == "cuda":
             streams.current(self.device).synchronize()
@@ -268,10 +280,10 @@ class Communicator:
             return
         self._is_aborted = True
         self.control.watchdog.abort(error)
-        self._cut()  # also where nobody could be told
+        self._disconnect()  # also where nobody could be told
         self._close_data()
 
-    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+    def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """After an exception, `error`: waits until every rank has come here, makes fresh groups.
 
         Returns whether all came in time. If not, no collective is possible any more.
@@ -281,54 +293,54 @@ class Communicator:
         if not self.control.is_open:
             return False  # closed
         if not self._is_aborted:
-            self.control.watchdog.await_alike(error)
+            self.control.watchdog.wait_for_same_error(error)
         self.abort(error)
-        if not self.control.watchdog.rally(deadline):
+        if not self.control.watchdog.regroup(deadline):
             return False
         self._close_groups()
-        self._forgotten.clear()
+        self._discarded.clear()
         self._open_group()
         self.control.open()
         self._open_axes()
-        self._is_aborted = self._is_cut = False
-        self.control.watchdog.on_failure(self._cut)
+        self._is_aborted = self._is_disconnected = False
+        self.control.watchdog.add_failure_callback(self._disconnect)
         return True
 
-    def _cut(self) -> None:
+    def _disconnect(self) -> None:
         """Whoever waits for another rank waits no longer. From any thread."""
-        self._is_cut = True
-        cuts = [self.control.cut]
-        if self.control.watchdog.is_lost:  # else a session under way comes to its end
-            cuts += [channel.cut for channel in self._channels]
-        cuts.append(partial(cut_connections, self._groups))
-        for cut in cuts:
+        self._is_disconnected = True
+        actions = [self.control.disconnect]
+        if self.control.watchdog.is_unrecoverable:  # else a session under way comes to its end
+            actions += [channel.disconnect for channel in self._channels]
+        actions.append(partial(disconnect_groups, self._groups))
+        for action in actions:
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
-                cut()
+                action()
 
-    def wait_for_sent(self, is_from_cpu: bool) -> None:
+    def wait_for_uploads(self, is_from_cpu: bool) -> None:
         """Before CPU memory is written to from which gathers copied: waits for the copies."""
         if is_from_cpu:
-            self._backend.wait_for_sent()
+            self._backend.wait_for_uploads()
 
-    def forget(self, pending: Pending) -> None:
+    def discard(self, pending: Pending) -> None:
         """Drops a collective without waiting for others.
 
-        Its tensors live on until the next rally, as its data may still arrive.
+        Its tensors live on until the next regroup, as its data may still arrive.
         """
         if self.size == 1:
             pending.wait()
         else:
-            self._forgotten.append(pending)
+            self._discarded.append(pending)
 
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may come here at different times."""
         self._close_groups()
-        if not self.rallies:  # the watch is its own
+        if not self.can_regroup:  # the watch is its own
             self.control.watchdog.leave()
             self.control.watchdog.stop()
 
     def _close_groups(self) -> None:
-        self.control.watchdog.forget(self._cut)
+        self.control.watchdog.remove_failure_callback(self._disconnect)
         self._close_data()
         self.control.close()
 
@@ -338,16 +350,16 @@ class Communicator:
         self._backend, self._replicas = Backend(), None
         for group in self._groups:
             # Those of NCCL are gone once they are cut.
-            if dist.is_initialized() and not (self._is_cut and self.device.type == "cuda"):
+            if dist.is_initialized() and not (self._is_disconnected and self.device.type == "cuda"):
                 dist.destroy_process_group(group)
         self._group, self._groups = None, []
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         if self._group is not None and self.size > 1:
-            self.meet(name)
+            self.before_collective(name)
             # Offloaded gradients are summed on the CPU.
             travelling = tensor.to(self.device)
-            with self.control.waiting(name, kind=Kind.AVERAGE):
+            with self.control.waiting(name, kind=Kind.ALL_REDUCE):
                 dist.all_reduce(travelling, op=op, group=self._group)
             if travelling is not tensor:
                 tensor.copy_(travelling)

@@ -31,25 +31,25 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.watchdog import RanksApartError, Watchdog, end_at_exit, summary
-from lightning_zero.comm.world import cut_connections, has_world
-from lightning_zero.layout.talk import Heard, Judge
+from lightning_zero.comm.watchdog import DesynchronizedError, Watchdog, end_at_exit, summary
+from lightning_zero.comm.world import disconnect_groups, has_world
+from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 
-__all__ = ["Channel", "Control", "PeerFailedError", "Rounds"]
+__all__ = ["Channel", "GlooControlPlane", "PeerFailedError", "Rounds"]
 
 _T = TypeVar("_T")
-_Task = tuple[Sequence[int], bytes, Judge | None, "Future[Heard]"]
+_Task = tuple[Sequence[int], bytes, RoundCheck | None, "Future[RoundResult]"]
 _FIRST_TAG = 1 << 20  # of nobody else on the group
 _EXIT_S = 2.0  # for the thread to end with the process
 
 
-class PeerFailedError(RanksApartError):
+class PeerFailedError(DesynchronizedError):
     """Another rank failed where all go on together; the text tells how."""
 
 
-class Control:
+class GlooControlPlane:
     """Every method is collective where it does not say that it is local: every rank, same order."""
 
     watchdog: Watchdog  # tells of the failures of others; set before anything is told
@@ -75,7 +75,7 @@ class Control:
             is_alone |= backend == "fake"
         group = None if is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
-        self._rounds.widen(self._width)
+        self._rounds.reserve(self._width)
 
     @property
     def is_open(self) -> bool:
@@ -153,48 +153,52 @@ class Control:
         """That this rank has begun since the group was made. Local."""
         return self._rounds.num_begun
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Makes room for `num_bytes` in every saying, the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
-        self._rounds.widen(num_bytes)
+        self._rounds.reserve(num_bytes)
 
-    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
-        """One round: see `Rounds.say`. Whoever calls it is `waiting`."""
-        return self._rounds.say(numbers, mask, judge)
+    def run_round(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+    ) -> RoundResult:
+        """One round: see `Rounds.run_round`. Whoever calls it is `waiting`."""
+        return self._rounds.run_round(numbers, mask, judge)
 
-    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
-        """As `say`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
+    def begin_round(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+    ) -> Future[RoundResult]:
+        """As `run_round`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
         return self._rounds.begin(numbers, mask, judge)
 
     def agree(self, value: int, name: str = "the next round") -> int:
         """The lowest value, of less than 63 bits, of any rank."""
         with self.waiting(name):
-            return self.say([value], b"").numbers[0]
+            return self.run_round([value], b"").numbers[0]
 
     # ---------------------------------------------------------------- failure
 
-    def give_up(self, error: Exception) -> None:
+    def abort_waits(self, error: Exception) -> None:
         """Lets the other ranks fail, wherever they wait. Local, from any thread."""
-        if isinstance(error, RanksApartError):
-            self.watchdog.part(error)
+        if isinstance(error, DesynchronizedError):
+            self.watchdog.abort_desynchronized(error)
         else:
             self.watchdog.abort(error)
 
-    def failed(self, text: str) -> Exception:
+    def peer_failed_error(self, text: str) -> Exception:
         """What to raise where another rank has failed, and all go on together. Local."""
         return PeerFailedError(text)
 
-    def apart(self, text: str) -> Exception:
+    def desync_error(self, text: str) -> Exception:
         """What to raise where ranks have come to different points. Local."""
-        return RanksApartError(text)
+        return DesynchronizedError(text)
 
     # ---------------------------------------------------------------- abort and the end
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Whoever waits here waits no longer. Local, from any thread."""
         group = self._group
         if group is not None:
-            cut_connections([group])
+            disconnect_groups([group])
 
     def close(self) -> None:
         """Destroys the group. Local: ranks may come here at different times."""
@@ -215,19 +219,21 @@ class Rounds:
         self._width = 0  # bytes of every saying
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Future[Heard] | None = None  # begun last; rounds end in their order
+        self._last: Future[RoundResult] | None = None  # begun last; rounds end in their order
         self.num_begun = 0
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """From now on all sayings have room for `num_bytes`, the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
 
-    def say(self, numbers: Sequence[int], mask: bytes = b"", judge: Judge | None = None) -> Heard:
+    def run_round(
+        self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
+    ) -> RoundResult:
         """One round, which ends before this returns; inside a `judge` at once.
 
         Args:
             numbers: Of less than 63 bits, equally many on every rank.
-            mask: Bytes, at most as many as `widen` has made room for.
+            mask: Bytes, at most as many as `reserve` has made room for.
             judge: Is asked, on every rank, what is wrong with what was heard; in the thread where
                 there is one, so that it is asked also where nobody waits.
         """
@@ -238,10 +244,10 @@ class Rounds:
         return self._carry(numbers, mask, judge)
 
     def begin(
-        self, numbers: Sequence[int], mask: bytes = b"", judge: Judge | None = None
-    ) -> Future[Heard]:
-        """As `say`, but this rank goes on meanwhile."""
-        future: Future[Heard] = Future()
+        self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
+    ) -> Future[RoundResult]:
+        """As `run_round`, but this rank goes on meanwhile."""
+        future: Future[RoundResult] = Future()
         self.num_begun += 1
         if not self._distances:
             _fulfil(self, numbers, mask, judge, future)
@@ -263,7 +269,7 @@ class Rounds:
         self.close()
         if thread is not None and thread.is_alive():
             if last is not None and not last.done():
-                cut_connections([self._group])
+                disconnect_groups([self._group])
             thread.join(_EXIT_S)
 
     def close(self) -> None:
@@ -271,12 +277,12 @@ class Rounds:
         self._tasks.put(None)
         self._thread = None
 
-    def _carry(self, numbers: Sequence[int], mask: bytes, judge: Judge | None) -> Heard:
+    def _carry(self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None) -> RoundResult:
         if self._distances:
-            assert len(mask) <= self._width, "see `widen`"
+            assert len(mask) <= self._width, "see `reserve`"
             with torch.inference_mode(mode=False), torch.device("cpu"):
                 numbers, mask = self._exchange(numbers, mask)
-        heard = Heard(list(numbers), mask)
+        heard = RoundResult(list(numbers), mask)
         return heard if judge is None else heard._replace(error=judge(heard))
 
     def _exchange(self, numbers: Sequence[int], mask: bytes) -> tuple[list[int], bytes]:
@@ -315,7 +321,11 @@ def _run(rounds: weakref.ref[Rounds], tasks: queue.SimpleQueue[_Task | None]) ->
 
 
 def _fulfil(
-    rounds: Rounds, numbers: Sequence[int], mask: bytes, judge: Judge | None, future: Future[Heard]
+    rounds: Rounds,
+    numbers: Sequence[int],
+    mask: bytes,
+    judge: RoundCheck | None,
+    future: Future[RoundResult],
 ) -> None:
     try:
         result = rounds._carry(numbers, mask, judge)
@@ -362,11 +372,11 @@ class Channel:
             self._destroy()
             self._lock.release()
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Whoever waits here waits no longer. From any thread."""
         group = self._group
         if group is not None:
-            cut_connections([group])
+            disconnect_groups([group])
 
     def gather(self, value: _T) -> list[_T] | None:
         """Every rank's value, on rank 0; None elsewhere."""

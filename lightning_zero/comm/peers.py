@@ -29,10 +29,10 @@ __all__ = [
     "HostedStore",
     "Peer",
     "Peers",
-    "Roll",
-    "how_ended",
+    "StoreLog",
+    "describe_exit",
     "log_unreadable",
-    "store_of_ranks",
+    "connect_to_store",
 ]
 
 _LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _Request = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
-def how_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """An exit code in words; that of a signal is negative, as in `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -63,7 +63,7 @@ class Peer:
     rank: int
     pid: int
     descriptor: int | None = None  # where the kernel has one, and until it has ended
-    gone_at: float | None = None  # when it was found to have ended, time.monotonic()
+    exited_at: float | None = None  # when it was found to have ended, time.monotonic()
     how: str | None = None  # such as "was killed by SIGKILL"; None: nobody has told
 
 
@@ -76,7 +76,7 @@ class Peers:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._peers: list[Peer] = []
-        self._roll = Roll(f"lightning_zero/node/{_node()}")
+        self._pid_log = StoreLog(f"lightning_zero/node/{_node()}")
         self._rank = -1
         self._until = 0.0
 
@@ -88,7 +88,7 @@ class Peers:
         self._rank = rank
         self._until = time.monotonic() + _LOOK_FOR_S
         with suppress(RuntimeError):
-            self._take_up(self._roll.append(store, f"{rank} {os.getpid()}"))
+            self._take_up(self._pid_log.append(store, f"{rank} {os.getpid()}"))
             if rank == 0:
                 store.set(_RANK_0_IS_HERE, "")
             else:
@@ -99,7 +99,7 @@ class Peers:
     def find(self, store: Any) -> None:
         """Takes up those that have announced themselves since the last time."""
         if time.monotonic() <= self._until:
-            self._take_up(self._roll.read(store))
+            self._take_up(self._pid_log.read(store))
 
     def _take_up(self, lines: Iterator[str]) -> None:
         for line in lines:
@@ -122,16 +122,16 @@ class Peers:
         for key, _ in self._selector.select(seconds):
             if isinstance(key.data, Peer):
                 key.data.how = _status_of_zombie(key.data.pid)
-                self._note_end(key.data)
+                self._mark_exited(key.data)
             else:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
         for peer in self._peers:
-            if peer.descriptor is None and peer.gone_at is None and not _exists(peer.pid):
-                self._note_end(peer)
+            if peer.descriptor is None and peer.exited_at is None and not _exists(peer.pid):
+                self._mark_exited(peer)
 
-    def _note_end(self, peer: Peer) -> None:
-        peer.gone_at = time.monotonic()
+    def _mark_exited(self, peer: Peer) -> None:
+        peer.exited_at = time.monotonic()
         if peer.descriptor is not None:
             self._selector.unregister(peer.descriptor)
             os.close(peer.descriptor)
@@ -142,14 +142,14 @@ class Peers:
         with suppress(OSError):
             self._waker.send(b"!")
 
-    def gone(self) -> list[Peer]:
+    def exited(self) -> list[Peer]:
         """Those that have ended and were not dropped."""
-        return [peer for peer in self._peers if peer.gone_at is not None]
+        return [peer for peer in self._peers if peer.exited_at is not None]
 
-    def is_rank_0_gone(self) -> bool:
+    def has_rank_0_exited(self) -> bool:
         """Looks anew."""
         self.wait(0)
-        return any(peer.rank == 0 for peer in self.gone())
+        return any(peer.rank == 0 for peer in self.exited())
 
     def drop(self, peer: Peer) -> None:
         """Forgets one that has ended."""
@@ -178,7 +178,7 @@ def _status_of_zombie(pid: int) -> str | None:
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         if fields[0] == "Z":
-            return how_ended(os.waitstatus_to_exitcode(int(fields[-1])))
+            return describe_exit(os.waitstatus_to_exitcode(int(fields[-1])))
     return None
 
 
@@ -192,7 +192,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-class Roll:
+class StoreLog:
     """Lines in a store, to which every rank appends, in an order that is the same for all.
 
     They are numbered: the first number that nobody has set is the next.
@@ -249,7 +249,7 @@ class Heartbeats:
         self._heard = b""  # the last beat of the next rank
         self._heard_at = 0.0
 
-    def look(self, store: Any) -> str | None:
+    def poll(self, store: Any) -> str | None:
         """Beats where it is time; a clause with its subject where the next rank is lost."""
         now = time.monotonic()
         since = now - self._beat_at
@@ -264,7 +264,7 @@ class Heartbeats:
             self._heard, self._heard_at = beat, now
         elif now - self._heard_at > self._lost_s:
             return (
-                f"rank {self.next_rank} has been silent for {self._lost_s:g} s (lost_after_s): its "
+                f"rank {self.next_rank} has been silent for {self._lost_s:g} s (heartbeat_timeout_s): its "
                 "process is stopped, or its node cannot be reached"
             )
         return None
@@ -318,16 +318,16 @@ class HostedStore:
         self._store = None
 
 
-def store_of_ranks(
+def connect_to_store(
     rank: int,
-    is_rank_0_gone: Callable[[], bool],
+    has_rank_0_exited: Callable[[], bool],
     is_lost: Callable[[str, float], bool] = lambda place, seconds: False,
 ) -> Any:
     """The store of WORLD, by a connection of its own: a request waits for the one before it.
 
     Args:
         rank: This rank.
-        is_rank_0_gone: Whether the process of rank 0 has ended.
+        has_rank_0_exited: Whether the process of rank 0 has ended.
         is_lost: Whether to wait no longer for an answer; called with the place of the store, such
             as "10.0.0.1:29500, in the process of rank 0", and the seconds it has not answered for.
     """
@@ -343,6 +343,6 @@ def store_of_ranks(
     place = f"{server.host}:{server.port}, in {host}"
 
     def is_gone(seconds: float) -> bool:
-        return (not is_torchruns and is_rank_0_gone()) or is_lost(place, seconds)
+        return (not is_torchruns and has_rank_0_exited()) or is_lost(place, seconds)
 
     return HostedStore(store, is_gone)

@@ -19,7 +19,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Doing", "News", "Reports", "Wait", "Waits", "is_one_way", "report", "user_frames"]
+__all__ = [
+    "RankStatus",
+    "LogEntry",
+    "Reports",
+    "Wait",
+    "Waits",
+    "is_one_way",
+    "report",
+    "user_frames",
+]
 
 _ANSWER_S = 3.0  # for all ranks to say what they are doing
 _AGAIN_S = 10.0  # between two looks at ranks that seem to wait for each other
@@ -40,17 +49,17 @@ _NOT_USERS = tuple(
 )
 
 _log = logging.getLogger(__name__)
-News = dict[str, Any]  # an entry of the log of the watchdogs
+LogEntry = dict[str, Any]  # an entry of the log of the watchdogs
 
 
 @dataclass(frozen=True)
-class Doing:
+class RankStatus:
     """What one rank is doing."""
 
     moment: str  # of the engine, such as "in forward of blocks.3"; empty without one
     wait: str  # what for; empty: it does not wait for other ranks, as far as it knows
     waited_s: float
-    is_for_data: bool  # much may be under way, so that the wait may last
+    is_data_transfer: bool  # much may be under way, so that the wait may last
     frames: Sequence[str]  # innermost calls of the user's own code, the innermost last
     since: float = 0.0  # marks the wait: the same number as long as it is the same one
 
@@ -67,8 +76,10 @@ class Wait:
 
     name: str  # what for, as in "rank 0 waits for the gather of layers.3"
     since: float  # time.monotonic()
-    is_engines: bool = True  # on a group that is cut at a verdict
-    is_for_data: bool = False  # much may be under way, so that a long one is no sign of a fault
+    is_engine_group: bool = True  # on a group that is cut at a verdict
+    is_data_transfer: bool = (
+        False  # much may be under way, so that a long one is no sign of a fault
+    )
     is_one_way: bool = False  # likewise; and others may be done with it, and gone
     has_failed: bool = False  # nothing comes any more
     ranks: tuple[int, ...] | None = None  # that take part; None: all
@@ -109,14 +120,14 @@ class Waits:
                 self._announced[thread] = outer
 
     @contextmanager
-    def in_vain(self) -> Iterator[None]:
+    def after_failed_wait(self) -> Iterator[None]:
         """While this thread waits for news alone: what it has waited for does not come any more."""
         nothing = Wait("news of the other ranks", time.monotonic())
         known = self._announced.get(threading.get_ident(), nothing)
         with self.announced(replace(known, has_failed=True)):
             yield
 
-    def of_main(self) -> Wait | None:
+    def main_thread_wait(self) -> Wait | None:
         """What the main thread waits for, in the engine or in torch.distributed."""
         frame = _frame_of(self._main)
         if (wait := self._announced.get(self._main)) is not None:
@@ -132,21 +143,21 @@ class Waits:
             wait = Wait(
                 name,
                 time.monotonic(),
-                is_engines=False,
-                is_for_data=ranks is not None,
+                is_engine_group=False,
+                is_data_transfer=ranks is not None,
                 is_one_way=is_one_way(name),
                 ranks=ranks,
             )
             self._outside = (mark, wait)
         return self._outside[1]
 
-    def doing(self, moment: str) -> Doing:
+    def status(self, moment: str) -> RankStatus:
         """What the main thread is doing, at this moment of the engine."""
-        frames, wait = user_frames(_frame_of(self._main)), self.of_main()
+        frames, wait = user_frames(_frame_of(self._main)), self.main_thread_wait()
         if wait is None:
-            return Doing(moment, "", 0.0, False, frames)
-        waited_s, may_last = time.monotonic() - wait.since, wait.is_for_data or wait.is_one_way
-        return Doing(moment, wait.name, waited_s, may_last, frames, wait.since)
+            return RankStatus(moment, "", 0.0, False, frames)
+        waited_s, may_last = time.monotonic() - wait.since, wait.is_data_transfer or wait.is_one_way
+        return RankStatus(moment, wait.name, waited_s, may_last, frames, wait.since)
 
 
 class Reports:
@@ -170,7 +181,7 @@ class Reports:
         self._texts: list[str] = []  # keys of reports that others will write
         self._second_look: tuple[float, list[float]] | None = None
 
-    def look(self, store: Any, wait: Wait | None) -> Iterator[News]:
+    def poll(self, store: Any, wait: Wait | None) -> Iterator[LogEntry]:
         """Asks the ranks where `wait` is a long one, and tells what others have found out."""
         if self._after_s is None:
             return
@@ -185,13 +196,13 @@ class Reports:
             self._texts.remove(key)
             self._show(store.get(key).decode())
 
-    def answer(self, store: Any, number: int, news: News) -> Iterator[News]:
+    def answer(self, store: Any, number: int, news: LogEntry) -> Iterator[LogEntry]:
         """To request `number`, `news`, tells what this rank is doing.
 
         The one that asked reads all answers, and writes the report.
         """
-        self._reported = self._waits.of_main()
-        doing = self.doing()
+        self._reported = self._waits.main_thread_wait()
+        doing = self.status()
         key = f"{self._name}/doing/{number}"
         store.set(f"{key}/{self._rank}", json.dumps(asdict(doing)))
         is_again = bool(news.get("is_again"))
@@ -202,23 +213,23 @@ class Reports:
         else:
             self._write(store, key, self._collect(store, key))
 
-    def doing(self) -> Doing:
+    def status(self) -> RankStatus:
         """What this rank is doing."""
         describe = self.describe() if self.describe is not None else None
-        return self._waits.doing(describe() if describe is not None else "")
+        return self._waits.status(describe() if describe is not None else "")
 
-    def _collect(self, store: Any, key: str) -> list[Doing | None]:
-        answers: list[Doing | None] = [None] * self._size
+    def _collect(self, store: Any, key: str) -> list[RankStatus | None]:
+        answers: list[RankStatus | None] = [None] * self._size
         until = time.monotonic() + _ANSWER_S
         while None in answers and time.monotonic() < until:
             for rank, answer in enumerate(answers):
                 if answer is None and store.check([f"{key}/{rank}"]):
                     with suppress(ValueError, TypeError):  # not readable: as if it gave no answer
-                        answers[rank] = Doing(**json.loads(store.get(f"{key}/{rank}")))
+                        answers[rank] = RankStatus(**json.loads(store.get(f"{key}/{rank}")))
             time.sleep(0.02)
         return answers
 
-    def _write(self, store: Any, key: str, answers: Sequence[Doing | None]) -> None:
+    def _write(self, store: Any, key: str, answers: Sequence[RankStatus | None]) -> None:
         who = f"rank {self._rank} has waited {self._after_s:g} s for other ranks"
         text = report(f"{who}; what every rank is doing:", answers)
         store.set(f"{key}/text", text)
@@ -227,7 +238,7 @@ class Reports:
             again = time.monotonic() + min(_AGAIN_S, self._after_s or _AGAIN_S)
             self._second_look = (again, [a.since for a in answers if a is not None])
 
-    def _look_again(self, answers: Sequence[Doing | None]) -> Iterator[News]:
+    def _look_again(self, answers: Sequence[RankStatus | None]) -> Iterator[LogEntry]:
         """Ends a wait of all ranks for each other, which has not moved since the last look."""
         assert self._second_look is not None
         _, before = self._second_look
@@ -250,7 +261,7 @@ class Reports:
         _log.log(logging.WARNING if self._rank == 0 or is_alone else logging.INFO, "%s", text)
 
 
-def report(head: str, answers: Sequence[Doing | None]) -> str:
+def report(head: str, answers: Sequence[RankStatus | None]) -> str:
     """What every rank is doing, by rank, those that do the same together; None: no answer."""
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     silent = ("no answer: it has ended, is stopped, or its node is out of reach",)
@@ -276,9 +287,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def _may_be_circle(answers: Sequence[Doing | None]) -> bool:
+def _may_be_circle(answers: Sequence[RankStatus | None]) -> bool:
     """Whether every rank waits, not all for the same, and none for data under way."""
-    waits = {None if a is None or a.is_for_data or not a.wait else a.wait for a in answers}
+    waits = {None if a is None or a.is_data_transfer or not a.wait else a.wait for a in answers}
     return None not in waits and len(waits) > 1
 
 

@@ -2,7 +2,7 @@
 
 For what comes before an engine and its groups, and for what Lightning itself asks of a strategy.
 Without a process group the world is this process alone. They wait as long as it was made to. Other
-groups end here only: `cut_connections`.
+groups end here only: `disconnect_groups`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "as_timeout",
     "broadcast_object",
     "check_backend",
-    "cut_connections",
+    "disconnect_groups",
     "failing_together",
     "gather_objects",
     "has_world",
@@ -34,7 +34,7 @@ __all__ = [
     "leave_world",
     "open_store",
     "raise_together",
-    "tell",
+    "describe_failure",
     "wait_for_world",
     "world_size",
 ]
@@ -85,7 +85,7 @@ class WaitLimits:
 
     def __post_init__(self) -> None:
         _check_seconds("wait_report_s", self.report_s, "no report")
-        _check_seconds("lost_after_s", self.lost_s, "that silence alone ends nothing")
+        _check_seconds("heartbeat_timeout_s", self.lost_s, "that silence alone ends nothing")
 
 
 def _check_seconds(name: str, value: object, without: str) -> None:
@@ -218,10 +218,10 @@ def failing_together(
         yield
     except Exception as error:
         failure = error
-    raise_together(failure, gather(tell(failure)), what)
+    raise_together(failure, gather(describe_failure(failure)), what)
 
 
-def tell(failure: Exception | None) -> tuple[str, int | None] | None:
+def describe_failure(failure: Exception | None) -> tuple[str, int | None] | None:
     """What the other ranks learn of a failure; None where there is none."""
     if failure is None:
         return None
@@ -253,7 +253,7 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def cut_connections(groups: Iterable[Any]) -> None:
+def disconnect_groups(groups: Iterable[Any]) -> None:
     """Ends what is under way on groups, on this rank: gloo's connections close, NCCL aborts.
 
     NCCL's groups end all together: one alone may wait for a kernel that waits for another's

@@ -3,8 +3,8 @@
 Imports record, layout, tensors, comm and tiers.
 
     schedule      `Schedule`: the step as hooks call it; buffers such as batch norm's
-    gathering     units: which are whole, and what is gathered ahead
-    reducing      what of a backward is averaged, and when it is shown
+    unit          units: which are whole, and what is gathered ahead
+    reducer       what of a backward is averaged, and when it is shown
     hooks         where modules and autograd call the schedule
     bucket        `Bucket`: parameters that travel together, what they point at; `Masters`
     shards        what of a bucket rests on this rank
@@ -19,10 +19,10 @@ Imports record, layout, tensors, comm and tiers.
     step_worker   the thread that steps beside the next forward
 
 Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
-at a hook of `hooks`; `Gradients.receive` takes it, and knows when its bucket has all. Then
-`reducing` tells the order of all ranks (`Order.ready`), which calls `Schedule.issue_reduction` when
-its turn has come: by way of `Reducing.reduce` it comes to `Gradients.reduce`. From then on the mean
-is `Gradients.shard`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
-of `schedule`. What a rank that raises does to itself: `Schedule.come_to_rest`; what becomes of the
+at a hook of `hooks`; `Gradients.accumulate` takes it, and knows when its bucket has all. Then
+`reducer` tells the order of all ranks (`CollectiveOrder.mark_ready`), which calls `Schedule.issue_reduction` when
+its turn has come: by way of `Reducer.reduce` it comes to `Gradients.reduce`. From then on the mean
+is `Gradients.main_grad`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
+of `schedule`. What a rank that raises does to itself: `Schedule.reset_all`; what becomes of the
 others: the end of comm's text.
 """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.building import partial_of
-from lightning_zero.core.writes import Fingerprint, is_same_memory, whole_values
+from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 
 __all__ = ["full_grad", "gathered"]
@@ -45,7 +45,7 @@ def gathered(
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
-        buckets[0].lockstep.meet_for("lightning_zero.gathered(...)")
+        buckets[0].lockstep.barrier("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         if writeback:
             stack.enter_context(_writable(buckets, from_rank))
@@ -66,14 +66,14 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    bucket.lockstep.meet_for(f"lightning_zero.full_grad() of {placement.name}")
+    bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
-    mean = bucket.grads.shard
+    mean = bucket.grads.main_grad
     assert mean is not None
-    if bucket.steps_whole:
+    if bucket.replicates_optim:
         return bucket.grads.slices[placement.index].clone()
-    return bucket.masters.gather_parts(mean).views[placement.index].clone()
+    return bucket.masters.all_gather_values(mean).views[placement.index].clone()
 
 
 def _buckets_of(
@@ -95,7 +95,7 @@ def _buckets_of(
                 f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
             )
         if (piece := partial_of(parameter)) is not None:
-            piece.look_at_rest(0)  # whole until it is cut again
+            piece.sharded_data(0)  # whole until it is cut again
         elif has_placement(parameter):
             found[bucket_of(placement_of(parameter))] = None
     return list(found)
@@ -103,19 +103,19 @@ def _buckets_of(
 
 @contextmanager
 def _readable(bucket: Bucket) -> Iterator[None]:
-    if bucket.masters.is_shown:
+    if bucket.masters.has_views_installed:
         yield  # an outer context shows it, to be written to
         return
     bucket.wait_for_all_steps()
-    was_whole = bucket.is_whole
-    if bucket.is_gathered_before_use:
-        bucket.gather()
-    bucket.finish_gather()
-    num_before = bucket.num_holders(num_shown=len(bucket.parameters))
-    bucket.pins += 1
-    is_first = bucket.prints is None
+    was_whole = bucket.is_unsharded
+    if bucket.shards_params:
+        bucket.unshard()
+    bucket.wait_for_unshard()
+    num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
+    bucket.num_pins += 1
+    is_first = bucket.fingerprints is None
     if is_first:
-        bucket.prints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
+        bucket.fingerprints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
     is_kept = False
     try:
         yield
@@ -123,23 +123,23 @@ def _readable(bucket: Bucket) -> Iterator[None]:
             _check_unchanged(bucket)
         is_kept = True
     finally:
-        bucket.prints = None if is_first else bucket.prints
-        bucket.pins -= 1
+        bucket.fingerprints = None if is_first else bucket.fingerprints
+        bucket.num_pins -= 1
         if not is_kept:
-            bucket.drop_whole()
+            bucket.discard_unsharded()
         elif not was_whole:
-            bucket.release(num_before=num_before)
+            bucket.reshard(num_holders_before=num_holders_before)
 
 
 def _check_unchanged(bucket: Bucket) -> None:
     """Raises where somebody has written to what `gathered` shows without `writeback`."""
-    for index, seen in enumerate(bucket.prints or ()):
+    for index, seen in enumerate(bucket.fingerprints or ()):
         if not seen.matches(data_of(bucket.parameters[index]).reshape(-1)):
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
                 "lightning_zero.gathered(...), which shows values; use gathered(..., "
                 "writeback=True), which keeps the changes of one rank. The change "
-                f"{'is dropped' if bucket.is_gathered_before_use else 'stays on this rank'}."
+                f"{'is dropped' if bucket.shards_params else 'stays on this rank'}."
             )
 
 
@@ -152,16 +152,16 @@ class _Shown:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._exact = bucket.masters.gather_whole()
+        self._exact = bucket.masters.all_gather()
         self._prints = [Fingerprint(view.reshape(-1)) for view in self._exact.views]
         self._data: list[Tensor] = []  # what the parameters had in the end
-        bucket.masters.show(self._exact.views)
+        bucket.masters.install_views(self._exact.views)
 
     def hide(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._exact.views, strict=True)
         # Copies: what was put in may be the memory of another parameter that is shown.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
-        self._bucket.masters.hide()
+        self._bucket.masters.uninstall_views()
 
     def changes(self) -> dict[str, bytes]:
         """By name, a digest of every parameter whose values or data this rank has changed."""
@@ -169,7 +169,7 @@ class _Shown:
         for index, slot in enumerate(self._bucket.plan.layout.slots):
             view, data = self._exact.views[index], self._data[index]
             if not is_same_memory(data, view):  # something was put in its place
-                view.copy_(whole_values(data, slot))
+                view.copy_(require_full_shape(data, slot))
             flat = view.reshape(-1)
             if not self._prints[index].matches(flat):
                 changed[slot.name] = Fingerprint(flat).digest()
@@ -177,7 +177,7 @@ class _Shown:
 
     def keep(self, from_rank: int) -> None:
         """Takes the values of rank `from_rank`. Collective."""
-        self._bucket.masters.accept(self._exact, from_rank)
+        self._bucket.masters.broadcast_from(self._exact, from_rank)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """One bucket at run time: its parameters, and what `parameter.data` points at.
 
     phase       parameter.data                               class
-    SHARD       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
-    GATHERING   the slice, or the view of a buffer in flight guarded
-    WHOLE       n-D view of the whole buffer                 plain     in use; at rest elsewhere
+    SHARDED       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
+    UNSHARDING   the slice, or the view of a buffer in flight guarded
+    UNSHARDED       n-D view of the whole buffer                 plain     in use; at rest elsewhere
     STEP        what this rank steps of the master           plain     while the optimizer steps
 
 What rests on this rank, and the master, which the optimizer steps, are told in shards.py. Where a
@@ -40,16 +40,15 @@ from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.writes import (
     Fingerprint,
-    Rewritten,
+    WriteDetector,
     equal,
     own_elements,
-    whole_values,
+    require_full_shape,
 )
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import FlatBuffer, views_of, widest
-from lightning_zero.tensors.cut import Cut
+from lightning_zero.tensors.buffer import FlatBuffer, promoted_dtype, views_of
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,
     GuardedParameter,
@@ -59,12 +58,13 @@ from lightning_zero.tensors.guarded import (
     guard,
     placement_of,
     plain_class_of,
-    point,
     set_placement,
+    set_plain_data,
     unguard,
 )
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tensors.meta import leave_out
+from lightning_zero.tensors.meta import drop_parameter
+from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 from lightning_zero.tiers.storage import ShardStore
@@ -75,9 +75,9 @@ __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 class Phase(Enum):
     """What the parameters of a bucket point at; see the table at the top of this file."""
 
-    SHARD = "shard"
-    GATHERING = "gathering"
-    WHOLE = "whole"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
     STEP = "step"
 
 
@@ -86,28 +86,28 @@ class Bucket:
 
     Attributes:
         parameters: The module's own parameter objects, by slot.
-        cuts: By slot, which elements each rank steps.
-        is_gathered_before_use: PARAM rests as a shard.
-        is_whole: The values of all elements are at hand or on their way.
+        shard_specs: By slot, which elements each rank steps.
+        shards_params: PARAM rests as a shard.
+        is_unsharded: The values of all elements are at hand or on their way.
         watcher: Is told when that changes.
         whole: The whole buffer; holds memory while the parameters are whole.
         offloaded_grad: Where gradients rest that are not on the device.
-        own_dtypes: Dtype of each parameter before this bucket took it over.
+        orig_dtypes: Dtype of each parameter before this bucket took it over.
         pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
         is_saved: A graph that a backward has still to walk may hold views of the whole buffer.
         prints: By slot, of whole values that somebody looks at without a right to write; None where
             nobody does, or where the engine has written to them since.
         lockstep: The engine's `Lockstep`, once it is there.
-        steps_whole: OPTIM rests whole: every rank steps all elements.
+        replicates_optim: OPTIM rests whole: every rank steps all elements.
         owned: Elements of a slot, counted from its own first one, that this rank steps.
     """
 
     lockstep: Any
-    prints: list[Fingerprint] | None = None
-    is_saved = False
+    fingerprints: list[Fingerprint] | None = None
+    is_saved_for_backward = False
     phase: Phase
-    is_whole: bool
-    watcher: Callable[[bool], None] | None = None
+    is_unsharded: bool
+    on_unsharded_change: Callable[[bool], None] | None = None
 
     def __init__(
         self,
@@ -118,60 +118,62 @@ class Bucket:
         worker: StepWorker,
         *,
         grad_dtype: torch.dtype,
-        make_whole: Callable[[Bucket, str], None],
+        unshard_out_of_order: Callable[[Bucket, str], None],
         filled: FlatBuffer | None = None,
     ) -> None:
         """Takes `parameters` over; `filled`: some lie in it already. Collective."""
         self.plan = plan
         self.parameters = list(parameters)
         self.comm = comm
-        self.is_gathered_before_use = plan.stage.gathers_before_use
-        self._enter(Phase.WHOLE)
-        self.pins = 0
-        self.own_dtypes = [p.dtype for p in parameters]
+        self.shards_params = plan.stage.shards_params
+        self._enter(Phase.UNSHARDED)
+        self.num_pins = 0
+        self.orig_dtypes = [p.dtype for p in parameters]
         self._worker = worker
         self.device = queue.storage.device
         self.offloaded_grad: OffloadedGrad | None = None
-        if queue.storage.is_elsewhere(plan.tiers.grad):
+        if queue.storage.is_offloaded(plan.tiers.grad):
             numel = len(plan.layout.shard(comm.mesh.shard_rank))
             self.offloaded_grad = OffloadedGrad(
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
             )
-        self.cuts = [Cut(slot, plan.layout, comm) for slot in plan.layout.slots]
+        self.shard_specs = [ShardSpec(slot, plan.layout, comm) for slot in plan.layout.slots]
         offloaded, wait = self.offloaded_grad, self.wait_for_step
-        self.grads = Gradients(plan, parameters, comm, grad_dtype, offloaded, self.cuts, wait)
+        self.grads = Gradients(
+            plan, parameters, comm, grad_dtype, offloaded, self.shard_specs, wait
+        )
         self._pending: Pending | None = None
         # A worker steps this bucket: waits for it, and returns why it has failed.
         self._stepping: Callable[[], BaseException | None] | None = None
-        self._rewritten = Rewritten(self.parameters)
+        self._detector = WriteDetector(self.parameters)
         self._parts: WeakValueDictionary[int, _RestingPart] = WeakValueDictionary()
         # By slot whose `.data` was assigned since the last pass, what showed the values before.
         self._assigned: dict[int, _RestingPart | None] = {}
-        self._is_watched = False  # others hold views of the whole buffer, which is stepped
-        self._names_told: set[str] = set()  # of parameters whose memory users hold
+        self._is_aliased = False  # others hold views of the whole buffer, which is stepped
+        self._warned_names: set[str] = set()  # of parameters whose memory users hold
         self._num_scans = 0  # for them
-        self._make_whole = make_whole
+        self._unshard_out_of_order = unshard_out_of_order
         if filled is not None and filled.tensor.dtype == plan.dtype:
-            self.whole = filled
+            self.unsharded_params = filled
         else:
-            self.whole = FlatBuffer(plan.layout, plan.dtype, self.device)
-        self.shards = Shards(plan, self.whole, queue.storage, comm.mesh.shard_rank)
-        self.steps_whole, self.owned = self.shards.steps_whole, self.shards.owned
+            self.unsharded_params = FlatBuffer(plan.layout, plan.dtype, self.device)
+        self.shards = Shards(plan, self.unsharded_params, queue.storage, comm.mesh.shard_rank)
+        self.replicates_optim, self.owned = self.shards.replicates_optim, self.shards.owned
         self.masters = Masters(self)
-        self._take_over(filled)
+        self._wrap(filled)
 
     # ---------------------------------------------------------------- taken over and given back
 
-    def _take_over(self, filled: FlatBuffer | None) -> None:
+    def _wrap(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values in; the parameters become views of the whole. Collective."""
         plan, shards = self.plan, self.shards
-        exact = self._exact_copy(filled)
+        exact = self._full_precision_copy(filled)
         self.comm.broadcast_(exact.tensor)
-        if exact is not self.whole:
-            self.whole.tensor.copy_(exact.tensor)
-        shards.take_params()
+        if exact is not self.unsharded_params:
+            self.unsharded_params.tensor.copy_(exact.tensor)
+        shards.init_params()
         if plan.begins_with_master:
-            shards.take_master(shards.own_part(exact))
+            shards.init_master(shards.own_slice_of(exact))
         for index, parameter in enumerate(self.parameters):
             slot = plan.layout.slots[index]
             placement = Placement(
@@ -181,46 +183,46 @@ class Bucket:
                 own_class=type(parameter),
                 bucket=self,
                 index=index,
-                make_whole=self.use,
-                put_grad=self.grads.put,
-                hand_out=self._hand_out,
+                ensure_unsharded=self.unshard_on_use,
+                set_grad=self.grads.assign,
+                on_data_read=self._hand_out,
             )
             set_placement(parameter, placement)
-            parameter.data = self.whole.views[index]
+            parameter.data = self.unsharded_params.views[index]
             parameter.__class__ = plain_class_of(placement.own_class)
             if plan.dtype.is_floating_point:
                 parameter.grad_dtype = None  # gradients may be wider than the parameter
-        self.release()
+        self.reshard()
         shards.mark_written()
 
-    def give_back(self, device: torch.device | None) -> None:
+    def unwrap(self, device: torch.device | None) -> None:
         """Makes every parameter a whole tensor of its own, in its own dtype. Collective.
 
         On `device`; None: without values, see tensors/meta.py.
         """
-        self.finish_gather()
+        self.wait_for_unshard()
         self.grads.drop()
-        views = self.masters.exact_views() if device is not None else []
+        views = self.masters.full_tensors() if device is not None else []
         for index, parameter in enumerate(self.parameters):
-            slot, dtype = self.plan.layout.slots[index], self.own_dtypes[index]
+            slot, dtype = self.plan.layout.slots[index], self.orig_dtypes[index]
             unguard(parameter)
             set_placement(parameter, None)
             if self.plan.dtype.is_floating_point:
                 parameter.grad_dtype = dtype
             if device is None:
-                leave_out(parameter, slot.name, dtype, torch.Size(slot.shape))
+                drop_parameter(parameter, slot.name, dtype, torch.Size(slot.shape))
             else:
                 parameter.data = views[index].to(device, dtype, copy=True)
-        self._leave_parts()
+        self._detach_views()
         self.shards.drop()
-        if self.num_holders(num_shown=0):
-            self.whole.leave(copies=False)
-        self.whole.free()
+        if self.num_holders(num_params=0):
+            self.unsharded_params.replace_memory(copies=False)
+        self.unsharded_params.free()
 
-    def _exact_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
+    def _full_precision_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
         """The parameters in their own precision; the whole buffer itself where that suffices."""
-        dtype = widest(self.plan.dtype, self.own_dtypes)
-        exact = self.whole
+        dtype = promoted_dtype(self.plan.dtype, self.orig_dtypes)
+        exact = self.unsharded_params
         if dtype != self.plan.dtype:
             exact = filled or FlatBuffer(self.plan.layout, dtype, self.device)
         for view, parameter in zip(exact.views, self.parameters, strict=True):
@@ -234,26 +236,26 @@ class Bucket:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        is_whole = phase in (Phase.GATHERING, Phase.WHOLE)
-        if self.watcher is not None and is_whole != self.is_whole:
-            self.watcher(is_whole)
-        self.is_whole = is_whole
+        is_unsharded = phase in (Phase.UNSHARDING, Phase.UNSHARDED)
+        if self.on_unsharded_change is not None and is_unsharded != self.is_unsharded:
+            self.on_unsharded_change(is_unsharded)
+        self.is_unsharded = is_unsharded
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Issues the gather of whole parameters. Collective: also where they are whole already.
 
         A rank that has them sends its shard again to those that have not, and receives what it has.
         Refused inside a transform of torch.func that differentiates, whose functions must not write
         to memory: also the parameters given to it would be slices.
         """
-        if self.is_whole:
-            self.finish_gather()
-            self.gather_in_place(self.whole.tensor).wait()
+        if self.is_unsharded:
+            self.wait_for_unshard()
+            self.all_gather_into(self.unsharded_params.tensor).wait()
             return
         self.wait_for_step()
         self.check_outside_transform()
-        self.whole.allocate()
-        self._pending = self.send_shard()
+        self.unsharded_params.allocate()
+        self._pending = self.all_gather_params()
         self.mark_in_flight()
 
     def check_outside_transform(self) -> None:
@@ -265,101 +267,105 @@ class Bucket:
                 "make the transform inside `with lightning_zero.gathered(module):`."
             )
 
-    def send_shard(self) -> Pending:
+    def all_gather_params(self) -> Pending:
         """Issues the gather of this rank's shard, from where it rests."""
-        return self.gather_in_place(self.whole.tensor, self.shards.sent_params())
+        return self.all_gather_into(self.unsharded_params.tensor, self.shards.all_gather_source())
 
-    def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
-        """Issues a gather into `whole`, laid out as the bucket, of `source` or its own part."""
-        cuts = self.plan.layout.cuts
-        return self.comm.all_gather(whole, self.plan.name, source=source, cuts=cuts)
+    def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
+        """Issues a gather into `unsharded_params`, laid out as the bucket, of `source` or its own part."""
+        cuts = self.plan.layout.split_sizes
+        return self.comm.all_gather(whole, self.plan.name, source=source, split_sizes=cuts)
 
-    def finish_gather(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Waits for a gather under way; the parameters are whole and plain."""
         if self._stepping is not None:
             self.wait_for_step()
-        if self.phase is not Phase.GATHERING:
+        if self.phase is not Phase.UNSHARDING:
             return
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
-        point(self.parameters, self.whole.views)
-        self._enter(Phase.WHOLE)
-        if self.is_gathered_before_use:
-            self._rewritten.watch()
+        set_plain_data(self.parameters, self.unsharded_params.views)
+        self._enter(Phase.UNSHARDED)
+        if self.shards_params:
+            self._detector.watch()
 
-    def release(self, *, num_before: int | None = None) -> None:
+    def reshard(self, *, num_holders_before: int | None = None) -> None:
         """Frees whole parameters where they rest as shards.
 
-        `num_before`: of `num_holders` when the user was shown them, who may keep what was taken
+        `num_holders_before`: of `num_holders` when the user was shown them, who may keep what was taken
         since; None: that is not asked for. Not inside a transform of torch.func, which
         differentiates without our hooks; the end of the step does so.
         """
-        if not self.is_gathered_before_use or self.phase is Phase.SHARD or self.pins:
+        if not self.shards_params or self.phase is Phase.SHARDED or self.num_pins:
             return
         if _transforms_under_way() is not None:
             return
-        self.finish_gather()
-        self.absorb_changes()
-        self.point_at_rest(num_before=num_before)
+        self.wait_for_unshard()
+        self.sync_writes()
+        self.enter_idle_phase(num_holders_before=num_holders_before)
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Waits for a step and the gather after it, so that what is read is at rest. Local."""
         self.wait_for_step()
-        if not self.is_gathered_before_use:
-            self.finish_gather()
+        if not self.shards_params:
+            self.wait_for_unshard()
 
     def read_ahead(self) -> bool:
         """Begins to read a shard that rests in a file; whether there was a buffer for it."""
         reader = self.shards.reader
-        if reader is None or self.is_whole or self._stepping is not None:
+        if reader is None or self.is_unsharded or self._stepping is not None:
             return True
         return reader.begin()
 
-    def wait_for_sent(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Before shards are written to, from which gathers may still copy to the device."""
-        is_apart = self.shards.storage.is_apart
-        self.comm.wait_for_sent(is_apart and self.plan.tiers.param is Tier.CPU)
+        has_device_memory = self.shards.storage.has_device_memory
+        self.comm.wait_for_uploads(has_device_memory and self.plan.tiers.param is Tier.CPU)
 
     # ---------------------------------------------------------------- where parameters point
 
     def mark_in_flight(self) -> None:
         """The parameters wait for a gather that is issued, or will be."""
-        if self.phase is not Phase.SHARD:  # else they are guarded
+        if self.phase is not Phase.SHARDED:  # else they are guarded
             guard(self.parameters)
-        self._enter(Phase.GATHERING)
+        self._enter(Phase.UNSHARDING)
 
-    def point_at_masters(self, parts: Sequence[Tensor]) -> None:
-        """Points the parameters at what this rank steps: by slot, 1-D. `point_at_rest` ends it."""
+    def point_at_step_parts(self, parts: Sequence[Tensor]) -> None:
+        """Points the parameters at what this rank steps: by slot, 1-D. `enter_idle_phase` ends it."""
         for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             unguard(parameter)
             parameter.grad = None
             parameter.data = part.view(self.shards.step_shapes[index])
         self._enter(Phase.STEP)
 
-    def point_at_rest(self, *, num_before: int | None = None) -> None:
+    def enter_idle_phase(self, *, num_holders_before: int | None = None) -> None:
         """Points the parameters at their slices, or at the whole buffer, where they rest."""
-        self._enter(Phase.SHARD if self.is_gathered_before_use else Phase.WHOLE)
-        self.point_back()
-        if self.is_gathered_before_use and self.whole.is_allocated:
+        self._enter(Phase.SHARDED if self.shards_params else Phase.UNSHARDED)
+        self.restore_data_pointers()
+        if self.shards_params and self.unsharded_params.is_allocated:
             # A forward after the backward may have left it whole.
-            self._free_whole(num_before)
+            self._free_unsharded(num_holders_before)
 
-    def _free_whole(self, num_before: int | None) -> None:
+    def _free_unsharded(self, num_holders_before: int | None) -> None:
         """Frees the whole buffer, which no parameter shows. See [Note: Memory that others hold]."""
-        num_graphs = (num_before or 0) if self.is_saved else 0  # at most, and then at least one
-        num_holders = self.num_holders(num_shown=0)
-        if num_holders > num_graphs and not (self.is_saved and num_before is None):
-            if num_before is None:
-                self._tell_of_holders()
-            self.whole.leave(copies=False)
-        self.whole.free()
+        num_graphs = (
+            (num_holders_before or 0) if self.is_saved_for_backward else 0
+        )  # at most, and then at least one
+        num_holders = self.num_holders(num_params=0)
+        if num_holders > num_graphs and not (
+            self.is_saved_for_backward and num_holders_before is None
+        ):
+            if num_holders_before is None:
+                self._warn_of_holders()
+            self.unsharded_params.replace_memory(copies=False)
+        self.unsharded_params.free()
 
-    def num_holders(self, *, num_shown: int) -> int:
-        """How many views of the whole buffer users and graphs have; `num_shown` parameters do."""
-        return self.whole.num_holders(self.shards.num_views + num_shown)
+    def num_holders(self, *, num_params: int) -> int:
+        """How many views of the whole buffer users and graphs have; `num_params` parameters do."""
+        return self.unsharded_params.num_holders(self.shards.num_views + num_params)
 
-    def _tell_of_holders(self) -> None:
+    def _warn_of_holders(self) -> None:
         """Warns of tensors that users keep of whole parameters; what a graph holds is none.
 
         Twice at most, for it looks at all objects of Python.
@@ -367,18 +373,20 @@ class Bucket:
         if self._num_scans == 2:
             return
         time.sleep(0.001)  # a thread of gloo lets go of what it has sent a moment after its end
-        if not self.num_holders(num_shown=0):
+        if not self.num_holders(num_params=0):
             return
         self._num_scans += 1
-        own = {id(self.whole.tensor), *map(id, self.whole.views)}
-        offsets = [start for one, start in views_of(self.whole.tensor) if id(one) not in own]
+        own = {id(self.unsharded_params.tensor), *map(id, self.unsharded_params.views)}
+        offsets = [
+            start for one, start in views_of(self.unsharded_params.tensor) if id(one) not in own
+        ]
         held = {
             slot.name
             for slot in self.plan.layout.slots
             if any(slot.start <= start < slot.stop for start in offsets)
         }
-        for name in sorted(held - self._names_told):
-            self._names_told.add(name)
+        for name in sorted(held - self._warned_names):
+            self._warned_names.add(name)
             warnings.warn(
                 f"a tensor that shows parameter {name} outlives the step in which it was taken. It "
                 "keeps the values of that step, where one of a plain module follows later steps; "
@@ -386,20 +394,23 @@ class Bucket:
                 stacklevel=2,
             )
 
-    def point_back(self) -> None:
+    def restore_data_pointers(self) -> None:
         """Points the parameters where `phase` says, after they have pointed elsewhere."""
-        is_shard = self.phase is Phase.SHARD
-        point(self.parameters, self.shards.resting_parts() if is_shard else self.whole.views)
+        is_shard = self.phase is Phase.SHARDED
+        set_plain_data(
+            self.parameters,
+            self.shards.sharded_views() if is_shard else self.unsharded_params.views,
+        )
         if is_shard:
             guard(self.parameters)
 
-    def owns(self, tensor: Tensor) -> bool:
+    def aliases(self, tensor: Tensor) -> bool:
         """`tensor` is a view of the whole buffer."""
         if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
             return False
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
-        storage = self.whole.tensor.untyped_storage()
+        storage = self.unsharded_params.tensor.untyped_storage()
         return bool(tensor.untyped_storage()._cdata == storage._cdata)
 
     # ---------------------------------------------------------------- the step
@@ -410,34 +421,34 @@ class Bucket:
         `stepping` waits until a worker has ended the step, see `StepLoop.add`; None: the caller
         ends it.
         """
-        self.finish_gather()
-        self.absorb_changes()
+        self.wait_for_unshard()
+        self.sync_writes()
         self._note_holders()
-        self.prints = None
+        self.fingerprints = None
         self.shards.stop_reading()  # what was read ahead is about to change
-        self.wait_for_sent()
-        if self.is_gathered_before_use:
-            self.point_at_rest()
-        elif self.plan.stage.gathers_after_step:
+        self.wait_for_uploads()
+        if self.shards_params:
+            self.enter_idle_phase()
+        elif self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
         self._stepping = stepping
 
     def end_step(self) -> None:
         """The new values are there; issues their gather where parameters rest whole. Collective."""
         self.shards.mark_written()
-        if self.plan.stage.gathers_after_step:
-            self._pending = self.gather_in_place(self.whole.tensor)
+        if self.plan.stage.all_gathers_after_step:
+            self._pending = self.all_gather_into(self.unsharded_params.tensor)
 
     def _note_holders(self) -> None:
         """Before a step: whether others look at what it changes, and its gather completes."""
-        gathers, num_shown = self.plan.stage.gathers_after_step, len(self.parameters)
-        self._is_watched = gathers and self.num_holders(num_shown=num_shown) > 0
+        gathers, num_params = self.plan.stage.all_gathers_after_step, len(self.parameters)
+        self._is_aliased = gathers and self.num_holders(num_params=num_params) > 0
 
-    def show_step(self) -> None:
+    def sync_aliases(self) -> None:
         """After a step: what others hold of whole parameters shows the new values, all of them."""
-        if self._is_watched:
-            self._is_watched = False
-            self.finish_gather()
+        if self._is_aliased:
+            self._is_aliased = False
+            self.wait_for_unshard()
 
     def wait_for_step(self) -> None:
         """Waits until a worker has stepped this bucket; raises if that step failed."""
@@ -460,80 +471,80 @@ class Bucket:
 
     # ---------------------------------------------------------------- what others do to parameters
 
-    def use(self, name: str) -> None:
+    def unshard_on_use(self, name: str) -> None:
         """The guard's call: somebody applies a torch function to parameter `name`."""
-        if self.is_gathered_before_use:
-            self._make_whole(self, name)
+        if self.shards_params:
+            self._unshard_out_of_order(self, name)
         else:
-            self.finish_gather()
+            self.wait_for_unshard()
 
-    def look_at_rest(self, index: int) -> Tensor:
+    def sharded_data(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
 
         A gather that is under way before a use is finished and freed, so that what is written here
         is in the next one; on gloo that waits for its data. The look itself keeps nothing whole.
         """
-        self.settle()
-        self.release()
-        if self.phase is Phase.SHARD:
-            exact = self.shards.look(index)
+        self.wait_for_update()
+        self.reshard()
+        if self.phase is Phase.SHARDED:
+            exact = self.shards.master_view(index)
             part = self._parts.get(index)
             if part is None:
                 part = self._parts[index] = _RestingPart(self, index)
-            return ShardedTensor.of(part, self.cuts[index], "p.data", exact)
+            return ShardedTensor.of(part, self.shard_specs[index], "p.data", exact)
         return data_of(self.parameters[index])
 
-    def change_at_rest(self, index: int, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change what `look_at_rest` shows of this rank's elements."""
-        self.settle()
-        self.release()
-        if self.phase is not Phase.SHARD:
+    def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change what `sharded_data` shows of this rank's elements."""
+        self.wait_for_update()
+        self.reshard()
+        if self.phase is not Phase.SHARDED:
             raise RuntimeError(
                 f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
                 "as a shard, and is whole at this moment; take parameter.data anew."
             )
         self.lockstep.before_write()
-        self.wait_for_sent()
+        self.wait_for_uploads()
         self.lockstep.note_write(self.plan.layout.slots[index].name)
         self.shards.change(index, write)
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of a guarded one, slot `index`. Local.
 
         `values` have the whole shape, plain or sharded (collective where that is cut at other
         places), or are this rank's elements, 1-D. Any other shape is a ValueError. Tensors that
         were `parameter.data` until now keep their values.
         """
-        self.release()  # what was gathered before its use is gathered again
-        slot, cut = self.plan.layout.slots[index], self.cuts[index]
+        self.reshard()  # what was gathered before its use is gathered again
+        slot, cut = self.plan.layout.slots[index], self.shard_specs[index]
         if isinstance(values, GuardedParameter):
             values = values.data
         given = values
         self._check_dtype(index, values)
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
-            if values.is_of(self._parts.get(index)):
+            if values.is_view_of(self._parts.get(index)):
                 return  # its own
-            is_own = self.phase is Phase.SHARD and cut.is_as(values.cut)
+            is_own = self.phase is Phase.SHARDED and cut.matches(values.spec)
             values = values.local if is_own else values.full_tensor()
-        if self.phase is Phase.GATHERING:
-            self.finish_gather()
+        if self.phase is Phase.UNSHARDING:
+            self.wait_for_unshard()
             self.parameters[index].data = values  # taken when it is released
             return
         own = own_elements(values, slot, self.owned(index))
-        if self.is_saved and self.num_holders(num_shown=0):
+        if self.is_saved_for_backward and self.num_holders(num_params=0):
             raise RuntimeError(
                 f"parameter.data of {slot.name} was set between a forward and its backward, which "
                 "needs the values that the forward has used. Set it before the forward, or after "
                 "the backward; where no backward follows, call the module under torch.no_grad()."
             )
         self.lockstep.before_write()
-        self.wait_for_sent()
+        self.wait_for_uploads()
         self._note_assigned(index, given)
-        self._leave_part(index)
-        self.shards.take(index, own)
+        self._detach_view(index)
+        self.shards.assign(index, own)
 
     def _check_dtype(self, index: int, values: Tensor) -> None:
-        expected = self.own_dtypes[index]
+        expected = self.orig_dtypes[index]
         if values.dtype not in (self.plan.dtype, self.plan.master_dtype, expected):
             name = self.plan.layout.slots[index].name
             raise ValueError(
@@ -546,7 +557,7 @@ class Bucket:
         """Until the next pass; what is put back is none, as far as every rank can see alike."""
         if index not in self._assigned:
             self._assigned[index] = self._parts.get(index)
-        elif isinstance(values, ShardedTensor) and values.is_of(self._assigned[index]):
+        elif isinstance(values, ShardedTensor) and values.is_view_of(self._assigned[index]):
             del self._assigned[index]
 
     def compare_assigned(self) -> None:
@@ -555,20 +566,20 @@ class Bucket:
             self.lockstep.note(f"parameter.data of {self.plan.layout.slots[index].name}")
         self._assigned.clear()
 
-    def _leave_part(self, index: int) -> None:
+    def _detach_view(self, index: int) -> None:
         """New values come in the place of a slot's: what shows the old ones keeps them."""
         part = self._parts.pop(index, None)
         if part is not None:
             part.leave()
 
-    def _leave_parts(self) -> None:
+    def _detach_views(self) -> None:
         for index in list(self._parts):
-            self._leave_part(index)
+            self._detach_view(index)
 
     def _hand_out(self, index: int) -> None:
         """Somebody asks for the `.data` of slot `index`, which is plain."""
-        if self.phase is Phase.WHOLE and not self.masters.is_shown:
-            self._rewritten.hand_out(index)
+        if self.phase is Phase.UNSHARDED and not self.masters.has_views_installed:
+            self._detector.hand_out(index)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """As slot `index` would be without an engine: in its own class and dtype.
@@ -576,18 +587,18 @@ class Bucket:
         With values of its own; gathered ones for a file are on the CPU. Collective where it rests
         as a shard.
         """
-        parameter, dtype = self.parameters[index], self.own_dtypes[index]
+        parameter, dtype = self.parameters[index], self.orig_dtypes[index]
         try:
             if isinstance(parameter, GuardedParameter):
-                self.use(self.plan.layout.slots[index].name)
+                self.unshard_on_use(self.plan.layout.slots[index].name)
             if tuple(parameter.shape) != self.plan.layout.slots[index].shape:
                 dtype = parameter.dtype  # while it is stepped
             values = parameter.detach().to(dtype, copy=True)
         except BetweenStepsError:
-            data = self.look_at_rest(index)
+            data = self.sharded_data(index)
             assert isinstance(data, ShardedTensor)
             device = torch.device("cpu") if is_for_file else self.device
-            values = data.full_values("copy", dtype).plain().to(device)
+            values = data.full_view("copy", dtype).plain().to(device)
         return self.make_plain(index, values)
 
     def make_plain(self, index: int, values: Tensor) -> nn.Parameter:
@@ -601,69 +612,69 @@ class Bucket:
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
         """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
-        self.lockstep.meet_for("torch.equal of parameters")
+        self.lockstep.barrier("torch.equal of parameters")
         return equal(one, other, self.comm)
 
-    def absorb_changes(self) -> None:
+    def sync_writes(self) -> None:
         """Takes what somebody has written to whole parameters, or put in their place, into masters.
 
         Data of another shape or dtype is a ValueError; the parameter then shows its own again.
         """
-        self.take_rewritten()
-        self.shards.absorb_changes()
+        self.detect_writes()
+        self.shards.sync_writes()
 
-    def take_rewritten(self) -> None:
-        """Takes what `absorb_changes` does, where it can be seen without a look at values.
+    def detect_writes(self) -> None:
+        """Takes what `sync_writes` does, where it can be seen without a look at values.
 
         `parameter.data = other` is how torch's pruning and others give new values.
         """
-        if self.phase is not Phase.WHOLE or self.masters.is_shown:
+        if self.phase is not Phase.UNSHARDED or self.masters.has_views_installed:
             return
-        replaced, error = self._take_replaced()
-        if self.is_gathered_before_use:
-            for index in {*replaced, *self._rewritten.written()}:
-                self.wait_for_sent()
+        replaced, error = self._sync_replaced()
+        if self.shards_params:
+            for index in {*replaced, *self._detector.written()}:
+                self.wait_for_uploads()
                 if index in replaced:
-                    self._leave_part(index)
-                own, view = self.owned(index), self.whole.views[index]
-                self.shards.take(index, view.reshape(-1)[own.start : own.stop])
+                    self._detach_view(index)
+                own, view = self.owned(index), self.unsharded_params.views[index]
+                self.shards.assign(index, view.reshape(-1)[own.start : own.stop])
         if error is not None:
             raise error
 
-    def _take_replaced(self) -> tuple[list[int], ValueError | None]:
+    def _sync_replaced(self) -> tuple[list[int], ValueError | None]:
         """Copies what was assigned to `parameter.data` into the whole buffer; which slots.
 
         Whoever holds a view of the old values keeps them. The parameters show the buffer then, also
         those whose new data is of another shape or dtype, which is an error.
         """
-        replaced = self._rewritten.replaced(self.whole.views)
+        replaced = self._detector.replaced(self.unsharded_params.views)
         if not replaced:
             return [], None
         values = {index: data_of(self.parameters[index]) for index in replaced}
-        if self.num_holders(num_shown=len(self.parameters) - len(replaced)):
-            old = self.whole.tensor
-            self.whole.leave(copies=True)
-            self.shards.follow_whole(old)
-        point(self.parameters, self.whole.views)
+        if self.num_holders(num_params=len(self.parameters) - len(replaced)):
+            old = self.unsharded_params.tensor
+            self.unsharded_params.replace_memory(copies=True)
+            self.shards.rebind_to_unsharded(old)
+        set_plain_data(self.parameters, self.unsharded_params.views)
         taken, error = [], None
         for index, one in values.items():
             try:
-                whole = whole_values(one, self.plan.layout.slots[index])
+                whole = require_full_shape(one, self.plan.layout.slots[index])
                 self._check_dtype(index, whole)
             except ValueError as refused:
                 error = error or refused
                 continue
-            self.whole.views[index].copy_(whole)
+            self.unsharded_params.views[index].copy_(whole)
             taken.append(index)
         return taken, error
 
     # ---------------------------------------------------------------- failures
 
-    def drop_whole(self) -> None:
-        """As `release`, without taking what was written to the whole."""
-        if self.is_gathered_before_use and self.is_whole and not self.pins:
-            self.finish_gather()
-            self.point_at_rest()
+    def discard_unsharded(self) -> None:
+        """As `reshard`, without taking what was written to the whole."""
+        if self.shards_params and self.is_unsharded and not self.num_pins:
+            self.wait_for_unshard()
+            self.enter_idle_phase()
 
     def undo_step(self) -> None:
         """Back to rest after an optimizer that failed in its step."""
@@ -673,28 +684,28 @@ class Bucket:
             warnings.warn(f"{error}; its parameters may be stepped in part.", stacklevel=2)
         if self.phase is Phase.STEP:
             self.masters.leave_step(is_changed=True)
-        elif self.phase is Phase.GATHERING and self._pending is None:
+        elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 
-    def cancel_gather(self, *, is_lost: bool) -> None:
+    def cancel_unshard(self, *, is_lost: bool) -> None:
         """Forgets a gather whose group is gone.
 
         `is_lost`: no gather can complete the parameters any more, which stay guarded. Else
-        `gather_again` follows: one gather on every rank, whatever each was waiting for.
+        `unshard_again` follows: one gather on every rank, whatever each was waiting for.
         """
-        if self.phase is not Phase.GATHERING:
+        if self.phase is not Phase.UNSHARDING:
             return
         self._pending = None
-        if self.is_gathered_before_use:
-            self.pins = 0
-            self.point_at_rest()
+        if self.shards_params:
+            self.num_pins = 0
+            self.enter_idle_phase()
         elif not is_lost:
-            self._enter(Phase.WHOLE)
+            self._enter(Phase.UNSHARDED)
 
-    def gather_again(self) -> None:
-        """Gathers stepped parameters anew after `cancel_gather`. Collective."""
-        if self.plan.stage.gathers_after_step:
-            self.finish_gather()  # one that `undo_step` has issued
+    def unshard_again(self) -> None:
+        """Gathers stepped parameters anew after `cancel_unshard`. Collective."""
+        if self.plan.stage.all_gathers_after_step:
+            self.wait_for_unshard()  # one that `undo_step` has issued
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
@@ -720,30 +731,30 @@ class _RestingPart:
     def read(self) -> Tensor:
         if self._kept is not None:
             return self._kept
-        self._bucket.settle()
+        self._bucket.wait_for_update()
         return self._bucket.shards.values(self._index).detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         if self._kept is not None:
             write(self._kept)
         else:
-            self._bucket.change_at_rest(self._index, write)
+            self._bucket.change_sharded_data(self._index, write)
 
     def leave(self) -> None:
         """Keeps a copy of what it shows."""
         self._kept = self.read().clone()
 
     @property
-    def mark(self) -> int:
+    def version(self) -> int:
         if self._kept is not None:
             return self._kept._version
         self._bucket.wait_for_step()  # it counts in a worker
         shards = self._bucket.shards
         return shards.num_writes + shards.num_slot_writes[self._index]
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         if self._bucket.device.type == "cpu":
-            self._bucket.lockstep.check_room(call, num_bytes)
+            self._bucket.lockstep.check_cpu_memory(call, num_bytes)
 
 
 class Masters:
@@ -753,7 +764,9 @@ class Masters:
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self.is_shown = False  # the parameters point at what `show` was given, to be written to
+        self.has_views_installed = (
+            False  # the parameters point at what `install_views` was given, to be written to
+        )
         self._bucket = bucket
         self._shards = bucket.shards
         self._stepped: Tensor | None = None  # 1-D, own part, master dtype; inside a step
@@ -761,25 +774,25 @@ class Masters:
 
     # ---------------------------------------------------------------- this rank's elements
 
-    def exact(self) -> Tensor:
+    def fetch(self) -> Tensor:
         """The elements that this rank steps: 1-D, a view of memory or a copy of a file. Local."""
         store = self._store()
         return store.fetch(0, store.numel)
 
-    def exact_parts(self) -> list[Tensor]:
+    def shard_views(self) -> list[Tensor]:
         """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
 
         Views of memory, or LazyTensors where the shard rests in a file. Local, but for a gather
         under way, which is waited for.
         """
         store = self._store()
-        return [store.look(part.start, part.stop) for part in self._shards.own_ranges]
+        return [store.view(part.start, part.stop) for part in self._shards.own_ranges]
 
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
-        self._bucket.finish_gather()
-        self._bucket.absorb_changes()
-        return self._shards.exact
+        self._bucket.wait_for_unshard()
+        self._bucket.sync_writes()
+        return self._shards.master_or_param
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
         """Takes new values for masters and parameters, each rank its own elements. Collective.
@@ -787,99 +800,99 @@ class Masters:
         `read`, given a slot and the elements `owned` of it, returns those, in any floating dtype,
         or None to leave the slot as it is. The same slots on every rank.
         """
-        exact = self.exact()
+        exact = self.fetch()
         with torch.no_grad():
-            for index, part in enumerate(self._shards.cut(exact)):
+            for index, part in enumerate(self._shards.split_by_slot(exact)):
                 values = read(index, self._bucket.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
             self.store(exact)
 
     def store(self, exact: Tensor) -> None:
-        """Takes what has become of `exact()`; parameters follow, whole ones too. Collective."""
+        """Takes what has become of `fetch()`; parameters follow, whole ones too. Collective."""
         bucket = self._bucket
-        bucket.wait_for_sent()
-        bucket.prints = None
+        bucket.wait_for_uploads()
+        bucket.fingerprints = None
         with torch.no_grad():
-            self._shards.store_exact(exact)
-            bucket.release()  # ranks may differ in what a forward has left whole
-            if bucket.is_whole and not bucket.steps_whole:
-                bucket.send_shard().wait()
+            self._shards.store_master(exact)
+            bucket.reshard()  # ranks may differ in what a forward has left whole
+            if bucket.is_unsharded and not bucket.replicates_optim:
+                bucket.all_gather_params().wait()
 
     # ---------------------------------------------------------------- whole
 
-    def exact_views(self) -> list[Tensor]:
+    def full_tensors(self) -> list[Tensor]:
         """By slot, all elements in full precision, n-D, to be read at once. Collective."""
         bucket = self._bucket
-        bucket.finish_gather()
-        bucket.absorb_changes()
-        if self._shards.own_master is None and bucket.is_whole:
-            return bucket.whole.views
-        return self.gather_whole().views
+        bucket.wait_for_unshard()
+        bucket.sync_writes()
+        if self._shards.own_master is None and bucket.is_unsharded:
+            return bucket.unsharded_params.views
+        return self.all_gather().views
 
-    def gather_whole(self) -> FlatBuffer:
+    def all_gather(self) -> FlatBuffer:
         """A new buffer with all elements in full precision, on every rank. Collective; waits."""
-        return self.gather_parts(self.exact())
+        return self.all_gather_values(self.fetch())
 
-    def gather_parts(self, part: Tensor) -> FlatBuffer:
+    def all_gather_values(self, part: Tensor) -> FlatBuffer:
         """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""
         bucket = self._bucket
         bucket.wait_for_all_steps()  # their gathers and this one must have one order on all ranks
         with torch.no_grad():
             exact = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
-            self._shards.own_part(exact).copy_(part)
-            if not bucket.steps_whole:
-                bucket.gather_in_place(exact.tensor).wait()
+            self._shards.own_slice_of(exact).copy_(part)
+            if not bucket.replicates_optim:
+                bucket.all_gather_into(exact.tensor).wait()
         return exact
 
-    def join_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
+    def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """By slot, whole n-D optimizer states from every rank's slices. Collective.
 
         Those are 1-D as `slice_state` made them, by slot; None counts as zeros.
         """
         bucket = self._bucket
         dtype = next((part.dtype for part in slices if part is not None), bucket.plan.master_dtype)
-        joined = torch.zeros(self._shards.exact.numel, dtype=dtype, device=bucket.device)
-        for target, part in zip(self._shards.cut(joined), slices, strict=True):
+        joined = torch.zeros(self._shards.master_or_param.numel, dtype=dtype, device=bucket.device)
+        for target, part in zip(self._shards.split_by_slot(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
-        return self.gather_parts(joined).views
+        return self.all_gather_values(joined).views
 
-    def accept(self, exact: FlatBuffer, from_rank: int = 0) -> None:
+    def broadcast_from(self, exact: FlatBuffer, from_rank: int = 0) -> None:
         """Takes one rank's values of `exact` into all masters and parameters. Collective."""
         bucket = self._bucket
-        bucket.prints = None
+        bucket.fingerprints = None
         bucket.comm.broadcast_(exact.tensor, from_rank)
         with torch.no_grad():
-            bucket.wait_for_sent()
-            self._shards.store_exact(self._shards.own_part(exact))
-            if bucket.whole.is_allocated:
-                bucket.whole.tensor.copy_(exact.tensor)
+            bucket.wait_for_uploads()
+            self._shards.store_master(self._shards.own_slice_of(exact))
+            if bucket.unsharded_params.is_allocated:
+                bucket.unsharded_params.tensor.copy_(exact.tensor)
         self._shards.mark_written()
 
     # ---------------------------------------------------------------- shown
 
-    def show(self, views: Sequence[Tensor]) -> None:
-        """Points the parameters at `views`, by slot, plain, until `hide`."""
-        self._bucket.finish_gather()
-        self._bucket.pins += 1
-        self.is_shown = True
-        point(self._bucket.parameters, views)
+    def install_views(self, views: Sequence[Tensor]) -> None:
+        """Points the parameters at `views`, by slot, plain, until `uninstall_views`."""
+        self._bucket.wait_for_unshard()
+        self._bucket.num_pins += 1
+        self.has_views_installed = True
+        set_plain_data(self._bucket.parameters, views)
 
-    def show_own(self) -> Tensor:
-        """Points the parameters at parts of `exact()`, by slot, until `hide`; returns it.
+    def install_own_views(self) -> Tensor:
+        """Points the parameters at parts of `fetch()`, by slot, until `uninstall_views`; returns it.
 
         Where they are written to, `store` must follow.
         """
-        exact = self.exact()
-        self._bucket.wait_for_sent()
-        self.show(self._shards.cut(exact))
+        exact = self.fetch()
+        self._bucket.wait_for_uploads()
+        self.install_views(self._shards.split_by_slot(exact))
         return exact
 
-    def hide(self) -> None:
-        self._bucket.pins -= 1
-        self.is_shown = False
-        self._bucket.point_back()
+    def uninstall_views(self) -> None:
+        self._bucket.num_pins -= 1
+        self.has_views_installed = False
+        self._bucket.restore_data_pointers()
 
     # ---------------------------------------------------------------- stepped all at once
 
@@ -890,18 +903,18 @@ class Masters:
         slices in one call: a master that rests in a file is in memory until then.
         """
         bucket = self._bucket
-        bucket.finish_gather()
-        bucket.absorb_changes()
+        bucket.wait_for_unshard()
+        bucket.sync_writes()
         bucket._note_holders()
-        bucket.prints = None
+        bucket.fingerprints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
-        self._hidden = None if has_grads else bucket.grads.shown()
+        self._hidden = None if has_grads else bucket.grads.param_grads()
         if has_grads:
             grads = bucket.grads.fetch_all(bucket.plan.master_dtype)
-        bucket.wait_for_sent()
-        master = self._shards.stepped()
+        bucket.wait_for_uploads()
+        master = self._shards.ensure_master()
         self._stepped = master.fetch(0, master.numel)
-        bucket.point_at_masters(self._shards.cut(self._stepped))
+        bucket.point_at_step_parts(self._shards.split_by_slot(self._stepped))
         for index, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
             if grad is not None and self._shards.is_stepped[index]:
                 grad = grad.read() if isinstance(grad, LazyTensor) else grad
@@ -913,19 +926,19 @@ class Masters:
         for parameter in bucket.parameters:
             parameter.grad = None
         if is_changed and self._stepped is not None:
-            parts = self._shards.cut(self._stepped)
+            parts = self._shards.split_by_slot(self._stepped)
             for parameter, part in zip(bucket.parameters, parts, strict=True):
                 if parameter.data_ptr() != part.data_ptr():  # `p.data = p.data - update`
                     part.copy_(parameter.data.reshape(-1))
-            self._shards.store_exact(self._stepped)
+            self._shards.store_master(self._stepped)
         self._stepped = None
-        bucket.point_at_rest()
+        bucket.enter_idle_phase()
         hidden, self._hidden = self._hidden, None
         if hidden is None:
-            bucket.grads.show()
+            bucket.grads.set_param_grads()
         else:
-            bucket.grads.show_again(hidden)
-        if is_changed and bucket.plan.stage.gathers_after_step:
+            bucket.grads.restore_param_grads(hidden)
+        if is_changed and bucket.plan.stage.all_gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()
 

@@ -4,7 +4,7 @@
 parameter is registered, others that have not been used for a while are reduced to this rank's part,
 in CPU memory: each rank cuts its own values, so nothing travels. A parameter in parts is guarded
 (tensors/guarded.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole
-again, which is a gather in a round of `Control.agree`; ranks that do not ask take part when they
+again, which is a gather in a round of `GlooControlPlane.agree`; ranks that do not ask take part when they
 leave the context. Values are those that the constructors set.
 
 [Note: What may be cut] A parameter that nobody else looks at: its storage has no other user, and
@@ -14,7 +14,7 @@ valid.
 [Note: Equal values] Cut parts make one tensor only where all ranks have built the same values. So
 they draw the same random numbers while they build, and compare sums over the bits at the end. What
 they have registered, in which order and of which shape, is compared before anything is gathered
-whose size depends on it: see [Note: Alike] in comm/alike.py.
+whose size depends on it: see [Note: Consistency] in comm/consistency.py.
 
 Alternatives considered: building on the meta device and calling `reset_parameters` gives other
 values than constructors that initialise in their own way; taking rank 0's values for each
@@ -36,8 +36,8 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.tensors.guarded import (
@@ -80,24 +80,24 @@ class PartialParameter:
     def device(self) -> torch.device:
         return self._building.device
 
-    def look_at_rest(self, index: int) -> Tensor:
+    def sharded_data(self, index: int) -> Tensor:
         """`parameter.data`: the whole values, gathered. Collective."""
-        self._building.make_whole(self)
+        self._building.unshard(self)
         parameter = self.parameter
         assert parameter is not None
         return parameter.data
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """`parameter.data` is about to be set, perhaps to itself. Collective."""
-        self._building.make_whole(self)
+        self._building.unshard(self)
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values`. Collective."""
-        self.look_at_rest(index).copy_(values)
+        self.sharded_data(index).copy_(values)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """A copy of the parameter. Collective."""
-        values = self.look_at_rest(index)
+        values = self.sharded_data(index)
         parameter = self.parameter
         assert parameter is not None
         return nn.Parameter(values.detach().clone(), parameter.requires_grad)
@@ -179,14 +179,14 @@ class Building:
     # ---------------------------------------------------------------- contexts
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def track_parameters(self) -> Iterator[None]:
         """Around constructors. Collective."""
         handles = [
             torch_module.register_module_parameter_registration_hook(self._on_parameter),
             torch_module.register_module_module_registration_hook(self._on_module),
         ]
         try:
-            with self._same_random_numbers(), self.cutting():
+            with self._same_random_numbers(), self.resharding():
                 yield
             self._meet()
         except BaseException:
@@ -197,7 +197,7 @@ class Building:
             for handle in handles:
                 handle.remove()
 
-    def cutting(self) -> AbstractContextManager[object]:
+    def resharding(self) -> AbstractContextManager[object]:
         """Around code that uses parameters one after another: what it has used is cut again."""
         return _Uses(self)
 
@@ -214,7 +214,7 @@ class Building:
                     torch.cuda.set_rng_state(state, self.device)
             yield
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Before an engine takes over: the same parameters are in parts on every rank. Collective.
 
         Raises where ranks have built different parameters or values.
@@ -317,7 +317,7 @@ class Building:
             type(parameter),
             piece,
             0,
-            lambda _: self.make_whole(piece),
+            lambda _: self.unshard(piece),
         )
         set_placement(parameter, placement)
         parameter.data = piece.part
@@ -333,7 +333,7 @@ class Building:
 
     # ---------------------------------------------------------------- use
 
-    def make_whole(self, piece: PartialParameter) -> None:
+    def unshard(self, piece: PartialParameter) -> None:
         """Gathers `piece`, and what other ranks ask for before. Collective."""
         with self._busy():
             while piece.part is not None:

@@ -19,7 +19,7 @@ has `reduce_dtype` too, so that nothing is accumulated in 16 bits.
 
 [Note: Gradients elsewhere] Where the optimizer shard is not stepped on the device, the mean goes to
 an `OffloadedGrad` right after its reduction, while backward goes on; `publish`, at the end of
-backward, waits for it. `shard` is then what the store shows: a CPU tensor, or one that is read when
+backward, waits for it. `main_grad` is then what the store shows: a CPU tensor, or one that is read when
 it is used.
 """
 
@@ -37,9 +37,9 @@ from lightning_zero.core.writes import is_same_memory
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.cut import Cut
 from lightning_zero.tensors.guarded import data_of
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
 from lightning_zero.tiers.storage import ShardStore
@@ -56,13 +56,13 @@ class Gradients:
             sharded it exists from the first gradient of a backward to the end of the reduction.
         shard: The mean over ranks: 1-D, own shard (`numel` where OPTIM is whole), reduce dtype.
             There is one from the first reduction until `.grad` of every parameter is None, as
-            `zero_grad` leaves it, and `free_zeroed` looks. A view of `whole` where GRAD is whole
+            `zero_grad` leaves it, and `free_zeroed` looks. A view of `unsharded_grads` where GRAD is whole
             and dtypes agree.
         is_partial: That is this group's so far, see [Note: Partial means]; the same on every rank,
             unless a user has zeroed gradients on some.
-        slices: The part of `shard` for each slot; n-D views where the mean is whole.
-        is_local: By slot: `whole` holds a gradient of this parameter.
-        is_reduced: By slot: `shard` holds the mean gradient of this parameter.
+        slices: The part of `main_grad` for each slot; n-D views where the mean is whole.
+        is_local: By slot: `unsharded_grads` holds a gradient of this parameter.
+        is_reduced: By slot: `main_grad` holds the mean gradient of this parameter.
         is_touched: By slot: this rank has contributed since the last reduction.
     """
 
@@ -73,7 +73,7 @@ class Gradients:
         comm: Communicator,
         dtype: torch.dtype,
         offloaded: OffloadedGrad | None,
-        cuts: Sequence[Cut],
+        cuts: Sequence[ShardSpec],
         wait_for_step: Callable[[], None],
     ) -> None:
         """Of `parameters`, by slot, as `cuts`; the mean rests in `offloaded`, if not on the device.
@@ -92,12 +92,12 @@ class Gradients:
         self._rank = comm.mesh.shard_rank
         self._parts = plan.layout.parts(self._rank)  # by slot, within this rank's shard
         self._numel = len(plan.layout.shard(self._rank))
-        self.whole: FlatBuffer | None = None
-        self.shard: Tensor | None = None
+        self.unsharded_grads: FlatBuffer | None = None
+        self.main_grad: Tensor | None = None
         self.slices: list[Tensor] = []
         self.is_partial = False
         self._has_replicas = comm.mesh.num_replicas > 1
-        self._average: Pending | None = None  # over replicas, of `shard`, in place
+        self._average: Pending | None = None  # over replicas, of `main_grad`, in place
         self.is_local = [False] * len(self._parameters)
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
@@ -105,10 +105,10 @@ class Gradients:
         self._shown_parts: WeakSet[_MeanPart] = WeakSet()  # of a mean that rests elsewhere
         self._shells: dict[int, Tensor] = {}  # by slot: of its size, without memory
         self._expected: set[int] = set()  # slots whose gradient is still to come in this backward
-        self._holds_mean = False  # `shard` has a value to which a further mean is added
-        self._carry: Tensor | None = None  # that value, while `whole` is written over it
+        self._holds_mean = False  # `main_grad` has a value to which a further mean is added
+        self._carry: Tensor | None = None  # that value, while `unsharded_grads` is written over it
         self._reduction: tuple[Tensor, Pending] | None = None  # under way, with its result
-        # The mean of other ranks, and its average over replicas: see `reduce_for_others`.
+        # The mean of other ranks, and its average over replicas: see `reduce_zeros`.
         self._of_others: tuple[Tensor, Pending | None] | None = None
 
     # ---------------------------------------------------------------- backward
@@ -118,7 +118,7 @@ class Gradients:
 
         `expected`, by slot: its gradient is likely to come; None: where it is wanted.
         """
-        for index, grad in enumerate(self.shown()):
+        for index, grad in enumerate(self.param_grads()):
             if grad is None:
                 self.is_local[index] = self.is_reduced[index] = False
             elif self.is_local[index]:
@@ -139,7 +139,7 @@ class Gradients:
 
     def zero(self, *, set_to_none: bool) -> None:
         """As `Optimizer.zero_grad`."""
-        for parameter, grad in zip(self._parameters, self.shown(), strict=True):
+        for parameter, grad in zip(self._parameters, self.param_grads(), strict=True):
             if grad is not None and set_to_none:
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
@@ -149,19 +149,19 @@ class Gradients:
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not beside a step."""
         rests_alone = self._offloaded is None and not self._is_whole_mean and not self._is_in_place
-        if self.shard is None or not rests_alone or self._average is not None:
+        if self.main_grad is None or not rests_alone or self._average is not None:
             return
-        if [grad for grad in self.shown() if grad is not None]:
+        if [grad for grad in self.param_grads() if grad is not None]:
             return
         self.is_reduced = [False] * len(self._parameters)
         self._forget_zeroed()
 
-    def shown(self) -> list[Tensor | None]:
+    def param_grads(self) -> list[Tensor | None]:
         """`.grad` of every parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             return [parameter.grad for parameter in self._parameters]
 
-    def receive(self, index: int) -> bool:
+    def accumulate(self, index: int) -> bool:
         """Takes the gradient that autograd has just accumulated into slot `index`.
 
         Returns whether it was the last one that this backward can bring.
@@ -170,8 +170,8 @@ class Gradients:
         grad = parameter.grad
         if grad is None:
             return False  # frozen since its forward: autograd has left it out
-        is_open = self.whole is not None and self._is_sharded and self._reduction is None
-        whole = self.whole if is_open else self._open()
+        is_open = self.unsharded_grads is not None and self._is_sharded and self._reduction is None
+        whole = self.unsharded_grads if is_open else self._open()
         assert whole is not None
         view = whole.views[index]
         if grad is not view:
@@ -207,29 +207,29 @@ class Gradients:
             return
         if self._is_in_place:
             out = whole.shard(self._rank)
-        elif self.shard is None or self._holds_mean or self._offloaded is not None:
+        elif self.main_grad is None or self._holds_mean or self._offloaded is not None:
             out = torch.empty(self._numel, dtype=self.dtype, device=flat.device)
         else:
-            out = self.shard
-        cuts = self._plan.layout.cuts
-        self._reduction = out, self._comm.reduce_scatter(flat, out, name, cuts=cuts)
+            out = self.main_grad
+        cuts = self._plan.layout.split_sizes
+        self._reduction = out, self._comm.reduce_scatter(flat, out, name, split_sizes=cuts)
 
-    def reduce_for_others(self, *, averages: bool) -> None:
+    def reduce_zeros(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this one. Collective; waits.
 
         What they have is added when this rank comes to its backward, or to its end: until then
         users see and zero what there was. The others may go on to average over replicas.
         """
         layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
-        whole = scratch.take(layout.numel, self._plan.dtype).zero_()
+        whole = scratch.acquire(layout.numel, self._plan.dtype).zero_()
         out = torch.empty(self._numel, dtype=self.dtype, device=whole.device)
-        self._comm.reduce_scatter(whole, out, name, cuts=layout.cuts).wait()
-        scratch.give(whole)
+        self._comm.reduce_scatter(whole, out, name, split_sizes=layout.split_sizes).wait()
+        scratch.release(whole)
         average = None
         if averages and self._offloaded is None and self._has_replicas:
-            if self.is_partial and self.shard is not None:
-                out.add_(self.shard)  # of earlier micro-batches
-                self.shard.zero_()
+            if self.is_partial and self.main_grad is not None:
+                out.add_(self.main_grad)  # of earlier micro-batches
+                self.main_grad.zero_()
                 self.is_partial = False
             average = self._comm.average_replicas(out, name)
         self._of_others = (out, average)
@@ -245,7 +245,7 @@ class Gradients:
         self._add(out)
         self.is_partial &= is_partial
 
-    def finish(self) -> None:
+    def wait_for_reduction(self) -> None:
         """Waits for the reduction, adds it to what was reduced before, frees the whole buffer."""
         if self._reduction is None:
             return
@@ -261,21 +261,21 @@ class Gradients:
         if self._offloaded is not None:
             self._offloaded.put(out, is_added=self._holds_mean)
             self._adopt(self._offloaded.shard)
-        elif self.shard is None or self._is_in_place:
+        elif self.main_grad is None or self._is_in_place:
             self._adopt(out)
             if self._carry is not None:
                 out.add_(self._carry)
                 self._carry = None
-        elif out is not self.shard:
-            self.shard.add_(out)
+        elif out is not self.main_grad:
+            self.main_grad.add_(out)
         self._holds_mean = True
         self.is_partial = self._has_replicas
 
-    def begin_average(self) -> None:
+    def issue_average(self) -> None:
         """Issues the average over replicas, where it can travel beside backward. Collective."""
         has_begun = self._average is not None or not self._has_replicas
-        if not has_begun and self._offloaded is None and self.shard is not None:
-            self._average = self._comm.average_replicas(self.shard, self._plan.name)
+        if not has_begun and self._offloaded is None and self.main_grad is not None:
+            self._average = self._comm.average_replicas(self.main_grad, self._plan.name)
 
     def _finish_average(self) -> None:
         """At the end of backward only: others come late to it."""
@@ -291,9 +291,9 @@ class Gradients:
             return
         if self._offloaded is not None:
             self._average_offloaded(self._offloaded)
-        elif self.shard is None:  # zeroed on this rank alone: the others average theirs
+        elif self.main_grad is None:  # zeroed on this rank alone: the others average theirs
             self._adopt(self._zeros())
-        self.begin_average()
+        self.issue_average()
         self._finish_average()
         self._take_from_others()
 
@@ -315,11 +315,11 @@ class Gradients:
         """Shows `.grad` of every parameter that any rank has touched: `touched`, by slot."""
         self._take_from_others()
         if self._offloaded is not None:
-            self._offloaded.settle()
+            self._offloaded.wait()
         for index, is_touched in enumerate(touched):
             self.is_reduced[index] |= is_touched
         self.is_touched = [False] * len(self._parameters)
-        self.show()
+        self.set_param_grads()
 
     @property
     def has_all(self) -> bool:
@@ -327,7 +327,7 @@ class Gradients:
         pairs = zip(self._parameters, self.is_touched, strict=True)
         return all(is_touched or not p.requires_grad for p, is_touched in pairs)
 
-    def show(self) -> None:
+    def set_param_grads(self) -> None:
         """Points `.grad` at the reduced gradients; it stays None where there is none.
 
         torch compares sizes when `.grad` is set, so the parameter is its slice for that moment.
@@ -338,8 +338,8 @@ class Gradients:
                 if is_reduced and not self.is_local[index]:
                     self._show(index)
 
-    def show_again(self, grads: Sequence[Tensor | None]) -> None:
-        """Points `.grad` where it was when `grads` were `shown`."""
+    def restore_param_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Points `.grad` where it was when `grads` were `param_grads`."""
         with torch._C.DisableTorchFunctionSubclass():
             for index, grad in enumerate(grads):
                 if grad is not None:
@@ -370,7 +370,7 @@ class Gradients:
         parameter.grad = grad
         parameter.data = data
 
-    def put(self, index: int, grad: Tensor) -> None:
+    def assign(self, index: int, grad: Tensor) -> None:
         """`parameter.grad = grad` of slot `index`, which is guarded. Local.
 
         `grad` has the whole shape: plain, of which this rank takes its elements when it steps, or
@@ -416,9 +416,9 @@ class Gradients:
         `indices`: slots that have a gradient; None: all at once, with padding, which must stay
         zero.
         """
-        assert self.shard is not None
+        assert self.main_grad is not None
         if self._offloaded is None:
-            for part in [self.shard] if indices is None else [self.slices[i] for i in indices]:
+            for part in [self.main_grad] if indices is None else [self.slices[i] for i in indices]:
                 change(part)
         else:
             whole = [range(self._numel)]
@@ -428,9 +428,9 @@ class Gradients:
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
         """`fetch` of every slot, in the master's dtype: narrower means are widened for the step."""
         fetched = [self.fetch(index) for index in range(len(self._parameters))]
-        if self.shard is None or self.shard.dtype == dtype:
+        if self.main_grad is None or self.main_grad.dtype == dtype:
             return fetched
-        wide = self._cut(self.shard.to(dtype))
+        wide = self._cut(self.main_grad.to(dtype))
         return [None if grad is None else part for grad, part in zip(fetched, wide, strict=True)]
 
     def drop(self) -> None:
@@ -438,11 +438,11 @@ class Gradients:
         if self._offloaded is not None:
             self._offloaded.drop()
         if self._reduction is not None:
-            self._comm.forget(self._reduction[1])
-            self.whole = None  # others may still write to it
+            self._comm.discard(self._reduction[1])
+            self.unsharded_grads = None  # others may still write to it
         for average in (self._average, self._of_others and self._of_others[1]):
             if average is not None:
-                self._comm.forget(average)
+                self._comm.discard(average)
         self._reduction = self._average = self._carry = self._of_others = None
         self._holds_mean = self.is_partial = False
         self._expected = set()
@@ -459,10 +459,10 @@ class Gradients:
     @property
     def allocated_bytes(self) -> int:
         """Bytes held at this moment."""
-        whole = self.whole.allocated_bytes if self.whole is not None else 0
-        if self.shard is None or self._is_in_place or self._offloaded is not None:
+        whole = self.unsharded_grads.allocated_bytes if self.unsharded_grads is not None else 0
+        if self.main_grad is None or self._is_in_place or self._offloaded is not None:
             return whole
-        return whole + self.shard.untyped_storage().nbytes()
+        return whole + self.main_grad.untyped_storage().nbytes()
 
     # ---------------------------------------------------------------- inside
 
@@ -472,33 +472,33 @@ class Gradients:
         return (
             not self._is_sharded
             and self._offloaded is None
-            and self.whole is not None
-            and self.whole.tensor.dtype == self.dtype
+            and self.unsharded_grads is not None
+            and self.unsharded_grads.tensor.dtype == self.dtype
         )
 
     def _open(self) -> FlatBuffer:
         """The whole buffer, ready to receive; a mean that lies in it is carried aside."""
-        self.finish()
-        if self.whole is None:
+        self.wait_for_reduction()
+        if self.unsharded_grads is None:
             dtype = self.dtype if self._is_whole_mean else self._plan.dtype
             layout, device = self._plan.layout, self._comm.device
-            memory = self._comm.scratch.take(layout.numel, dtype) if self._is_sharded else None
-            self.whole = FlatBuffer(layout, dtype, device, memory=memory)
+            memory = self._comm.scratch.acquire(layout.numel, dtype) if self._is_sharded else None
+            self.unsharded_grads = FlatBuffer(layout, dtype, device, memory=memory)
         if self._is_in_place and self._holds_mean:
-            assert self.shard is not None
-            self._carry = self.shard
+            assert self.main_grad is not None
+            self._carry = self.main_grad
             if self._average is not None:  # it keeps its memory: waiting here might be for ever
-                self.whole = FlatBuffer(self._plan.layout, self.dtype, self._comm.device)
+                self.unsharded_grads = FlatBuffer(self._plan.layout, self.dtype, self._comm.device)
             else:
-                self._carry = self.shard.clone()
+                self._carry = self.main_grad.clone()
             self._holds_mean = False
-        return self.whole
+        return self.unsharded_grads
 
     def _close(self) -> None:
         """Gives the memory of local gradients back, where they do not rest whole."""
-        if self._is_sharded and self.whole is not None:
-            self._comm.scratch.give(self.whole.tensor)
-            self.whole = None
+        if self._is_sharded and self.unsharded_grads is not None:
+            self._comm.scratch.release(self.unsharded_grads.tensor)
+            self.unsharded_grads = None
 
     def _is_own(self, index: int, grad: Tensor) -> bool:
         if not self._views or grad is not self._views[index]:
@@ -507,8 +507,8 @@ class Gradients:
 
     def _keep_local(self, index: int, grad: Tensor) -> None:
         """`.grad` is the truth: a tensor that a user put there replaces what was accumulated."""
-        assert self.whole is not None
-        view = self.whole.views[index]
+        assert self.unsharded_grads is not None
+        view = self.unsharded_grads.views[index]
         if grad is not view:
             view.copy_(grad)
             self._parameters[index].grad = view
@@ -519,7 +519,7 @@ class Gradients:
             self._holds_mean = self.is_partial = False
             self._carry = None
             if self._offloaded is None and not self._is_whole_mean:
-                self.shard, self.slices, self._views = None, [], []
+                self.main_grad, self.slices, self._views = None, [], []
             self._leave_held()
         elif not all(self.is_reduced):
             zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
@@ -533,49 +533,49 @@ class Gradients:
     def _leave_held(self) -> None:
         """Leaves the memory of gradients that are zeroed to users who hold some of it."""
         if self._offloaded is not None:
-            self.shard, self.slices, self._views = None, [], []
+            self.main_grad, self.slices, self._views = None, [], []
             for part in list(self._shown_parts):  # those that somebody else holds
                 part.keep()
-            self._offloaded.leave_held()
-        if self.whole is None or any(self.is_local):
+            self._offloaded.drop_if_shared()
+        if self.unsharded_grads is None or any(self.is_local):
             return
-        is_shown = self.shard is not None and self._is_in_place  # in whole tensors, by slot
+        is_shown = self.main_grad is not None and self._is_in_place  # in whole tensors, by slot
         num_known = len(self.slices) + len(self._views) if is_shown else 0
-        if self.whole.num_holders(num_known) > 0:
-            self.whole = None
+        if self.unsharded_grads.num_holders(num_known) > 0:
+            self.unsharded_grads = None
             if is_shown:
-                self.shard, self.slices, self._views = None, [], []
+                self.main_grad, self.slices, self._views = None, [], []
 
     def _widen(self) -> None:
         """Gives a whole buffer that outlives a backward the dtype in which gradients are summed."""
         if self._is_sharded or self._is_in_place or self.dtype == self._plan.dtype:
             return
-        if self.whole is not None and self.whole.tensor.dtype == self.dtype:
+        if self.unsharded_grads is not None and self.unsharded_grads.tensor.dtype == self.dtype:
             return
         wide = FlatBuffer(self._plan.layout, self.dtype, self._comm.device)
-        if self.whole is not None:
-            wide.tensor.copy_(self.whole.tensor)
-        if self.shard is not None and self._offloaded is None:
+        if self.unsharded_grads is not None:
+            wide.tensor.copy_(self.unsharded_grads.tensor)
+        if self.main_grad is not None and self._offloaded is None:
             own = wide.shard(self._rank)
-            own.copy_(self.shard)
+            own.copy_(self.main_grad)
             self._adopt(own)
-        self.whole = wide
+        self.unsharded_grads = wide
         for index, parameter in enumerate(self._parameters):
             if self.is_local[index]:
                 parameter.grad = wide.views[index]
 
     def _adopt(self, mean: Tensor) -> None:
-        if self.shard is mean or (
+        if self.main_grad is mean or (
             self._offloaded is None
-            and self.shard is not None
-            and self.shard.data_ptr() == mean.data_ptr()
+            and self.main_grad is not None
+            and self.main_grad.data_ptr() == mean.data_ptr()
         ):
             return
-        self.shard = mean
+        self.main_grad = mean
         if self._offloaded is None:
             self.slices = self._cut(mean)
         else:
-            self.slices = [self._offloaded.look(part.start, part.stop) for part in self._parts]
+            self.slices = [self._offloaded.view(part.start, part.stop) for part in self._parts]
         if self._is_whole_mean:
             self._views = [part.detach() for part in self.slices]
         else:
@@ -599,17 +599,17 @@ class Gradients:
 
     def _take_over(self, index: int, grad: Tensor) -> None:
         """Copies a gradient that a user has set into the mean."""
-        if self.shard is None:
+        if self.main_grad is None:
             zeros = self._zeros()
             if self._offloaded is not None:
                 self._offloaded.put(zeros, is_added=False)
-                self._offloaded.settle()
+                self._offloaded.wait()
                 zeros = self._offloaded.shard
             self._adopt(zeros)
         own = grad
         if not self._is_whole_mean:
             cut = self._cuts[index]
-            if isinstance(grad, ShardedTensor) and cut.is_as(grad.cut):
+            if isinstance(grad, ShardedTensor) and cut.matches(grad.spec):
                 own = grad.local
             else:
                 whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else grad
@@ -625,9 +625,9 @@ class _MeanPart:
     grads: Gradients
     index: int
     values: Tensor
-    mark: int = 0  # nothing that is gathered of it is kept
+    version: int = 0  # nothing that is gathered of it is kept
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         """Nothing: see `full_grad`."""
 
     def read(self) -> Tensor:

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.gathering import Call, Unit
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.schedule import Schedule, is_compiled
+from lightning_zero.core.unit import Call, Unit
 from lightning_zero.layout.recompute import drop_checkpointing
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
@@ -65,14 +65,14 @@ class Hooks:
         self._handles: list[Any] = []
         self._handled: BaseException | None = None  # when the module was called
         add, eager = self._handles.append, torch.compiler.disable
-        add(module.register_forward_pre_hook(eager(self._before_root), prepend=True))
-        add(module.register_forward_hook(eager(self._after_root), always_call=True))
+        add(module.register_forward_pre_hook(eager(self._root_pre_forward), prepend=True))
+        add(module.register_forward_hook(eager(self._root_post_forward), always_call=True))
         for unit in schedule.units[1:]:
             if not unit.buckets:
                 continue
             owner = unit.module = module.get_submodule(unit.name)
-            before = eager(self._before_forward(unit))
-            after = eager(self._after_forward(unit))
+            before = eager(self._pre_forward(unit))
+            after = eager(self._post_forward(unit))
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             add(owner.register_forward_hook(after, always_call=True))
         for compiled in filter(is_compiled, module.modules()):
@@ -88,7 +88,7 @@ class Hooks:
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
-                    hook = partial(schedule.on_gradient, bucket, index)
+                    hook = partial(schedule.post_accumulate_grad, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch registers on these only
                     add(parameter.register_post_accumulate_grad_hook(hook))
@@ -136,30 +136,30 @@ class Hooks:
         finally:
             attributes.update(taken)
 
-    def _before_root(self, module: nn.Module, args: Any) -> None:
+    def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         if module is self._module:
             self._handled = sys.exc_info()[1]
             self._schedule.open()
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self._module:
             # torch calls this after an exception too, with no output, while it is being handled.
             error = sys.exc_info()[1] if output is None else None
             if error is self._handled:
                 error = None  # a caller is handling it all the while
             self._handled = None
-            self._schedule.after_root(has_failed=error is not None)
+            self._schedule.root_post_forward(has_failed=error is not None)
             if error is not None:
                 explain_dtype_error(error, module, self._buckets)
 
-    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+    def _pre_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
-            self._schedule.before_forward(unit)
+            self._schedule.pre_forward(unit)
             call = Call()
             unit.calls.append(call)
-            if torch.is_grad_enabled() and not unit.is_held:
+            if torch.is_grad_enabled() and not unit.stays_unsharded:
                 given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
                 call.given = [(tensor, tensor.grad_fn) for tensor in given]
                 inputs = [tensor for tensor, node in call.given if node is not None]
@@ -170,18 +170,20 @@ class Hooks:
 
         return hook
 
-    def _after_forward(self, unit: Unit) -> Callable[..., None]:
+    def _post_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return
             call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
             leaves = tree_leaves(output)
-            if any(isinstance(leaf, Tensor) and unit.owns(leaf) for leaf in leaves):
-                self._schedule.hold(unit, f"module {unit.name} returns a view of its parameters")
+            if any(isinstance(leaf, Tensor) and unit.aliases(leaf) for leaf in leaves):
+                self._schedule.keep_unsharded(
+                    unit, f"module {unit.name} returns a view of its parameters"
+                )
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
             call.forget_given()
-            self._schedule.after_forward(unit)
+            self._schedule.post_forward(unit)
 
         return hook
 
@@ -199,7 +201,7 @@ class Hooks:
             if key in call.awaited:
                 call.awaited.discard(key)
                 if not call.awaited:
-                    self._schedule.after_backward_of(unit, call)
+                    self._schedule.post_backward(unit, call)
 
         for key, tensor in by_key.items():
             for seen in _with_base(tensor):
@@ -209,7 +211,7 @@ class Hooks:
         """Tells when backward comes to one of `leaves`, or to what the call has written to."""
 
         def enters(_: Tensor) -> None:
-            self._schedule.before_backward_of(unit, call)
+            self._schedule.pre_backward(unit, call)
 
         outputs = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
         outputs += [tensor for tensor, node in call.given if tensor.grad_fn is not node]
@@ -220,7 +222,7 @@ class Hooks:
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
-            self._schedule.hold(unit, reason)
+            self._schedule.keep_unsharded(unit, reason)
 
 
 def _with_base(tensor: Tensor) -> Iterator[Tensor]:
@@ -237,13 +239,13 @@ def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable
     waited_for = [
         bucket
         for bucket in buckets
-        if not bucket.is_gathered_before_use and not inside.isdisjoint(bucket.parameters)
+        if not bucket.shards_params and not inside.isdisjoint(bucket.parameters)
     ]
 
     def hook(module: nn.Module, args: Any) -> None:
         if module is compiled:
             for bucket in waited_for:
-                bucket.finish_gather()
+                bucket.wait_for_unshard()
 
     return hook
 
@@ -254,8 +256,8 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
         value = state_dict.get(prefix + name)
         if isinstance(value, ShardedTensor) and parameter is not None:
             placement = placement_of(parameter)
-            dtype = bucket_of(placement).own_dtypes[placement.index]
-            state_dict[prefix + name] = value.full_values("state_dict", dtype)
+            dtype = bucket_of(placement).orig_dtypes[placement.index]
+            state_dict[prefix + name] = value.full_view("state_dict", dtype)
 
 
 def _wants_grad(value: Any) -> bool:

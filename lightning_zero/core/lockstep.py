@@ -6,7 +6,7 @@ what the others still gather until all have left: see [Note: Who waits for whom]
 layout/order.py. Two kinds of loop exist: `uneven_calls`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,
-in another batch or behind the last: those of the strategy come after `meet_for`, to which every
+in another batch or behind the last: those of the strategy come after `barrier`, to which every
 rank must come with the same name of it, or all fail; batches are compared with the next round.
 """
 
@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.schedule import Moment, Schedule
+from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
@@ -53,7 +53,7 @@ def uneven_calls(module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for one in found:
-            stack.enter_context(one.together())
+            stack.enter_context(one.uneven_step())
         yield
 
 
@@ -74,7 +74,7 @@ def before_collective(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         if has_placement(parameter):
-            bucket_of(placement_of(parameter)).lockstep.meet_for("before_collective()")
+            bucket_of(placement_of(parameter)).lockstep.barrier("before_collective()")
             return
 
 
@@ -96,43 +96,48 @@ class Lockstep:
         self._schedule = schedule
         self._order = order = schedule.order
         self._comm = comm
-        self.meet_for, self.pass_boundary = order.meet_for, order.pass_boundary  # see `Order`
+        self.barrier, self.pass_boundary = (
+            order.barrier,
+            order.pass_boundary,
+        )  # see `CollectiveOrder`
         self.note = order.note
         self.note_write = order.note_write
         self.gather_objects = comm.control.gather_objects  # collective, outside of a loop
-        self._depth = 0  # nested `together`
+        self._depth = 0  # nested `uneven_step`
         self._told: BaseException | None = None  # the other ranks know of it
-        comm.meet = self._order.announce
+        comm.before_collective = self._order.announce_collective
         for bucket in buckets:
             bucket.lockstep = self
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def uneven_step(self) -> Iterator[None]:
         """One step without gradients, of as many forwards as each rank likes. Collective."""
         schedule = self._schedule
-        if schedule.moment is Moment.BACKWARD:
+        if schedule.training_state is TrainingState.BACKWARD:
             raise RuntimeError(
                 "uneven_calls() was entered in the middle of a backward; do so before."
             )
-        if not self._order.is_loose:
-            self._order.leave("uneven_calls()")
+        if not self._order.allows_uneven_calls:
+            self._order.close_pass("uneven_calls()")
         self._depth += 1
-        self._loosen()
+        self._update_order()
         try:
             schedule.open()
             yield
-            self._order.meet(self._order.requests.done, "the end of uneven_calls on all ranks")
+            self._order.serve_until(
+                self._order.requests.done, "the end of uneven_calls on all ranks"
+            )
         except BaseException as error:
             self._tell(error)
             schedule.reset()
             raise
         finally:
             self._depth -= 1
-            self._loosen()
+            self._update_order()
         self._told = None
         schedule.close()
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_cpu_memory(self, call: str, num_bytes: int) -> None:
         """Raises, alike on every rank, where some cannot hold so much more. Collective.
 
         Args:
@@ -141,7 +146,7 @@ class Lockstep:
         """
         if num_bytes < _MUCH_BYTES:
             return
-        self.meet_for(call)
+        self.barrier(call)
         room = self._comm.control.min_ints([available_memory_bytes() // local_world_size()])[0]
         if num_bytes > room:
             raise RuntimeError(
@@ -150,21 +155,21 @@ class Lockstep:
                 "trainer.save_checkpoint()."
             )
 
-    def _loosen(self) -> None:
+    def _update_order(self) -> None:
         """Ranks may leave one after the other."""
-        self._order.is_loose = self.is_in_loop or self._depth > 0
+        self._order.allows_uneven_calls = self.is_in_loop or self._depth > 0
 
     def _tell(self, error: BaseException) -> None:
         """Lets the other ranks fail too, once."""
         if error is self._told:
             return
         self._told = error
-        if isinstance(error, RanksApartError):
+        if isinstance(error, DesynchronizedError):
             return  # they know more
-        if isinstance(error, Exception) and not self._order.is_mid_event:
+        if isinstance(error, Exception) and not self._order.is_issuing:
             try:
-                self._order.fail(error)
-            except RanksApartError:
+                self._order.report_failure(error)
+            except DesynchronizedError:
                 return
             except Exception as failure:  # they cannot be told: they find this rank gone
                 self._comm.abort(failure)
@@ -176,19 +181,19 @@ class Lockstep:
         self._schedule.compare_assigned()
         self._schedule.prepare()
         self.is_in_loop = True
-        self._loosen()
+        self._update_order()
 
     def end_loop(self) -> None:
         """Serves the other ranks until all have ended their loop. Collective."""
         if self.is_in_loop:
-            self._order.meet(self._order.requests.left, "the end of the loop on all ranks")
-            self._schedule.gathering.release_all()
-            self.leave_loop()
+            self._order.serve_until(self._order.requests.left, "the end of the loop on all ranks")
+            self._schedule.unsharder.reshard_all()
+            self.exit_loop()
 
-    def leave_loop(self) -> None:
+    def exit_loop(self) -> None:
         """The loop is over, or has failed. Local."""
         self.is_in_loop = False
-        self._loosen()
+        self._update_order()
 
     def before_write(self) -> None:
         """Before a rank changes its elements of a parameter, which others may still gather.
@@ -196,13 +201,13 @@ class Lockstep:
         Collective where a forward has ended on this rank and its pass has not; else local.
         """
         if not self._schedule.is_in_step:
-            self._order.leave("a write to parameter.data")
+            self._order.close_pass("a write to parameter.data")
 
-    def meet_in_loop(self, name: str) -> None:
-        """As `meet_for`, but only inside a loop, where another rank may have left it."""
+    def barrier_in_loop(self, name: str) -> None:
+        """As `barrier`, but only inside a loop, where another rank may have left it."""
         if self.is_in_loop or self._depth:
-            self.meet_for(name)
+            self.barrier(name)
 
-    def wishes(self, wish: Callable[[], int | None]) -> None:
-        """From now on `wish` tells what this rank wishes, of less than 62 bits, if anything."""
-        self._order.wish = wish
+    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
+        """From now on `stop_request` tells what this rank wishes, of less than 62 bits, if anything."""
+        self._order.stop_request = stop_request

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import BucketPlan
-from lightning_zero.tensors.buffer import FlatBuffer, widest
-from lightning_zero.tensors.meta import awaited_values, give_memory, is_marked, mark
+from lightning_zero.tensors.buffer import FlatBuffer, promoted_dtype
+from lightning_zero.tensors.meta import fill_sentinel, has_sentinel, pending_values, swap_memory
 
 __all__ = ["check_can_materialize", "materialize"]
 
@@ -64,7 +64,7 @@ def _visits(root: nn.Module) -> list[_Visit]:
                 yield from walk(f"{name}.{child_name}" if name else child_name, child, around)
         on_meta = [tensor for tensor in _own_tensors(module).values() if tensor.is_meta]
         if on_meta:
-            is_awaited = all(awaited_values(tensor) is not None for tensor in on_meta)
+            is_awaited = all(pending_values(tensor) is not None for tensor in on_meta)
             initializers = () if is_awaited else tuple(_initializers(around))
             yield _Visit(name, module, initializers, is_awaited)
 
@@ -138,7 +138,7 @@ class _Materializer:
         module = visit.module
         fresh = {name for name, tensor in _own_tensors(module).items() if tensor.is_meta}
         buffers = [name for name in module._buffers if name in fresh]  # one order on all ranks
-        sources = {name: awaited_values(tensor) for name, tensor in _own_tensors(module).items()}
+        sources = {name: pending_values(tensor) for name, tensor in _own_tensors(module).items()}
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 self._give_memory(parameter)
@@ -159,11 +159,13 @@ class _Materializer:
         plan = self._plans[index]
         if index not in self.filled:
             own = [self._named[slot.name].dtype for slot in plan.layout.slots]
-            self.filled[index] = FlatBuffer(plan.layout, widest(plan.dtype, own), self._device)
+            self.filled[index] = FlatBuffer(
+                plan.layout, promoted_dtype(plan.dtype, own), self._device
+            )
         memory = self.filled[index].views[position]
         if memory.dtype != parameter.dtype:
             memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
-        give_memory(parameter, plan.layout.slots[position].name, memory)
+        swap_memory(parameter, plan.layout.slots[position].name, memory)
 
     def _make_buffer(self, buffer: Tensor | None) -> Tensor:
         assert buffer is not None
@@ -175,7 +177,7 @@ class _Materializer:
         before = _own_tensors(visit.module)
         kept = {name: t.clone() for name, t in before.items() if name not in fresh}
         for name in fresh:
-            mark(before[name])
+            fill_sentinel(before[name])
         with self._device:
             for initialize in visit.initializers:
                 initialize()
@@ -188,7 +190,7 @@ class _Materializer:
                 visit.module._parameters[name] = tensor  # type: ignore[assignment]
             else:
                 visit.module._buffers[name] = tensor
-        unset = [name for name in fresh if is_marked(before[name])]
+        unset = [name for name in fresh if has_sentinel(before[name])]
         if unset:
             raise ValueError(
                 f"module {visit.name or 'itself'} ({type(visit.module).__name__}) was on the meta "

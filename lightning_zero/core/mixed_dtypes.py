@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.layout.kept import CAST_AS_A_WHOLE
+from lightning_zero.layout.keep_float32 import CAST_LAYERS
 from lightning_zero.layout.names import saved_name
 
 __all__ = ["explain_dtype_error"]
@@ -31,12 +31,12 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     """
     text = str(error)
     is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)
-    if not is_of_torch or isinstance(error, RanksApartError) or _MARK in text:
+    if not is_of_torch or isinstance(error, DesynchronizedError) or _MARK in text:
         return
     cast = {
         slot.name: str(bucket.plan.dtype).removeprefix("torch.")
         for bucket in buckets
-        for slot, own in zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+        for slot, own in zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
         if own != bucket.plan.dtype
     }
     if not cast or not _OF_DTYPES.search(text):
@@ -71,7 +71,7 @@ def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple
 def _suspects(path: str, module: nn.Module) -> Iterator[str]:
     """Parameters of `module`, then those below that come out as they are: tables first."""
     below = [(n, m) for n, m in module.named_modules(prefix=path) if m is not module]
-    below = [(n, m) for n, m in below if not isinstance(m, CAST_AS_A_WHOLE)]
+    below = [(n, m) for n, m in below if not isinstance(m, CAST_LAYERS)]
     below.sort(key=lambda item: not isinstance(item[1], nn.Embedding))
     for name, part in [(path, module), *below]:
         yield from (saved_name(n) for n, _ in part.named_parameters(name, recurse=False))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.tensors.buffer import widest
+from lightning_zero.tensors.buffer import promoted_dtype
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
@@ -97,7 +97,7 @@ def clip_by_value(
 
 def _dtype(buckets: Iterable[Bucket]) -> torch.dtype:
     """In which ranks add: the widest of gradients, also of a rank that owns none of them."""
-    return widest(torch.float32, [bucket.grads.dtype for bucket in buckets])
+    return promoted_dtype(torch.float32, [bucket.grads.dtype for bucket in buckets])
 
 
 def _own_norms(
@@ -106,7 +106,9 @@ def _own_norms(
     """Norms of the parts that this rank owns, one at a time: some are read from a file."""
     for part in _owned_parts(bucket, comm, parameters):
         if part.numel():
-            norm = torch.linalg.vector_norm(part, order, dtype=widest(torch.float32, [part.dtype]))
+            norm = torch.linalg.vector_norm(
+                part, order, dtype=promoted_dtype(torch.float32, [part.dtype])
+            )
             yield norm.to(comm.device)
 
 
@@ -143,11 +145,11 @@ def _owned_parts(
     if not slots:
         return
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
-    assert grads.shard is not None
-    is_whole = bucket.steps_whole
+    assert grads.main_grad is not None
+    is_whole = bucket.replicates_optim
     if len(slots) == len(bucket.parameters):
         owned = layout.shard(rank)
-        yield grads.shard[owned.start : owned.stop] if is_whole else grads.shard
+        yield grads.main_grad[owned.start : owned.stop] if is_whole else grads.main_grad
         return
     for index in slots:
         owned = layout.owned(layout.slots[index], rank)

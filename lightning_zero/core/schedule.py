@@ -4,7 +4,7 @@
 told in layout/order.py. On this rank:
 
 * A gather is issued on a side stream after everything queued on the compute stream, which
-  allocated the buffer; compute waits for it in `finish_gather`, before the first use. So a buffer
+  allocated the buffer; compute waits for it in `wait_for_unshard`, before the first use. So a buffer
   is written only after its former user, and read only after its gather.
 * A reduction is issued likewise, on a side stream of its own, once the last gradient of a bucket is
   queued. Before the next reduction is issued, the one before it is finished: at most two whole
@@ -23,7 +23,7 @@ told in layout/order.py. On this rank:
 reductions of the plan before it, and where there is no plan for a round of all ranks
 (layout/order.py); for the worker that steps its bucket (`Bucket.wait_for_step`); where its shard
 rests in a file, for the read and a free buffer (`ParamReader`). After that: on gloo, in
-`finish_gather`, for what the peers send; on CUDA the host does not wait, the gather's stream waits
+`wait_for_unshard`, for what the peers send; on CUDA the host does not wait, the gather's stream waits
 for compute and for the copy of a shard that rests in CPU memory, its kernel for the peers.
 """
 
@@ -40,20 +40,24 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.profiler import record_function
 
-from lightning_zero.comm.collectives import SeenCollectives
+from lightning_zero.comm.collectives import UserCollectiveMode
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.gathering import Call, Gathering, Unit
-from lightning_zero.core.reducing import Reducing
+from lightning_zero.core.reducer import Reducer
+from lightning_zero.core.unit import Call, Unit, Unsharder
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import CollectiveOrder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.guarded import BetweenStepsError, has_foreign, has_placement
+from lightning_zero.tensors.guarded import (
+    BetweenStepsError,
+    has_placement,
+    has_unmanaged_parameters,
+)
 
-__all__ = ["Moment", "Schedule", "is_compiled"]
+__all__ = ["TrainingState", "Schedule", "is_compiled"]
 
 
-class Moment(Enum):
+class TrainingState(Enum):
     """What the training loop is doing."""
 
     IDLE = "between steps"
@@ -138,16 +142,16 @@ class Schedule:
         config: ZeroConfig,
     ) -> None:
         self.units = list(units)
-        self.order = Order(
+        self.order = CollectiveOrder(
             comm.control,
             self,
             numels=[unit.numel for unit in units],
             num_buckets=len(buckets),
             names=[slot.name for bucket in buckets for slot in bucket.plan.layout.slots],
-            ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
-        self.gathering = Gathering(units, self.order, comm.recorder, config)
-        self.reducing = Reducing(buckets, self.order, comm, config)
+        self.unsharder = Unsharder(units, self.order, comm.recorder, config)
+        self.reducer = Reducer(buckets, self.order, comm, config)
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
@@ -155,28 +159,30 @@ class Schedule:
         self._recorder = comm.recorder
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._retains_graph = False  # the backward under way leaves its graph for another one
+        self._retain_graph = False  # the backward under way leaves its graph for another one
         self._has_computed = False  # with gradients, since the last backward
         self._depth = 0  # nested openings of a step: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
-        self._collectives = SeenCollectives(self.order.meet_for_collective, comm.control.watchdog)
+        self._collectives = UserCollectiveMode(
+            self.order.barrier_before_collective, comm.control.watchdog
+        )
         self._sees_collectives = False  # it is entered
         # A graph of torch.compile would be made once more, without it.
-        can_see = comm.size > 1 and self.gathering.is_needed
+        can_see = comm.size > 1 and self.unsharder.is_needed
         self._can_see_collectives = can_see and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
         self._last_used = ""  # the unit whose forward or backward has begun last
-        comm.control.watchdog.describe_by(self._describe)
+        comm.control.watchdog.set_status_source(self._describe)
 
     @property
-    def moment(self) -> Moment:
+    def training_state(self) -> TrainingState:
         """What the training loop is doing, as far as it follows from what all ranks do."""
         if self._is_lost:
-            return Moment.LOST
+            return TrainingState.LOST
         if self._is_in_backward:
-            return Moment.BACKWARD
-        return Moment.FORWARD if self._depth or self._awaits_backward else Moment.IDLE
+            return TrainingState.BACKWARD
+        return TrainingState.FORWARD if self._depth or self._awaits_backward else TrainingState.IDLE
 
     @property
     def is_in_step(self) -> bool:
@@ -186,7 +192,7 @@ class Schedule:
     @property
     def _awaits_backward(self) -> bool:
         """A forward with gradients has come, and no rank has ended the pass since."""
-        return self._has_computed and (self.order.is_training or not self.gathering.is_needed)
+        return self._has_computed and (self.order.is_training or not self.unsharder.is_needed)
 
     # ---------------------------------------------------------------- forward
 
@@ -200,35 +206,35 @@ class Schedule:
         self._has_computed |= torch.is_grad_enabled()
         if self._depth > 1 or self._is_in_backward:
             return
-        self._recorder.phase(Kind.FORWARD)
+        self._recorder.begin_phase(Kind.FORWARD)
         self.compare_assigned()
-        copies = is_step or not self._comm.rallies or not self.shared.are_alike
-        if copies and self.shared.is_due and self.gathering.is_needed and self.order.is_training:
+        copies = is_step or not self._comm.can_regroup or not self.shared.are_alike
+        if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
             # In the middle of a pass; others might still ask this rank for a gather.
-            self.order.meet_for("the buffers of rank 0")
+            self.order.barrier("the buffers of rank 0")
         self.begin_pass()
         self.prepare(copies_buffers=copies)
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
             self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
-        self.gathering.unshard_held()
+        self.unsharder.unshard_for_step()
         for unit in self.units:
-            if unit.is_held:
-                unit.is_saved |= torch.is_grad_enabled()
+            if unit.stays_unsharded:
+                unit.is_saved_for_backward |= torch.is_grad_enabled()
         self._see_collectives()
 
     def begin_pass(self) -> None:
         """All ranks come here, if there is anything in this forward that they do together."""
-        ends_step = self.reducing.ends_step = not self.is_accumulating
+        ends_step = self.reducer.ends_step = not self.is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
-            if self.gathering.is_needed:
+            if self.unsharder.is_needed:
                 self.order.begin("a forward")
-        elif self.gathering.is_needed or self.reducing.has_stepped:
+        elif self.unsharder.is_needed or self.reducer.has_stepped:
             # Where nothing is gathered before use, a forward after a step waits for its gathers.
             kind = f"a forward and its backward{'' if ends_step else ', of several'}"
-            self.order.begin(kind, self.reducing.trainable())
+            self.order.begin(kind, self.reducer.trainable())
 
     def compare_assigned(self) -> None:
         """Before a pass: ranks that have assigned other `parameter.data` find it out. Local."""
@@ -238,16 +244,16 @@ class Schedule:
     def prepare(self, *, copies_buffers: bool = True) -> None:
         """Before the first forward after a step: what else is collective in it. Collective."""
         if copies_buffers and self.shared.is_due:
-            self.order.confirm()  # else others might still ask this rank for a gather
+            self.order.wait_for_begin()  # else others might still ask this rank for a gather
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # their gathers have one order with what comes now
         for bucket in self._buckets:
-            if self.gathering.is_needed and bucket.plan.stage.gathers_after_step:
+            if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
                 # A worker must not gather while units are gathered: the order would differ by rank.
                 bucket.wait_for_step()
-            if self._is_compiled and not bucket.is_gathered_before_use:
-                bucket.finish_gather()  # See [Note: Graphs end at hooks]
-            bucket.take_rewritten()
+            if self._is_compiled and not bucket.shards_params:
+                bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
+            bucket.detect_writes()
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()
@@ -258,9 +264,9 @@ class Schedule:
         if self._depth or self._is_in_backward:
             return
         self._see_no_collectives()
-        self._recorder.phase(None)
+        self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
-            self.gathering.release_all()
+            self.unsharder.reshard_all()
 
     def _see_collectives(self) -> None:
         """Until `close`. See [Note: Collectives of the user]."""
@@ -285,7 +291,7 @@ class Schedule:
             raise
         self.close()
 
-    def after_root(self, *, has_failed: bool) -> None:
+    def root_post_forward(self, *, has_failed: bool) -> None:
         """A call of the whole module has ended, perhaps by an exception; `open` began it."""
         if has_failed and self._depth == 1 and not self._is_in_backward:
             self.reset()
@@ -294,23 +300,25 @@ class Schedule:
 
     def _describe(self) -> str:
         """What the loop is doing, for people; from any thread."""
-        in_pass = self.moment in (Moment.FORWARD, Moment.BACKWARD)
-        return self.moment.value + f" of {self._last_used}" * (in_pass and bool(self._last_used))
+        in_pass = self.training_state in (TrainingState.FORWARD, TrainingState.BACKWARD)
+        return self.training_state.value + f" of {self._last_used}" * (
+            in_pass and bool(self._last_used)
+        )
 
-    def before_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         self._last_used = unit.name
-        self.gathering.unshard(unit)
-        unit.is_saved |= torch.is_grad_enabled()
-        self._recorder.enter(Kind.FORWARD, unit.name)
+        self.unsharder.unshard(unit)
+        unit.is_saved_for_backward |= torch.is_grad_enabled()
+        self._recorder.begin_layer(Kind.FORWARD, unit.name)
         self._has_computed |= torch.is_grad_enabled()
 
-    def after_forward(self, unit: Unit) -> None:
-        self._recorder.leave(Kind.FORWARD, unit.name)
-        if not self._stays_after_forward(unit):
-            unit.release()
+    def post_forward(self, unit: Unit) -> None:
+        self._recorder.end_layer(Kind.FORWARD, unit.name)
+        if not self._stays_unsharded_after_forward(unit):
+            unit.reshard()
 
-    def _stays_after_forward(self, unit: Unit) -> bool:
-        if unit.is_held or self._is_in_backward:
+    def _stays_unsharded_after_forward(self, unit: Unit) -> bool:
+        if unit.stays_unsharded or self._is_in_backward:
             return True
         if not torch.is_grad_enabled():
             return False
@@ -320,26 +328,26 @@ class Schedule:
 
     # ---------------------------------------------------------------- out of turn
 
-    def hold(self, unit: Unit, reason: str) -> None:
+    def keep_unsharded(self, unit: Unit, reason: str) -> None:
         """Keeps `unit` whole from the beginning to the end of every step, from now on."""
-        if not unit.is_held and self._comm.rank == 0:
+        if not unit.stays_unsharded and self._comm.rank == 0:
             warnings.warn(
                 f"{reason}; its {unit.numel} elements stay whole throughout each step.",
                 stacklevel=2,
             )
-        unit.is_held = True
+        unit.stays_unsharded = True
 
-    def use_out_of_turn(self, bucket: Bucket, name: str) -> None:
+    def unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
         """Somebody reads parameter `name` outside the forward of its unit.
 
         A BetweenStepsError outside a step, where ranks do not act in lockstep.
         """
-        if self.moment is Moment.LOST:
+        if self.training_state is TrainingState.LOST:
             raise RuntimeError(
                 f"parameter {name} is lost: another rank failed and took its shard with it; load a "
                 "checkpoint into a new module."
             )
-        if self.moment is Moment.IDLE and not self.order.is_loose:
+        if self.training_state is TrainingState.IDLE and not self.order.allows_uneven_calls:
             raise BetweenStepsError(
                 f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
                 "forward and backward. To compute with it, as a call of a part of the module does, "
@@ -352,40 +360,40 @@ class Schedule:
             )
         unit = self._unit_of[bucket]
         self._has_computed |= torch.is_grad_enabled()
-        self.hold(unit, f"parameter {name} is used outside its module's forward")
-        self.gathering.unshard(unit)
-        unit.is_saved |= torch.is_grad_enabled()
+        self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
+        self.unsharder.unshard(unit)
+        unit.is_saved_for_backward |= torch.is_grad_enabled()
 
     # ---------------------------------------------------------------- backward
 
     @contextmanager
-    def backward_context(self, *, reduces: bool, retains_graph: bool = False) -> Iterator[None]:
+    def backward_context(self, *, reduces: bool, retain_graph: bool = False) -> Iterator[None]:
         """Around `loss.backward()`; if it does not reduce, gradients stay local where they can."""
-        self._retains_graph = retains_graph
+        self._retain_graph = retain_graph
         try:
             self._begin_backward(reduces)
             yield
-            self._end_backward()
+            self._finalize_backward()
         except BaseException:
             self.reset()
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
-        if not self.reducing.is_mid_step:  # once for each step: it looks at every parameter
+        if not self.reducer.is_mid_step:  # once for each step: it looks at every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True
-        self._recorder.phase(Kind.BACKWARD)
-        self.reducing.ends_step = reduces
-        trainable = self.reducing.trainable()
-        if self.reducing.reduces:
-            self.order.turn(trainable, "a backward", self.reducing.eager(trainable))
-        self.reducing.begin(trainable)
-        self.gathering.begin_backward()
-        self.gathering.unshard_held()
+        self._recorder.begin_phase(Kind.BACKWARD)
+        self.reducer.ends_step = reduces
+        trainable = self.reducer.trainable()
+        if self.reducer.reduces:
+            self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
+        self.reducer.begin(trainable)
+        self.unsharder.begin_backward()
+        self.unsharder.unshard_for_step()
 
-    def before_backward_of(self, unit: Unit, call: Call) -> None:
+    def pre_backward(self, unit: Unit, call: Call) -> None:
         """Backward has come to an output of `call`, one of `unit`."""
-        if unit.is_whole and call in unit.entered:
+        if unit.is_unsharded and call in unit.entered:
             return  # by another output, or by the base of a view
         self._last_used = unit.name
         if call.is_done:  # the graph is walked again
@@ -394,31 +402,31 @@ class Schedule:
             unit.num_awaited += 1
         unit.entered.add(call)
         if self._is_in_backward:
-            with record_function(f"zero::before_backward {unit.name}"):
-                self.gathering.unshard(unit)
-                self._recorder.enter(Kind.BACKWARD, unit.name)
+            with record_function(f"zero::pre_backward {unit.name}"):
+                self.unsharder.unshard(unit)
+                self._recorder.begin_layer(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be walked again.
-            unit.is_held = True
-            self.gathering.unshard(unit)
+            unit.stays_unsharded = True
+            self.unsharder.unshard(unit)
 
-    def after_backward_of(self, unit: Unit, call: Call) -> None:
+    def post_backward(self, unit: Unit, call: Call) -> None:
         unit.num_awaited -= 1
         call.is_done = True
         unit.entered.discard(call)
         if unit.entered:
             return  # of an earlier call, which has made this one's input and tells nothing
-        if self._is_in_backward and not unit.is_held and unit.num_awaited <= 0:
-            self._recorder.leave(Kind.BACKWARD, unit.name)
-            self._release_walked(unit)
-            self.gathering.prefetch()
+        if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:
+            self._recorder.end_layer(Kind.BACKWARD, unit.name)
+            self._reshard_after_backward(unit)
+            self.unsharder.prefetch()
 
-    def _release_walked(self, unit: Unit) -> None:
+    def _reshard_after_backward(self, unit: Unit) -> None:
         """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
-        unit.is_saved = self._retains_graph
-        unit.release()
+        unit.is_saved_for_backward = self._retain_graph
+        unit.reshard()
 
-    def on_gradient(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+    def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """`parameter`, slot `index` of `bucket`, has got a gradient."""
         if not self._is_in_backward:
             name = bucket.plan.layout.slots[index].name
@@ -427,31 +435,31 @@ class Schedule:
                 "engine.backward(loss), in Lightning self.manual_backward(loss), instead of "
                 "loss.backward()."
             )
-        if self.reducing.under_way is bucket:
-            self.reducing.finish()  # a second gradient, after the first was sent off
-        if bucket.grads.receive(index):
+        if self.reducer.under_way is bucket:
+            self.reducer.finish()  # a second gradient, after the first was sent off
+        if bucket.grads.accumulate(index):
             unit = self._unit_of.get(bucket)
-            if unit is not None and unit.has_done_backward:
-                self._recorder.leave(Kind.BACKWARD, unit.name)
-                self._release_walked(unit)
-            self.reducing.complete(bucket)
+            if unit is not None and unit.is_backward_done:
+                self._recorder.end_layer(Kind.BACKWARD, unit.name)
+                self._reshard_after_backward(unit)
+            self.reducer.complete(bucket)
 
-    def _end_backward(self) -> None:
-        self.reducing.end()
-        self.gathering.forget()
+    def _finalize_backward(self) -> None:
+        self.reducer.end()
+        self.unsharder.reset()
         for unit in self.units:
-            unit.is_saved = self._retains_graph
-        self.gathering.release_all()
+            unit.is_saved_for_backward = self._retain_graph
+        self.unsharder.reshard_all()
         self._has_computed = self._is_in_backward = False
-        self._recorder.phase(Kind.FORWARD if self._depth else None)
+        self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
 
     # ---------------------------------------------------------------- what the order decides
 
-    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
-        self.gathering.issue(self.units[unit], is_kept=is_kept)
+    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
+        self.unsharder.issue_unshard(self.units[unit], is_kept=is_kept)
 
     def issue_reduction(self, bucket: int) -> None:
-        self.reducing.reduce(self._buckets[bucket])
+        self.reducer.reduce(self._buckets[bucket])
 
     # ---------------------------------------------------------------- failures
 
@@ -460,11 +468,11 @@ class Schedule:
 
         What fails meanwhile is a warning: the exception is what users should see.
         """
-        error = self.come_to_rest()
+        error = self.reset_all()
         if error is not None:
             warnings.warn(f"after an exception: {error}", stacklevel=2)
 
-    def come_to_rest(self) -> Exception | None:
+    def reset_all(self) -> Exception | None:
         """As `reset`; what fails for one bucket keeps none from its rest.
 
         Returns the first failure, such as data of a wrong shape in the place of a parameter's.
@@ -472,38 +480,38 @@ class Schedule:
         self._has_computed = self._is_in_backward = False
         self._depth = 0
         self._see_no_collectives()
-        self._recorder.forget()
+        self._recorder.discard_open_spans()
         errors: list[Exception] = []
-        if not self._comm.rallies and isinstance(sys.exc_info()[1], Exception):
-            _attempt(self.order.give_up_pass, errors)  # others may follow the same plan
-        self.order.forget()
-        self.gathering.forget()
+        if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
+            _attempt(self.order.flush_schedule, errors)  # others may follow the same plan
+        self.order.reset()
+        self.unsharder.reset()
         for bucket in self._buckets:
             for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):
                 _attempt(act, errors)
-        self.reducing.reset()
+        self.reducer.reset()
         for bucket in self._buckets:
             for _ in range(len(bucket.parameters) + 1):  # data that it refuses is gone next time
-                if not isinstance(_attempt(bucket.release, errors), ValueError):
+                if not isinstance(_attempt(bucket.reshard, errors), ValueError):
                     break
         for unit in self.units:
-            unit.is_saved = False
+            unit.is_saved_for_backward = False
         return errors[0] if errors else None
 
     def recover(self) -> None:
         """As `reset`, where collectives under way will never end: their groups are gone."""
         self.order.restart()
-        self.reducing.recover()
+        self.reducer.recover()
         for bucket in self._buckets:
-            bucket.cancel_gather(is_lost=False)
+            bucket.cancel_unshard(is_lost=False)
         self.reset()
         for bucket in self._buckets:
-            bucket.gather_again()
+            bucket.unshard_again()
 
     def abandon(self) -> None:
         """Leaves parameters where they are; those that are not whole say so when used."""
         for bucket in self._buckets:
-            bucket.cancel_gather(is_lost=True)
+            bucket.cancel_unshard(is_lost=True)
             bucket.grads.drop()
         self._is_lost = True
 
@@ -528,7 +536,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _check_all_hooked(module: nn.Module) -> None:
     """Raises for a trainable parameter that has come to `module` after its hooks."""
     with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
-        if not has_foreign(module):
+        if not has_unmanaged_parameters(module):
             return
         for name, parameter in module.named_parameters():
             if not has_placement(parameter) and parameter.requires_grad:

@@ -23,7 +23,13 @@ from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
-from lightning_zero.tiers.storage import InFile, InMemory, ParamReader, ShardStore, Storage
+from lightning_zero.tiers.storage import (
+    FileShardStore,
+    MemoryShardStore,
+    ParamReader,
+    ShardStore,
+    Storage,
+)
 
 __all__ = ["Shards", "is_elementwise_state"]
 
@@ -42,15 +48,15 @@ class Shards:
     """The stores of one bucket's shards.
 
     Attributes:
-        steps_whole: OPTIM rests whole: every rank steps all elements.
+        replicates_optim: OPTIM rests whole: every rank steps all elements.
         own_ranges: By slot, the elements that this rank steps, within the part that it steps.
         step_shapes: By slot, the shape in which it steps them.
         is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
-        follower: What follows the master, the parameters of this rank's elements: 1-D, own part,
-            param dtype; of the whole buffer, or `param`.
-        param: What a gather sends; None where nothing is gathered before use.
+        param_shard: What follows the master, the parameters of this rank's elements: 1-D, own part,
+            param dtype; of the whole buffer, or `all_gather_input`.
+        all_gather_input: What a gather sends; None where nothing is gathered before use.
         master: What is stepped: 1-D, own part, master dtype; None until it is needed.
-        reader: Reads a `param` that rests in a file.
+        reader: Reads an `all_gather_input` that rests in a file.
         keeps_states_in_files: Optimizer states move to files; set with the optimizer.
         state_stores: Optimizer states in files, by key.
         num_writes: Counts steps and other changes of all values, some more than once.
@@ -60,7 +66,7 @@ class Shards:
     def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
         self.plan = plan
         self.storage = storage
-        self.steps_whole = not plan.stage.has_shard(State.OPTIM)
+        self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
         self._rank = rank
         self._whole = whole
         self.has_own_master = plan.has_own_master
@@ -68,12 +74,12 @@ class Shards:
         layout, slots = plan.layout, plan.layout.slots
         self.step_shapes = tuple(layout.step_shape(slot, rank) for slot in slots)
         self.is_stepped = tuple(slot.is_stepped_by(rank) for slot in slots)
-        if self.steps_whole:
+        if self.replicates_optim:
             self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
             self.step_shapes = tuple(slot.shape for slot in slots)
             self.is_stepped = (True,) * len(slots)
-        self.follower: ShardStore
-        self.param: ShardStore | None
+        self.param_shard: ShardStore
+        self.all_gather_input: ShardStore | None
         self.master: ShardStore | None
         self.drop()
         self.reader: ParamReader | None = None
@@ -89,121 +95,122 @@ class Shards:
 
     def owned(self, index: int) -> range:
         """Elements of slot `index`, counted from its own first one, that this rank steps."""
-        if self.steps_whole:
+        if self.replicates_optim:
             return range(self.plan.layout.slots[index].numel)
         return self.plan.layout.owned(self.plan.layout.slots[index], self._rank)
 
     @property
-    def holds_whole_tensors(self) -> bool:
+    def has_tensor_owners(self) -> bool:
         """Every parameter is stepped by one rank, whole."""
-        return not self.steps_whole and self.plan.layout.holds_whole_tensors
+        return not self.replicates_optim and self.plan.layout.has_tensor_owners
 
-    def cut(self, part: Tensor) -> list[Tensor]:
+    def split_by_slot(self, part: Tensor) -> list[Tensor]:
         """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
         return [part[own.start : own.stop] for own in self.own_ranges]
 
-    def own_part(self, whole: FlatBuffer) -> Tensor:
+    def own_slice_of(self, whole: FlatBuffer) -> Tensor:
         """The part of a whole buffer that this rank steps: 1-D, a view."""
-        return whole.tensor if self.steps_whole else whole.shard(self._rank)
+        return whole.tensor if self.replicates_optim else whole.shard(self._rank)
 
     @property
-    def own_whole(self) -> Tensor:
+    def own_slice(self) -> Tensor:
         """The part of the whole buffer that this rank steps: 1-D, a view."""
-        return self.own_part(self._whole)
+        return self.own_slice_of(self._whole)
 
     @property
     def num_views(self) -> int:
         """How many views of the whole buffer are kept here, besides the buffer's own tensor."""
-        return int(self.param is None and not self.steps_whole)
+        return int(self.all_gather_input is None and not self.replicates_optim)
 
-    def follow_whole(self, old: Tensor) -> None:
+    def rebind_to_unsharded(self, old: Tensor) -> None:
         """The whole buffer has new memory; `old` is that of before, which others hold.
 
         They may put it back: what is the rounded master of now will be that master again.
         """
-        if (store := self._master_beside_whole) is not None:
+        if (store := self._separate_master) is not None:
             held = StorageWeakRef(old.untyped_storage())
             self._former = held, store.fetch(0, store.numel).clone()
-        if self.param is None:
-            assert isinstance(self.follower, InMemory)
-            self.follower.tensor = self.own_whole
+        if self.all_gather_input is None:
+            assert isinstance(self.param_shard, MemoryShardStore)
+            self.param_shard.tensor = self.own_slice
 
     # ---------------------------------------------------------------- parameters and master
 
-    def take_master(self, values: Tensor) -> None:
+    def init_master(self, values: Tensor) -> None:
         """Makes a store for a master of these `values`: 1-D, own part, copied."""
         copy = values.to(self.plan.master_dtype, copy=True)
-        self.master = self.storage.keep_master(self.plan.name, copy, self.plan.tiers.optim)
+        self.master = self.storage.make_main_store(self.plan.name, copy, self.plan.tiers.optim)
 
-    def take_params(self) -> None:
+    def init_params(self) -> None:
         """Makes stores from the whole parameters, for all but a master of its own dtype."""
         if self.plan.stage.has_shard(State.PARAM):
-            copy, storage = self.own_whole.clone(), self.storage
-            param = storage.keep_param(self.plan.name, copy, self.plan.tiers.param)
-            self.param = self.follower = param
-            if isinstance(param, InFile):
+            copy, storage = self.own_slice.clone(), self.storage
+            param = storage.make_param_store(self.plan.name, copy, self.plan.tiers.param)
+            self.all_gather_input = self.param_shard = param
+            if isinstance(param, FileShardStore):
                 self.reader = ParamReader(param, storage.param_pool, storage.recorder)
         if not self.has_own_master:
-            self.master = self.follower
+            self.master = self.param_shard
 
-    def stepped(self) -> ShardStore:
+    def ensure_master(self) -> ShardStore:
         """The master; made from the parameters where there is none yet."""
         if self.master is None:
-            store = self.follower
-            self.take_master(store.fetch(0, store.numel))
+            store = self.param_shard
+            self.init_master(store.fetch(0, store.numel))
             assert self.master is not None
         return self.master
 
     @property
     def own_master(self) -> ShardStore | None:
         """The master, where it is another tensor than the parameters."""
-        return None if self.master is self.follower else self.master
+        return None if self.master is self.param_shard else self.master
 
     @property
-    def exact(self) -> ShardStore:
+    def master_or_param(self) -> ShardStore:
         """This rank's elements in the fullest precision there is."""
-        return self.master or self.follower
+        return self.master or self.param_shard
 
-    def resting_parts(self) -> list[Tensor]:
+    def sharded_views(self) -> list[Tensor]:
         """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
-        if isinstance(self.exact, InMemory):
-            return self.cut(self.exact.tensor)
+        if isinstance(self.master_or_param, MemoryShardStore):
+            return self.split_by_slot(self.master_or_param.tensor)
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
-    def look(self, index: int) -> Tensor:
+    def master_view(self, index: int) -> Tensor:
         """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
         own = self.own_ranges[index]
-        return self.exact.look(own.start, own.stop)
+        store = self.master_or_param
+        return store.view(own.start, own.stop)
 
     def values(self, index: int) -> Tensor:
-        """Slot `index` as `look` shows it: 1-D, plain; a copy of a file."""
-        part = self.look(index)
+        """Slot `index` as `master_view` shows it: 1-D, plain; a copy of a file."""
+        part = self.master_view(index)
         return part.read() if isinstance(part, LazyTensor) else part
 
     def change(self, index: int, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change what `look` shows, in place: 1-D; parameters follow the master."""
+        """Lets `write` change what `master_view` shows, in place: 1-D; parameters follow the master."""
         own = self.own_ranges[index]
         self.stop_reading()
-        exact = self.exact.fetch(own.start, own.stop)
+        exact = self.master_or_param.fetch(own.start, own.stop)
         write(exact)
         self.num_slot_writes[index] += 1
         self._write(own.start, exact)
 
     def _write(self, start: int, values: Tensor) -> None:
-        self.exact.write(start, values)
+        self.master_or_param.write(start, values)
         if self.own_master is not None:
-            self.follower.write(start, values)
+            self.param_shard.write(start, values)
 
     def drop(self) -> None:
         """There are no shards beside the whole buffer."""
-        self.param = self.master = None
-        self.follower = InMemory(self.own_whole, Tier.DEVICE)
+        self.all_gather_input = self.master = None
+        self.param_shard = MemoryShardStore(self.own_slice, Tier.DEVICE)
 
-    def store_exact(self, values: Tensor) -> None:
+    def store_master(self, values: Tensor) -> None:
         """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
         self.num_writes += 1
         self.stop_reading()
-        self.exact.write(0, values)
+        self.master_or_param.write(0, values)
         self.cast_master()
 
     def cast_master(self) -> None:
@@ -213,15 +220,19 @@ class Shards:
             return
         self.stop_reading()
         with record_function(f"zero::cast {self.plan.name}"):
-            self.follower.write(0, master.fetch(0, master.numel))
+            self.param_shard.write(0, master.fetch(0, master.numel))
         self.mark_written()
 
-    def sent_params(self) -> Source | None:
+    def all_gather_source(self) -> Source | None:
         """What a gather has to send of this rank, where it is not in the whole buffer."""
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             return self.reader.copy_to
-        return self.param.tensor if isinstance(self.param, InMemory) else None
+        return (
+            self.all_gather_input.tensor
+            if isinstance(self.all_gather_input, MemoryShardStore)
+            else None
+        )
 
     def stop_reading(self) -> None:
         """Gives the buffers of a read ahead back: nobody needs it, or the file is to change."""
@@ -231,17 +242,17 @@ class Shards:
     # ---------------------------------------------------------------- written by others
 
     @property
-    def _master_beside_whole(self) -> ShardStore | None:
+    def _separate_master(self) -> ShardStore | None:
         """The master, where it is another tensor than parameters that rest whole."""
-        return self.own_master if self.param is None else None
+        return self.own_master if self.all_gather_input is None else None
 
-    def absorb_changes(self) -> None:
+    def sync_writes(self) -> None:
         """Takes elements that somebody has written to into the master, where it is another tensor.
 
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
         parameters, which are the rounded master in every element that nobody has touched.
         """
-        store, own = self._master_beside_whole, self.own_whole
+        store, own = self._separate_master, self.own_slice
         if store is None or (self._print is not None and self._print.matches(own)):
             return
         master = store.fetch(0, own.numel())
@@ -258,7 +269,7 @@ class Shards:
                 torch.where(is_changed, exact, master, out=master)
                 store.write(0, master)
 
-    def take(self, index: int, values: Tensor) -> None:
+    def assign(self, index: int, values: Tensor) -> None:
         """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
 
         Elements that are the rounded master stay what the master is.
@@ -268,7 +279,7 @@ class Shards:
         if not own:
             return
         self.stop_reading()
-        exact = self.exact.fetch(own.start, own.stop)
+        exact = self.master_or_param.fetch(own.start, own.stop)
         values = values.to(exact.device)
         with torch.no_grad():
             is_changed = values != exact.to(values.dtype)
@@ -277,9 +288,9 @@ class Shards:
     def mark_written(self) -> None:
         """Remembers the whole parameters as they follow from a master that is not beside them."""
         self.num_writes += 1
-        store = self._master_beside_whole
-        if store is not None and self.storage.is_elsewhere(store.tier):
-            self._print = Fingerprint(self.own_whole)
+        store = self._separate_master
+        if store is not None and self.storage.is_offloaded(store.tier):
+            self._print = Fingerprint(self.own_slice)
 
     # ---------------------------------------------------------------- optimizer states
 
@@ -298,13 +309,13 @@ class Shards:
         """The file of optimizer state `key`, as long as the shard; zeros at first."""
         if key not in self.state_stores:
             name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
-            self.state_stores[key] = self.storage.make_optim(name, numel, dtype)
+            self.state_stores[key] = self.storage.make_optim_store(name, numel, dtype)
         return self.state_stores[key]
 
-    def look_at_state(self, index: int, key: str) -> Tensor:
+    def state_view(self, index: int, key: str) -> Tensor:
         """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
         own = self.own_ranges[index]
-        return self.state_stores[key].look(own.start, own.stop)
+        return self.state_stores[key].view(own.start, own.stop)
 
     def adopt_state(self, index: int, state: dict[str, Any]) -> None:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
@@ -312,7 +323,7 @@ class Shards:
         for key, value in state.items():
             if is_elementwise_state(value, len(own)) and not isinstance(value, LazyTensor):
                 self.state_store(key, value.dtype).write(own.start, value)
-                state[key] = self.look_at_state(index, key)
+                state[key] = self.state_view(index, key)
 
     # ---------------------------------------------------------------- bytes
 
@@ -321,8 +332,8 @@ class Shards:
 
         A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
         """
-        if self.param is not None:
-            yield self.plan.tiers.param, State.PARAM, self.param
+        if self.all_gather_input is not None:
+            yield self.plan.tiers.param, State.PARAM, self.all_gather_input
         if (master := self.own_master) is not None:
             yield self.plan.tiers.optim, State.OPTIM, master
         for store in self.state_stores.values():

@@ -2,7 +2,7 @@
 
 [Note: Two ways to see a write]
 
-    Rewritten     version counters and addresses: no look at values, nothing to do on a device.
+    WriteDetector     version counters and addresses: no look at values, nothing to do on a device.
                   Of parameters that are whole for a use only (stage 3), where it is asked of every
                   parameter in every pass. A write to `parameter.data` has no version: where that
                   was handed out, and only there, fingerprints are compared.
@@ -31,12 +31,12 @@ from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
 __all__ = [
     "Fingerprint",
-    "Rewritten",
+    "WriteDetector",
     "equal",
     "is_same_memory",
     "own_elements",
     "sum_of_bits",
-    "whole_values",
+    "require_full_shape",
 ]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,7 +112,7 @@ def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:
     )
 
 
-def whole_values(values: Tensor, slot: Slot) -> Tensor:
+def require_full_shape(values: Tensor, slot: Slot) -> Tensor:
     """What was put in the place of a whole parameter's data, if it is of the same shape."""
     if tuple(values.shape) != slot.shape:
         raise ValueError(
@@ -122,7 +122,7 @@ def whole_values(values: Tensor, slot: Slot) -> Tensor:
     return values
 
 
-class Rewritten:
+class WriteDetector:
     """Finds out which whole parameters of a bucket have new values."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -181,7 +181,7 @@ def _own_bits(parameter: Tensor) -> Tensor:
     """Of this rank's elements, where there is one owner of each: the same sums for equal values."""
     placement = placement_of(parameter)
     bucket: Any = placement.bucket
-    part = bucket.masters.exact_parts()[placement.index]
+    part = bucket.masters.shard_views()[placement.index]
     values = part.read() if isinstance(part, LazyTensor) else part.detach()
     return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: there are two zeros
 
@@ -191,5 +191,5 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
     placement = placement_of(tensor)
     bucket: Any = placement.bucket
-    views: list[Tensor] = bucket.masters.exact_views()
+    views: list[Tensor] = bucket.masters.full_tensors()
     return views[placement.index].clone()

@@ -65,15 +65,15 @@ class Section:
             raise self.error(key, "a number that is not negative")
         return float(value)
 
-    def whole(self, key: str, *, least: int = 0) -> int | None:
+    def integer(self, key: str, *, minimum: int = 0) -> int | None:
         """A whole number; 5e8 is one."""
         value = self.get(key)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(key, f"a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(key, f"a whole number of at least {minimum}")
         return value
 
     def section(self, key: str) -> Section:
@@ -85,22 +85,22 @@ class Section:
 
     def checked(self) -> Section:
         """Itself, unless DeepSpeed lacks a key, or a value would change the training."""
-        fates = self._fates()
-        if fates:
-            check_keys(self, fates)
-        for key, fate in fates.items():
-            if isinstance(fate, tuple) and key in self.values and fate[0](self.values[key]):
+        rules = self._key_rules()
+        if rules:
+            check_keys(self, rules)
+        for key, rule in rules.items():
+            if isinstance(rule, tuple) and key in self.values and rule[0](self.values[key]):
                 raise ValueError(
                     f"{self.path(key)} = {self.values[key]!r} changes the training and is not "
-                    f"available here: {fate[1]}"
+                    f"available here: {rule[1]}"
                 )
         return self
 
-    def leave_out(self) -> None:
+    def note_ignored_keys(self) -> None:
         """Notes the keys that never have an effect here."""
-        for key, fate in self._fates().items():
-            if isinstance(fate, str) and self.has(key):
-                self.ignore(key, fate)
+        for key, rule in self._key_rules().items():
+            if isinstance(rule, str) and self.has(key):
+                self.ignore(key, rule)
 
     def ignore(self, key: str, why: str) -> None:
         """Notes that a key has no effect; the first reason counts."""
@@ -112,7 +112,7 @@ class Section:
             "correct it or leave it out."
         )
 
-    def _fates(self) -> Mapping[str, Fate]:
+    def _key_rules(self) -> Mapping[str, KeyRule]:
         return _KEYS.get(self.name.rpartition(".")[2], {})
 
 
@@ -217,11 +217,11 @@ def _is_not_mean(value: object) -> bool:
 
 # None: it is translated. A text: training gives the same without it, and why. A pair: training
 # would differ where the function says so, and what to do.
-Fate = str | tuple[Callable[[object], bool], str] | None
+KeyRule = str | tuple[Callable[[object], bool], str] | None
 
 
-def _all(keys: str, fate: Fate = None) -> dict[str, Fate]:
-    return dict.fromkeys(keys.split(), fate)
+def _all(keys: str, rule: KeyRule = None) -> dict[str, KeyRule]:
+    return dict.fromkeys(keys.split(), rule)
 
 
 _CHECKPOINT = "checkpoints are written by Lightning's ModelCheckpoint"
@@ -229,7 +229,7 @@ _DATA = (
     "the training data would differ; choose the samples in your own sampler and remove the section."
 )
 _MODEL = "the model would differ; build it into the module and remove the section."
-_TOP: dict[str, Fate] = {
+_TOP_KEYS: dict[str, KeyRule] = {
     **_all("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
     **_all("gradient_clipping zero_optimization allgather_size optimizer scheduler"),
     **_all("fp16 bf16 bfloat16 torch_autocast communication_data_type data_types"),
@@ -283,7 +283,7 @@ _TOP: dict[str, Fate] = {
 STAGE3_PREFIX = "stage3_"
 _QUANTIZED = "every collective here carries what was computed; set it to false."
 _UNITS = "units are found from the module and travel whole"
-_ALSO_WITH_PREFIX: dict[str, Fate] = {
+_ZERO3_KEYS: dict[str, KeyRule] = {
     **_all("prefetch_bucket_size param_persistence_threshold max_live_parameters"),
     "max_reuse_distance": "reshard_after_forward says whether a unit stays for its backward",
     "model_persistence_threshold": "param_persistence_threshold alone decides",
@@ -294,12 +294,12 @@ _ALSO_WITH_PREFIX: dict[str, Fate] = {
         "the default checkpoint is one whole file",
     ),
 }
-_OF_ZERO: dict[str, Fate] = {
+_ZERO_KEYS: dict[str, KeyRule] = {
     **_all("stage reduce_bucket_size allgather_bucket_size overlap_comm mics_shard_size"),
     **_all("offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_params"),
     **_all("cpu_offload_use_pin_memory"),
-    **_ALSO_WITH_PREFIX,
-    **{STAGE3_PREFIX + key: fate for key, fate in _ALSO_WITH_PREFIX.items()},
+    **_ZERO3_KEYS,
+    **{STAGE3_PREFIX + key: rule for key, rule in _ZERO3_KEYS.items()},
     **_all(
         "contiguous_gradients round_robin_gradients",
         "gradients always lie in one flat buffer per bucket",
@@ -334,7 +334,7 @@ _OF_ZERO: dict[str, Fate] = {
     "zenflow": (_is_given, "its late updates change the result; remove the section."),
 }
 
-_FP16: dict[str, Fate] = {
+_FP16: dict[str, KeyRule] = {
     **_all("enabled loss_scale initial_scale_power loss_scale_window"),
     "auto_cast": "inputs of matrix products are cast by autocast",
     **_all(
@@ -343,18 +343,18 @@ _FP16: dict[str, Fate] = {
     "min_loss_scale": "GradScaler has no lowest scale",
     "fp16_master_weights_and_grads": None,
 }
-_BF16: dict[str, Fate] = {
+_BF16: dict[str, KeyRule] = {
     **_all("enabled check_grad_overflow check_overflow"),
     **_all("bf16_master_weights_and_grads bf16_optimizer_states"),
     "immediate_grad_update": "gradients are added as they arrive",
 }
-_OFFLOAD: dict[str, Fate] = {
+_OFFLOAD: dict[str, KeyRule] = {
     **_all("device nvme_path pin_memory buffer_count"),
     "fast_init": "files are filled when the engine takes the parameters over, with all threads",
 }
-_KEYS: dict[str, dict[str, Fate]] = {
-    "": _TOP,
-    _ZERO: _OF_ZERO,
+_KEYS: dict[str, dict[str, KeyRule]] = {
+    "": _TOP_KEYS,
+    _ZERO: _ZERO_KEYS,
     "fp16": _FP16,
     "bf16": _BF16,
     "bfloat16": _BF16,

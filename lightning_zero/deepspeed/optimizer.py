@@ -24,7 +24,7 @@ __all__ = ["Parameters", "build_optimizer", "build_scheduler"]
 Parameters: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 # DeepSpeed's own optimizers, which torch lacks or has under the same name with other arithmetic.
-_FOREIGN = (
+_UNSUPPORTED = (
     *("lamb", "onebitadam", "onebitlamb", "zerooneadam"),
     *("muadam", "muadamw", "musgd", "lion", "muon"),
 )
@@ -71,7 +71,7 @@ def _type_and_params(section: Mapping[str, Any], name: str) -> tuple[str, Sectio
 
 
 def _torch_optimizer(name: str) -> Callable[..., Optimizer]:
-    if name.lower() not in _FOREIGN:
+    if name.lower() not in _UNSUPPORTED:
         for key, kind in vars(torch.optim).items():
             is_optimizer = isinstance(kind, type) and issubclass(kind, Optimizer)
             if key.lower() == name.lower() and is_optimizer and kind is not Optimizer:
@@ -137,7 +137,7 @@ def _steps(given: Section, key: str, default: int | None = None) -> int:
     """A count of steps; "auto" and a missing default are errors, since they decide the schedule."""
     if given.values.get(key) == "auto" or (default is None and not given.has(key)):
         raise ValueError(f"{given.path(key)} is open: write the number of steps.")
-    value = given.whole(key, least=1) if given.has(key) else default
+    value = given.integer(key, minimum=1) if given.has(key) else default
     assert value is not None
     return value
 

@@ -99,7 +99,7 @@ def translate(
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}.")
     file = read(source)
-    file.leave_out()
+    file.note_ignored_keys()
     warnings: list[str] = []
     dtype, grad_scaler_kwargs = _precision(file)
     itemsize = dtype.itemsize if dtype in _PRECISIONS else torch.float32.itemsize
@@ -116,7 +116,7 @@ def translate(
         "gradient_clip_val": file.number("gradient_clipping") or None,  # 0 means no clipping
     }
     optimizer, scheduler = file.section("optimizer"), file.section("scheduler")
-    optimizer.leave_out()
+    optimizer.note_ignored_keys()
     if optimizer.values or scheduler.values:
         warnings.append(
             "the optimizer and scheduler sections are used only if configure_optimizers returns "
@@ -169,7 +169,7 @@ def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
                 )
     if not enabled:
         return torch.float32, {}
-    enabled[0].leave_out()
+    enabled[0].note_ignored_keys()
     if enabled[0] is autocast:
         return _dtype(autocast, "dtype") or torch.bfloat16, {}
     if enabled[0] is fp16:
@@ -182,8 +182,8 @@ def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
 
 def _grad_scaler_kwargs(fp16: Section) -> dict[str, Any]:
     """Arguments for `torch.amp.GradScaler`; a static scale is one whose factors round to 1."""
-    power = fp16.whole("initial_scale_power")
-    window = fp16.whole("loss_scale_window", least=1)
+    power = fp16.integer("initial_scale_power")
+    window = fp16.integer("loss_scale_window", minimum=1)
     if static := fp16.number("loss_scale"):
         # GradScaler wants factors on either side of 1; in float32 these two change nothing.
         up, down = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
@@ -226,8 +226,8 @@ def _batch(
 ) -> tuple[int | None, int | None]:
     """Micro-batches per step and samples per micro-batch, inferred as DeepSpeed infers them."""
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total = file.whole("train_batch_size", least=1)
-    micro, steps = (file.whole(key, least=1) for key in keys)
+    total = file.integer("train_batch_size", minimum=1)
+    micro, steps = (file.integer(key, minimum=1) for key in keys)
     is_open = any(file.values.get(key) == "auto" for key in keys)
     if steps is None and not is_open and (total is None) != (micro is None):
         steps = 1
@@ -270,15 +270,15 @@ def _zero_config(file: Section, dtype: torch.dtype | None, param_itemsize: int) 
         if file.has("allgather_size"):
             file.ignore("allgather_size", "zero_optimization.allgather_bucket_size decides")
         zero = file.section("zero_optimization")
-    if zero.values.get("stage") == "auto" or (number := zero.whole("stage") or 0) not in STAGES:
+    if zero.values.get("stage") == "auto" or (number := zero.integer("stage") or 0) not in STAGES:
         raise zero.error("stage", "0, 1, 2 or 3")
-    zero.leave_out()
+    zero.note_ignored_keys()
     stage = STAGES[number]
     settings: dict[str, Any] = _sizes(zero, stage) | _offloads(zero, stage, param_itemsize)
     if (overlaps := zero.flag("overlap_comm")) is not None:
         settings["overlap_comm"] = overlaps
-    group_size = zero.whole("mics_shard_size", least=-1) or -1  # of MiCS; -1 is all ranks
-    if group_size > 0 and stage.gathers_before_use:
+    group_size = zero.integer("mics_shard_size", minimum=-1) or -1  # of MiCS; -1 is all ranks
+    if group_size > 0 and stage.shards_params:
         settings["sharding_group_size"] = group_size
     elif group_size > 0:
         zero.ignore("mics_shard_size", f"it needs stage 3; the file asks for {stage}")
@@ -291,7 +291,7 @@ def _sizes(zero: Section, stage: Stage) -> dict[str, int]:
     for name in SIZES:
         need = NEEDS.get(name)
         keys = [key for key in (name, STAGE3_PREFIX + name) if zero.has(key)]
-        values = {zero.whole(key) for key in keys}
+        values = {zero.integer(key) for key in keys}
         if len(values) > 1:
             raise ValueError(f"{' and '.join(keys)} are one setting with two values; keep one.")
         for value in values:
@@ -311,7 +311,7 @@ _OFFLOADS = {
     ),
 }
 _NVME_ONLY = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-_LEAST = {"buffer_count": 2, "buffer_size": 2**16}  # DeepSpeed takes any number of any size
+_MINIMUMS = {"buffer_count": 2, "buffer_size": 2**16}  # DeepSpeed takes any number of any size
 
 
 def _offloads(zero: Section, stage: Stage, param_itemsize: int) -> dict[str, OffloadConfig]:
@@ -356,17 +356,17 @@ def _offload_section(zero: Section, name: str, old_names: Sequence[str]) -> Sect
 
 
 def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConfig:
-    section.leave_out()
+    section.note_ignored_keys()
     device = section.values["device"]
     settings: dict[str, Any] = {}
     if (ratio := section.number("ratio")) is not None:
         if ratio > 1:
             raise section.error("ratio", "a number from 0 to 1")
-        if stage.gathers_before_use:
+        if stage.shards_params:
             settings["ratio"] = ratio
         else:
             section.ignore("ratio", "it needs stage 3, as in DeepSpeed; all is offloaded")
-    if device == "nvme" and not stage.gathers_before_use:
+    if device == "nvme" and not stage.shards_params:
         why = (
             "below stage 3 DeepSpeed keeps the optimizer in CPU memory; ZeroStrategy's "
             "offload_optimizer='nvme' would not"
@@ -376,13 +376,13 @@ def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConf
     if (is_pinned := section.flag("pin_memory")) is not None:
         settings["pin_memory"] = is_pinned
     for key in filter(section.has, _NVME_ONLY):
-        value: Any = section.values[key] if key == "nvme_path" else section.whole(key)
+        value: Any = section.values[key] if key == "nvme_path" else section.integer(key)
         if key == "nvme_path" and not isinstance(value, str):
             raise section.error(key, "the path of a folder")
         if device == "cpu":
             section.ignore(key, "it needs device nvme")
         elif key != "max_in_cpu":
-            settings[key] = max(value, _LEAST[key]) if key in _LEAST else value
+            settings[key] = max(value, _MINIMUMS[key]) if key in _MINIMUMS else value
         elif value:
             # CPU memory first, NVMe for the rest: what "auto" does with no room on the device.
             device, in_cpu = "auto", value * param_itemsize

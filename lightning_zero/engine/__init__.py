@@ -4,7 +4,7 @@
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), in shards beside the masters
     counting      bytes held, for `memory_report`
-    facts         what must be the same on every rank
+    consistency   what must be the same on every rank
 
 Begin with `engine`.
 """

@@ -16,13 +16,13 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
-from lightning_zero.optim.shown import own_states
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["count_memory", "full_checkpoint_bytes", "held_bytes", "whole_bytes"]
+__all__ = ["count_memory", "full_checkpoint_bytes", "cpu_param_bytes", "full_bytes"]
 
 _STATES_NUMEL = 2  # of Adam, for each element of a trained parameter
 
@@ -43,7 +43,7 @@ def count_memory(
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
         held.update(_allocated_bytes(bucket))
-        params = whole_bytes(bucket)
+        params = full_bytes(bucket)
         alone[State.PARAM] += params
         if any(parameter.requires_grad for parameter in bucket.parameters):
             alone[State.GRAD] += params
@@ -52,15 +52,15 @@ def count_memory(
             if not isinstance(value, LazyTensor):  # those are counted by their bucket
                 nbytes = value.untyped_storage().nbytes()
                 held[_tier_in_memory(placement), State.OPTIM] += nbytes
-            own = bucket_of(placement).own_dtypes[placement.index]
-            alone[State.OPTIM] += _whole_numel(placement, value) * _own_itemsize(value, own)
+            own = bucket_of(placement).orig_dtypes[placement.index]
+            alone[State.OPTIM] += _full_numel(placement, value) * _own_itemsize(value, own)
         alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
     average_bytes = 0
     for bucket in averages:
         for tier, _, store in bucket.shards.stores():
             held[tier, State.OPTIM] += store.nbytes
             average_bytes += store.nbytes
-        alone[State.OPTIM] += whole_bytes(bucket)
+        alone[State.OPTIM] += full_bytes(bucket)
     used = {Tier.DEVICE} | {tier for tier, _ in held}  # and those where states are meant to rest
     for bucket in buckets:
         used |= {bucket.plan.tiers.param, bucket.plan.tiers.optim, bucket.plan.tiers.grad}
@@ -82,7 +82,7 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     Optimizer states in memory belong to the optimizer and are not counted here.
     """
     held: Counter[tuple[Tier, State]] = Counter()
-    held[Tier.DEVICE, State.PARAM] = bucket.whole.allocated_bytes
+    held[Tier.DEVICE, State.PARAM] = bucket.unsharded_params.allocated_bytes
     held[Tier.DEVICE, State.GRAD] = bucket.grads.allocated_bytes
     for tier, state, store in bucket.shards.stores():
         held[tier, state] += store.nbytes
@@ -91,9 +91,9 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     return held
 
 
-def whole_bytes(bucket: Bucket) -> int:
+def full_bytes(bucket: Bucket) -> int:
     """Bytes of whole parameters in the dtypes that they are given back in."""
-    slots = zip(bucket.plan.layout.slots, bucket.own_dtypes, strict=True)
+    slots = zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
     return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
 
 
@@ -105,17 +105,17 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
     """
     total = 0
     for bucket in buckets:
-        total += whole_bytes(bucket)
+        total += full_bytes(bucket)
         master = bucket.plan.master_dtype
         slots = bucket.plan.layout.slots
-        for slot, own, p in zip(slots, bucket.own_dtypes, bucket.parameters, strict=True):
+        for slot, own, p in zip(slots, bucket.orig_dtypes, bucket.parameters, strict=True):
             if p.requires_grad:
                 num_states = _STATES_NUMEL + (own.itemsize < master.itemsize)
                 total += slot.numel * num_states * master.itemsize
     return total
 
 
-def held_bytes(bucket: Bucket) -> int:
+def cpu_param_bytes(bucket: Bucket) -> int:
     """Bytes of parameters in CPU memory now, which go as the whole comes."""
     held = _allocated_bytes(bucket)
     tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
@@ -123,7 +123,7 @@ def held_bytes(bucket: Bucket) -> int:
 
 
 def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
-    for parameter, state in own_states(optimizer).items():
+    for parameter, state in raw_states(optimizer).items():
         placement = placement_of(parameter)
         for value in plain_tensors(state):
             yield placement, value
@@ -135,10 +135,10 @@ def _tier_in_memory(placement: Placement) -> Tier:
     return Tier.CPU if tier is Tier.NVME else tier
 
 
-def _whole_numel(placement: Placement, value: Tensor) -> int:
+def _full_numel(placement: Placement, value: Tensor) -> int:
     """Elements that the whole tensor has of which `value` is this rank's part."""
     bucket = bucket_of(placement)
-    is_whole = bucket.steps_whole or bucket.shards.holds_whole_tensors
+    is_whole = bucket.replicates_optim or bucket.shards.has_tensor_owners
     is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()
 
@@ -154,20 +154,20 @@ def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int
     return sum(
         _bytes_of_missing(bucket, index, optimizer)
         for bucket in buckets
-        if bucket.shards.holds_whole_tensors
+        if bucket.shards.has_tensor_owners
         for index, parameter in enumerate(bucket.parameters)
         if not bucket.shards.is_stepped[index] and parameter.requires_grad and parameter in members
     )
 
 
 def _bytes_of_missing(bucket: Bucket, index: int, optimizer: Optimizer) -> int:
-    shape, own = bucket.plan.layout.slots[index].shape, bucket.own_dtypes[index]
-    alike = [known for known in own_states(optimizer) if len(known.shape) == len(shape)]
+    shape, own = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]
+    alike = [known for known in raw_states(optimizer) if len(known.shape) == len(shape)]
     if not alike:
         return 0
     nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
     nbytes = 0
-    for tensor in plain_tensors(own_states(optimizer)[nearest]):
+    for tensor in plain_tensors(raw_states(optimizer)[nearest]):
         sizes = tuple(tensor.shape)
         if len(sizes) == len(shape):
             alike_sizes = zip(sizes, nearest.shape, shape, strict=True)

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.alike import compare
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.comm.world import WaitLimits, as_timeout, failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
-from lightning_zero.core.gathering import Unit
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.materialize import check_can_materialize, materialize
@@ -36,29 +35,30 @@ from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.engine.counting import count_memory
-from lightning_zero.engine.facts import (
-    config_facts,
-    module_facts,
-    optimizer_facts,
-    software_facts,
+from lightning_zero.core.unit import Unit
+from lightning_zero.engine.consistency import (
+    describe_config,
+    describe_module,
+    describe_optimizer,
+    describe_software,
 )
-from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, examine
+from lightning_zero.engine.counting import count_memory
+from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
-from lightning_zero.layout.recompute import checkpointed, find_checkpointed
+from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed
 from lightning_zero.optim.clone import parameters_of
-from lightning_zero.optim.shown import own_states
+from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.state import optimizer_state_dict
-from lightning_zero.optim.trial import Findings
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
-from lightning_zero.tensors.meta import awaited_values, forget_awaited
+from lightning_zero.tensors.meta import clear_pending_values, pending_values
 from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -85,7 +85,7 @@ class Engine:
         timeout: Of collectives, as a `timedelta` or in seconds; None: the backend's.
         wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing,
             in the output of rank 0; None: never.
-        lost_after_s: Seconds of silence after which a rank is lost, which ends the job on all
+        heartbeat_timeout_s: Seconds of silence after which a rank is lost, which ends the job on all
             ranks; None: silence alone ends nothing. Long pauses that hold Python's lock are silent
             too: at least a minute.
         watchdog: Tells of the failures of other ranks; None: one of its own.
@@ -119,7 +119,7 @@ class Engine:
         device: torch.device | None = None,
         timeout: timedelta | float | None = None,
         wait_report_s: float | None = 30.0,
-        lost_after_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.module = module
@@ -128,9 +128,9 @@ class Engine:
             Communicator,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
-            limits=WaitLimits(wait_report_s, lost_after_s),
+            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
         )
-        comm, device, examined, runs_again, warned = _begin_together(
+        comm, device, examined, checkpointed_modules, warned = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm
         )
         for text in warned if comm.rank == 0 else ():
@@ -144,9 +144,9 @@ class Engine:
         self.average_buckets: list[Bucket] = []
         self._syncs = True
         self._is_closed = False
-        self._end_checkpointing = checkpointed(module, runs_again)
+        self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
         try:
-            self.buckets = self._take_over()
+            self.buckets = self._wrap_parameters()
             rest = iter(self.buckets)
             units = [
                 Unit(unit, index, [next(rest) for _ in unit.buckets])
@@ -157,11 +157,11 @@ class Engine:
             self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
-                self.schedule.reducing,
+                self.schedule.reducer,
                 self.storage,
                 comm,
                 worker=self.worker if config.overlap_step else None,
-                examine=partial(examine, module=module, config=config, device=device),
+                examine=partial(check_and_probe, module=module, config=config, device=device),
             )
             for optimizer, found in examined:
                 self.optimizers.take(optimizer, found)
@@ -172,7 +172,7 @@ class Engine:
             self.storage.close()
             raise
 
-    def _take_over(self) -> list[Bucket]:
+    def _wrap_parameters(self) -> list[Bucket]:
         """The buckets of the module, in layout order, with all values there are. Collective."""
         plans = self.plan.buckets
         queue = GradQueue(self.storage)
@@ -180,7 +180,7 @@ class Engine:
         for index, filled in materialize(self.module, plans, self.device, self.comm):
             built[index] = self._bucket(plans[index], queue, filled)
             del filled  # it may be whole, and the next one will be
-        forget_awaited(self.module)
+        clear_pending_values(self.module)
         return [built[index] for index in range(len(plans))]
 
     def _bucket(self, plan: BucketPlan, queue: GradQueue, filled: FlatBuffer | None) -> Bucket:
@@ -193,17 +193,17 @@ class Engine:
             queue,
             self.worker,
             grad_dtype=self.plan.grad_dtype(plan),
-            make_whole=self._make_whole,
+            unshard_out_of_order=self._make_whole,
             filled=filled,
         )
-        awaited = {i: v for i, p in enumerate(parameters) if (v := awaited_values(p)) is not None}
+        awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
         if awaited:
             bucket.masters.load(values_reader(awaited))
         return bucket
 
     def _make_whole(self, bucket: Bucket, name: str) -> None:
         """Somebody looks at parameter `name` at rest."""
-        self.schedule.use_out_of_turn(bucket, name)
+        self.schedule.unshard_out_of_order(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's slices from now on. Collective.
@@ -218,15 +218,15 @@ class Engine:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """`loss.backward(...)`, with gradients averaged over ranks at its end. Collective."""
-        retains_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.backward_context(retains_graph=retains_graph):
+        retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with self.backward_context(retain_graph=retain_graph):
             loss.backward(*args, **kwargs)
 
-    def backward_context(self, *, retains_graph: bool = False) -> AbstractContextManager[None]:
-        """Around a backward that somebody else calls; `retains_graph`: for another backward."""
+    def backward_context(self, *, retain_graph: bool = False) -> AbstractContextManager[None]:
+        """Around a backward that somebody else calls; `retain_graph`: for another backward."""
         if self._syncs:
             self.optimizers.read_ahead()
-        return self.schedule.backward_context(reduces=self._syncs, retains_graph=retains_graph)
+        return self.schedule.backward_context(reduces=self._syncs, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -255,7 +255,7 @@ class Engine:
 
     def finish_reductions(self) -> None:
         """Reduces what micro-batches under `no_sync` left local, or in the group. Collective."""
-        self.schedule.reducing.reduce_local()
+        self.schedule.reducer.reduce_local()
 
     def step(self) -> None:
         """Steps every attached optimizer. Collective."""
@@ -327,7 +327,7 @@ class Engine:
             On rank 0 whole tensors on the CPU, numbered as torch does; an empty dict on others.
             `optimizer.load_state_dict` takes it, on every rank.
         """
-        self.lockstep.meet_for("the state of an optimizer")
+        self.lockstep.barrier("the state of an optimizer")
         return optimizer_state_dict(optimizer, self.buckets, is_recipient=self.comm.rank == 0)
 
     # ---------------------------------------------------------------- failures and the end
@@ -338,7 +338,7 @@ class Engine:
         self.optimizers.reset()
         self.schedule.reset()
 
-    def rally(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+    def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """After an exception: brings the ranks together again, at rest and with fresh groups.
 
         The other ranks learn of the exception, fail too where they wait for others, and come here.
@@ -353,15 +353,15 @@ class Engine:
         """
         self.worker.drain()  # it waits for no rank, and needs the groups that go
         self.optimizers.reset()
-        self.lockstep.leave_loop()
-        if not self.comm.rally(deadline, error):
+        self.lockstep.exit_loop()
+        if not self.comm.regroup(deadline, error):
             return False
         self.schedule.recover()
         for bucket in self.average_buckets:
-            bucket.cancel_gather(is_lost=False)
+            bucket.cancel_unshard(is_lost=False)
         return True
 
-    def abandon(self) -> None:
+    def _abort(self) -> None:
         """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
         self._is_closed = True
         self.worker.drain()
@@ -377,18 +377,18 @@ class Engine:
         self,
         device: torch.device | None = None,
         *,
-        keeps_optimizer_shards: bool = False,
-        keeps_parameters: bool = True,
+        keep_optimizer_shards: bool = False,
+        keep_parameters: bool = True,
     ) -> None:
         """Gives everything back: whole tensors, no hooks. Collective. Closing twice is harmless.
 
         Args:
             device: Where parameters and optimizer states are to be; None: where they are.
-            keeps_optimizer_shards: Leave each rank its part of the optimizer states, from which
+            keep_optimizer_shards: Leave each rank its part of the optimizer states, from which
                 `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
                 States on NVMe or a GPU that would fill more than half of the CPU memory, with the
                 module, are dropped instead (`optimizers.check_has_states` then raises).
-            keeps_parameters: False: parameters and optimizer states have no values afterwards, and
+            keep_parameters: False: parameters and optimizer states have no values afterwards, and
                 a use of them is an error.
 
         Raises:
@@ -398,23 +398,23 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        target = (device or self.device) if keeps_parameters else None
+        target = (device or self.device) if keep_parameters else None
         if self.comm.control.is_open:
-            self.lockstep.meet_for("the end of the engine")
+            self.lockstep.barrier("the end of the engine")
         self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
         # Before states are dropped, which the compute stream reads meanwhile.
-        self.worker.close(plain_tensors([list(own_states(o).values()) for o in self.optimizers]))
+        self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        failure = self.schedule.come_to_rest() or failure
-        self.optimizers.give_back(target, keeps_shards=keeps_optimizer_shards)
+        failure = self.schedule.reset_all() or failure
+        self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
-            bucket.give_back(target)
+            bucket.unwrap(target)
         self.storage.close()
-        if not keeps_optimizer_shards:
+        if not keep_optimizer_shards:
             self.comm.close()
         if failure is not None:
             raise failure
@@ -430,7 +430,7 @@ def _begin_together(
     *,
     device: torch.device | None,
     open_comm: Callable[..., Communicator],
-) -> tuple[Communicator, torch.device, list[tuple[Optimizer, Findings]], list[str], list[str]]:
+) -> tuple[Communicator, torch.device, list[tuple[Optimizer, ProbeResult]], list[str], list[str]]:
     """Looks at what an engine was given, and opens its groups if all ranks were given the same.
 
     Collective: every rank, also where what it was given cannot be used, so that none waits for it.
@@ -441,8 +441,8 @@ def _begin_together(
         the device is the same on every rank.
     """
     group_size = config.group_size(local_world_size=local_world_size())
-    examined: list[tuple[Optimizer, Findings]] = []
-    runs_again: list[str] = []
+    examined: list[tuple[Optimizer, ProbeResult]] = []
+    checkpointed_modules: list[str] = []
     warned: list[str] = []
     facts: dict[str, dict[str, str]] = {}
     failure: Exception | None = None
@@ -452,14 +452,14 @@ def _begin_together(
         warned += alias_texts(module)
         device = _find_device(module, device)
         check_can_materialize(module)
-        look = partial(examine, module=module, config=config, device=device)
+        look = partial(check_and_probe, module=module, config=config, device=device)
         examined = [(optimizer, look(optimizer)) for optimizer in given]
-        runs_again = find_checkpointed(module, config.runs_again)
-        facts = {"the installed versions": software_facts()} | module_facts(module, config)
+        checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
+        facts = {"the installed versions": describe_software()} | describe_module(module, config)
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
         for number, (optimizer, found) in enumerate(examined):
-            facts |= optimizer_facts(number, optimizer, found, names)
-        facts["ZeroConfig"] = config_facts(config)
+            facts |= describe_optimizer(number, optimizer, found, names)
+        facts["ZeroConfig"] = describe_config(config)
         facts["sharding_group_size"] = {"number of ranks": str(group_size)}  # also of "node"
     except Exception as error:
         if not has_world():
@@ -471,7 +471,7 @@ def _begin_together(
         compare=partial(compare, facts=facts, failure=failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
-    return comm, device, examined, runs_again, warned
+    return comm, device, examined, checkpointed_modules, warned
 
 
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:
@@ -511,7 +511,7 @@ def _plan_together(
     module: nn.Module,
     config: ZeroConfig,
     comm: Communicator,
-    examined: Sequence[tuple[Optimizer, Findings]],
+    examined: Sequence[tuple[Optimizer, ProbeResult]],
 ) -> Plan:
     """The plan; offload "auto" uses the memory of the rank that has least. Collective."""
     optimizer_of = {
@@ -525,7 +525,7 @@ def _plan_together(
         config,
         world_size=comm.mesh.num_shards,
         optimizer_of=optimizer_of,
-        whole_tensors=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
+        full_optimizers=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
         budgets=_measure_budgets(config, comm),
     )
 
@@ -567,7 +567,7 @@ def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage
             recorder=comm.recorder,
         )
         try:
-            storage.check_room(*nvme_bytes(plan), num_ranks=local_world_size())
+            storage.check_free_space(*nvme_bytes(plan), num_ranks=local_world_size())
         except OSError:
             storage.close()
             raise

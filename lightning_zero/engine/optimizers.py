@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.alike import Facts, compare
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import ComparedFields, compare
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.reducing import Reducing
+from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepWorker
-from lightning_zero.engine.counting import held_bytes, whole_bytes
-from lightning_zero.engine.facts import optimizer_facts
+from lightning_zero.engine.consistency import describe_optimizer
+from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
-from lightning_zero.optim.shown import own_states
-from lightning_zero.optim.state import join_optimizer_state, shard_initial_state
-from lightning_zero.optim.step import OptimizerStep, check_whole
-from lightning_zero.optim.trial import CannotShardError, Findings, StepKind, probe
+from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
+from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
+from lightning_zero.optim.state_view import raw_states
+from lightning_zero.optim.step import OptimizerStep, check_full_tensors
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["AttachedOptimizers", "as_optimizers", "examine"]
+__all__ = ["AttachedOptimizers", "as_optimizers", "check_and_probe"]
 
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -51,9 +51,9 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
-def examine(
+def check_and_probe(
     optimizer: Optimizer, *, module: nn.Module, config: ZeroConfig, device: torch.device
-) -> Findings:
+) -> ProbeResult:
     """Finds out how `optimizer` can step the shards of `module`.
 
     Raises:
@@ -69,9 +69,9 @@ def examine(
                 "the module that is trained."
             )
     if config.assume_elementwise:
-        return Findings(StepKind.AT_ONCE, is_elementwise=True)
+        return ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     is_sharded = config.states.has_shard(State.OPTIM)
-    as_ever = Findings(StepKind.AT_ONCE, is_elementwise=False)
+    as_ever = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
     try:
         found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
@@ -88,7 +88,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     Args:
         buckets: Of the engine, in layout order.
-        reducing: Knows what a step must wait for, and what is needed first after it.
+        reducer: Knows what a step must wait for, and what is needed first after it.
         storage: Of the engine, as is the following.
         comm: Compares optimizers between ranks.
         worker: Steps beside the next forward; None: nothing does.
@@ -98,15 +98,15 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        reducing: Reducing,
+        reducer: Reducer,
         storage: Storage,
         comm: Communicator,
         *,
         worker: StepWorker | None,
-        examine: Callable[[Optimizer], Findings],
+        examine: Callable[[Optimizer], ProbeResult],
     ) -> None:
         self._buckets = buckets
-        self._reducing = reducing
+        self._reducer = reducer
         self._storage = storage
         self._comm = comm
         self._worker = worker
@@ -125,25 +125,25 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     def attach(self, optimizer: Optimizer) -> None:
         """As `take`, for one that the engine was made without: see `Engine.attach`. Collective."""
-        found: Findings | None = None
-        facts: Facts = {}
+        found: ProbeResult | None = None
+        facts: ComparedFields = {}
         failure: Exception | None = None
         try:
             found = self._examine(optimizer)
-            check_whole(optimizer, found)
+            check_full_tensors(optimizer, found)
             names = {
                 parameter: slot.name
                 for bucket in self._buckets
                 for parameter, slot in zip(bucket.parameters, bucket.plan.layout.slots, strict=True)
             }
-            facts = optimizer_facts(len(self), optimizer, found, names)
+            facts = describe_optimizer(len(self), optimizer, found, names)
         except Exception as error:
             failure = error
         compare(self._comm.control, facts, failure)
         assert found is not None, "else there is a failure, which `compare` has raised"
         self.take(optimizer, found)
 
-    def take(self, optimizer: Optimizer, found: Findings) -> None:
+    def take(self, optimizer: Optimizer, found: ProbeResult) -> None:
         """Makes `optimizer`, of which `found` is known, step this rank's slices from now on."""
         kind = found.kind
         is_overlapped = kind is StepKind.BY_BUCKET or self._worker is None
@@ -162,15 +162,15 @@ class AttachedOptimizers(Sequence[Optimizer]):
             OptimizerStep(
                 optimizer,
                 found,
-                examine=self._examine,
-                reducing=self._reducing,
+                probe=self._examine,
+                reducer=self._reducer,
                 storage=self._storage,
                 worker=self._worker,
             )
         )
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
-        is_whole = bucket.plan.layout.holds_whole_tensors
+        is_whole = bucket.plan.layout.has_tensor_owners
         bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not is_whole
         if bucket.shards.keeps_states_in_files or self._comm.rank or optimizer in self._warned:
             return
@@ -218,24 +218,24 @@ class AttachedOptimizers(Sequence[Optimizer]):
         for step in self._steps:
             step.detach()
 
-    def give_back(self, device: torch.device | None, *, keeps_shards: bool) -> None:
+    def unwrap(self, device: torch.device | None, *, keep_shards: bool) -> None:
         """Leaves the optimizers states on `device`. Collective.
 
         Args:
             device: Where they are to be; None: they are dropped.
-            keeps_shards: This rank's part only. What would fill more than half of the memory,
+            keep_shards: This rank's part only. What would fill more than half of the memory,
                 with the whole module, is dropped instead.
         """
-        self._lacks_states = device is None or (keeps_shards and not self._fit_in_memory(device))
+        self._lacks_states = device is None or (keep_shards and not self._fit_in_memory(device))
         for optimizer in self:
             if self._lacks_states or device is None:
-                own_states(optimizer).clear()
-            elif keeps_shards:
-                states = own_states(optimizer)
+                raw_states(optimizer).clear()
+            elif keep_shards:
+                states = raw_states(optimizer)
                 for parameter, state in states.items():
                     states[parameter] = map_tensors(partial(_read_to, device), state)
             else:
-                join_optimizer_state(optimizer, self._buckets, device)
+                unshard_optimizer_state(optimizer, self._buckets, device)
 
     def _fit_in_memory(self, device: torch.device) -> bool:
         """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective.
@@ -247,16 +247,16 @@ class AttachedOptimizers(Sequence[Optimizer]):
             for bucket in self._buckets
             for store in bucket.shards.state_stores.values()
         )
-        states = [list(own_states(optimizer).values()) for optimizer in self]
+        states = [list(raw_states(optimizer).values()) for optimizer in self]
         on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         if nbytes and device.type == "cpu":
-            nbytes += sum(whole_bytes(bucket) - held_bytes(bucket) for bucket in self._buckets)
+            nbytes += sum(full_bytes(bucket) - cpu_param_bytes(bucket) for bucket in self._buckets)
         room = available_memory_bytes() // (2 * local_world_size())
         return bool(self._comm.control.min_ints([room - nbytes])[0] >= 0)
 
     def check_has_states(self) -> None:
-        """After `give_back`: a RuntimeError if states were too large to keep."""
+        """After `unwrap`: a RuntimeError if states were too large to keep."""
         if self._lacks_states:
             raise RuntimeError(
                 "the optimizer states rested on NVMe or a GPU, were too large for CPU memory "

@@ -3,7 +3,7 @@
 [Note: Shadows] Each bucket of the module has one beside it for the copy: of the same layout, in the
 dtype and where the master is, and at rest as what this rank steps. That costs what one more
 optimizer state costs, 1/N where those are shards. Nothing but `gathered` makes it whole. Inside
-`shown` the parameters of both modules are plain tensors of the same elements, 1-D and in full
+`shard_views` the parameters of both modules are plain tensors of the same elements, 1-D and in full
 precision, so that averaging, swapping and copying are what they are without sharding.
 """
 
@@ -66,7 +66,7 @@ class Shadow:
         queue: GradQueue,
     ) -> Bucket:
         """The copy's bucket for one of the module. Collective."""
-        plan, dtype = bucket.plan, bucket.shards.exact.dtype
+        plan, dtype = bucket.plan, bucket.shards.master_or_param.dtype
         copy = _ShadowBucket(
             dataclasses.replace(
                 plan,
@@ -80,56 +80,56 @@ class Shadow:
             queue,
             self._engine.worker,
             grad_dtype=dtype,
-            make_whole=_refuse,
+            unshard_out_of_order=_refuse,
         )
         copy.lockstep = self._engine.lockstep
         return copy
 
     @contextmanager
-    def shown(self, *, writes: bool) -> Iterator[None]:
-        """The parameters of both modules are this rank's elements. Collective where it `writes`.
+    def shard_views(self, *, write_back: bool) -> Iterator[None]:
+        """The parameters of both modules are this rank's elements. Collective where it `write_back`.
 
         To those of the trained module: narrower parameters, and whole ones on all ranks, follow.
         """
-        with self.bare(), _bare(self._engine.buckets) as shown:
+        with self.own_views(), _installed_views(self._engine.buckets) as shown:
             yield
-        if writes:
+        if write_back:
             for masters, values in shown:
                 masters.store(values)
             self._engine.schedule.shared.share_again()  # each rank has averaged its own
 
     @contextmanager
-    def bare(self) -> Iterator[None]:
+    def own_views(self) -> Iterator[None]:
         """The shadow's parameters are this rank's elements; moved, they come back. Local."""
-        with _bare(self.buckets):
+        with _installed_views(self.buckets):
             yield
 
-    def give_back(self, device: torch.device | None) -> None:
+    def unwrap(self, device: torch.device | None) -> None:
         """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
         for bucket in self.buckets:
             self._engine.average_buckets.remove(bucket)
-            bucket.give_back(device)
+            bucket.unwrap(device)
 
 
 @contextmanager
-def _bare(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
+def _installed_views(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
     """Yields masters with what their parameters show."""
     with ExitStack() as hiding:
         shown = []
         for bucket in buckets:
-            shown.append((bucket.masters, bucket.masters.show_own()))
-            hiding.callback(bucket.masters.hide)
+            shown.append((bucket.masters, bucket.masters.install_own_views()))
+            hiding.callback(bucket.masters.uninstall_views)
         yield shown
 
 
 class _ShadowBucket(Bucket):
     """Where optimizer states are whole, every rank has all elements: it sends only its share."""
 
-    def gather_in_place(self, whole: Tensor, source: Source | None = None) -> Pending:
-        if isinstance(source, Tensor) and self.steps_whole:
+    def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
+        if isinstance(source, Tensor) and self.replicates_optim:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
-        return super().gather_in_place(whole, source)
+        return super().all_gather_into(whole, source)
 
 
 def _tier(bucket: Bucket, device: torch.device | None) -> Tier:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from lightning_zero.layout.kept import AUTOCAST
+from lightning_zero.layout.keep_float32 import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.layout.sizes import whole_number
+from lightning_zero.layout.sizes import as_integer
 from lightning_zero.layout.stage import STAGES, Stage, State
 
 __all__ = ["MAY_BE_ZERO", "NEEDS", "SIZES", "Modules", "Need", "ZeroConfig"]
@@ -63,14 +63,14 @@ NEEDS = {
             "offload_param",
         ),
         Need(
-            lambda stage: stage.gathers_before_use,
+            lambda stage: stage.shards_params,
             "stage 3",
             "in which parameters rest whole on the device",
             "stage=3",
         ),
     ),
     "allgather_bucket_size": Need(
-        lambda stage: stage.gathers_after_step,
+        lambda stage: stage.all_gathers_after_step,
         "stage 1 or 2",
         "which gathers nothing after a step",
         "stage=1 or stage=2",
@@ -121,7 +121,7 @@ class ZeroConfig:
         keep_float32: Parameters that stay as they are beside `param_dtype`, one or several of:
             the name of a parameter, or of a module for all below it; the name of a module's class
             or of a base of it; a pattern of such names, as "*.router.*"; a class of modules.
-            "autocast": what computes under `torch.autocast` needs so, see kept.py; a mixed
+            "autocast": what computes under `torch.autocast` needs so, see keep_float32.py; a mixed
             precision of the Trainer adds this. BatchNorm and its like always stay.
         activation_checkpointing: Modules that keep their inputs only, and run again in backward:
             less memory for about a third more computation. True: repeated blocks, see units.py; or
@@ -193,7 +193,7 @@ class ZeroConfig:
         return cast("tuple[OffloadConfig | None, OffloadConfig | None]", both)
 
     @property
-    def kept(self) -> _Kinds:
+    def keep_float32_items(self) -> _Kinds:
         """What keeps its dtype beside `param_dtype`."""
         return cast("_Kinds", self.keep_float32 or ())
 
@@ -203,13 +203,13 @@ class ZeroConfig:
         return cast("_Kinds", self.unit_classes or ())
 
     @property
-    def runs_again(self) -> bool | _Kinds:
+    def checkpointed_modules(self) -> bool | _Kinds:
         """What runs again in backward; True: to be found."""
         return cast("bool | _Kinds", self.activation_checkpointing)
 
     def under_autocast(self) -> ZeroConfig:
         """The same where the module computes under `torch.autocast`."""
-        return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.kept))))
+        return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.keep_float32_items))))
 
     @property
     def states(self) -> Stage:
@@ -241,7 +241,7 @@ def _check_stage(_: str, stage: object) -> int:
 
 
 def _check_size(name: str, value: object) -> int:
-    return whole_number(name, value, least=0 if name in MAY_BE_ZERO else 1)
+    return as_integer(name, value, least=0 if name in MAY_BE_ZERO else 1)
 
 
 def _check_group_size(_: str, value: object) -> int | str:

@@ -5,7 +5,7 @@
     |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|    FlatLayout.of
     |<-- shard 0 ----->|<-- shard 1 ----->|<-- shard 2 ->|
 
-    |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        FlatLayout.of_whole_tensors
+    |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        FlatLayout.of_owned_tensors
     |<------ shard 0 ------->|<- shard 1 -->|<shard 2>|
 
 Where the optimizer treats every element by itself, shard boundaries ignore parameter boundaries, so
@@ -16,7 +16,7 @@ rank, its owner, and shards are as long as what they hold.
 [Note: Shards of different lengths] Whole tensors in shards of equal length would need padding: a
 transformer block has four large matrices, which on 8 ranks would take 2.7 times their elements, in
 every gather and at rest; an embedding alone in its bucket 8 times. So shards have the length of
-their tensors, collectives take the lengths (`cuts`), and owners are chosen over the whole model
+their tensors, collectives take the lengths (`split_sizes`), and owners are chosen over the whole model
 (`assign_owners`), where the sizes even out, not bucket by bucket.
 """
 
@@ -87,7 +87,7 @@ class FlatLayout:
         return cls(tuple(slots), tuple(rank * shard_numel for rank in range(world_size + 1)))
 
     @classmethod
-    def of_whole_tensors(
+    def of_owned_tensors(
         cls,
         shapes: Iterable[tuple[str, tuple[int, ...]]],
         owners: Sequence[int],
@@ -121,13 +121,13 @@ class FlatLayout:
         return max(stop - start for start, stop in pairwise(self.bounds))
 
     @cached_property
-    def cuts(self) -> tuple[int, ...] | None:
+    def split_sizes(self) -> tuple[int, ...] | None:
         """Elements of every shard for a collective; None where they are equal."""
         numels = tuple(stop - start for start, stop in pairwise(self.bounds))
         return numels if len(set(numels)) > 1 else None
 
     @cached_property
-    def holds_whole_tensors(self) -> bool:
+    def has_tensor_owners(self) -> bool:
         """Every parameter has an owner."""
         return all(slot.owner is not None for slot in self.slots)
 

@@ -59,14 +59,14 @@ class Mesh:
         """Which group this rank is in."""
         return self.rank // self.num_shards
 
-    def groups(self) -> list[list[int]]:
+    def shard_groups(self) -> list[list[int]]:
         """Ranks along the shard axis, by replica."""
         return [
             list(range(first, first + self.num_shards))
             for first in range(0, self.world_size, self.num_shards)
         ]
 
-    def replicas(self) -> list[list[int]]:
+    def replica_groups(self) -> list[list[int]]:
         """Ranks along the replica axis, by shard."""
         return [
             list(range(shard, self.world_size, self.num_shards)) for shard in range(self.num_shards)

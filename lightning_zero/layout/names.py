@@ -17,10 +17,10 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 __all__ = [
-    "is_meant",
+    "matches_module",
     "parameters_by_name",
     "saved_name",
-    "text_of_no_match",
+    "no_match_message",
     "with_compiled_names",
     "with_saved_names",
 ]
@@ -77,7 +77,7 @@ def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> dic
 # ---------------------------------------------------------------- settings
 
 
-def is_meant(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
+def matches_module(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
     """Whether `item` is the class of a module or a base of it, or the name or pattern of one."""
     if isinstance(item, type):
         return isinstance(module, item)
@@ -85,7 +85,7 @@ def is_meant(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
     return any(fnmatchcase(name, item) for name in names)
 
 
-def text_of_no_match(
+def no_match_message(
     option: str, modules: Mapping[str, nn.Module], item: str | type[nn.Module]
 ) -> str:
     """For the error that `item` of a setting names nothing in the model."""

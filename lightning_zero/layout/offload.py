@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from lightning_zero.layout.sizes import whole_number
+from lightning_zero.layout.sizes import as_integer
 
 __all__ = [
-    "MAX_MEANS_ON_THE_WAY",
+    "MAX_GRADS_IN_FLIGHT",
     "NUM_UPLOAD_BLOCKS",
     "PAGE_BYTES",
     "UPLOAD_BLOCK_BYTES",
@@ -34,11 +34,11 @@ __all__ = [
     "Tier",
     "assign_tiers",
     "padded_bytes",
-    "step_buffers",
+    "step_buffer_config",
 ]
 
 PAGE_BYTES = 4096  # what O_DIRECT wants memory, offsets and lengths to be a multiple of
-MAX_MEANS_ON_THE_WAY = 2  # of gradients that leave the device
+MAX_GRADS_IN_FLIGHT = 2  # of gradients that leave the device
 UPLOAD_BLOCK_BYTES = 2**23  # in which what was stepped on the CPU goes to a device
 NUM_UPLOAD_BLOCKS = 2
 _DEVICES = ("cpu", "nvme", "auto")
@@ -57,12 +57,12 @@ class Tier(Enum):
     CPU = "cpu"
     NVME = "nvme"
 
-    def is_elsewhere(self, *, is_apart: bool) -> bool:
+    def is_offloaded(self, *, has_device_memory: bool) -> bool:
         """Whether a tensor of the device must travel to rest here.
 
-        `is_apart`: CPU memory is other memory than the device's.
+        `has_device_memory`: CPU memory is other memory than the device's.
         """
-        return self is Tier.NVME or (self is Tier.CPU and is_apart)
+        return self is Tier.NVME or (self is Tier.CPU and has_device_memory)
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class OffloadConfig:
         if not isinstance(self.pin_memory, bool):
             raise TypeError(f"pin_memory must be True or False, got {self.pin_memory!r}.")
         for name, least in (("buffer_count", 2), ("buffer_size", 2**16)):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least=least))
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), least=least))
         for name in ("max_in_cpu_bytes", "max_in_device_bytes"):
             if (limit := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(name, limit, least=0))
+                object.__setattr__(self, name, as_integer(name, limit, least=0))
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)):
             raise TypeError(f"ratio must be a number from 0 to 1, got {self.ratio!r}.")
         if not 0 <= self.ratio <= 1:
@@ -142,14 +142,14 @@ class OffloadConfig:
             )
 
     @property
-    def bytes_of_a_buffer(self) -> int:
+    def buffer_size_bytes(self) -> int:
         """`buffer_size` in bytes."""
         return 4 * self.buffer_size
 
     @property
-    def bytes_of_buffers(self) -> int:
+    def total_buffer_bytes(self) -> int:
         """Of all buffers."""
-        return self.buffer_count * self.bytes_of_a_buffer
+        return self.buffer_count * self.buffer_size_bytes
 
     @classmethod
     def of(cls, name: str, value: object) -> OffloadConfig | None:
@@ -197,7 +197,9 @@ class OffloadConfig:
         return next((path for path in named if path), tempfile.gettempdir())
 
 
-def step_buffers(param: OffloadConfig | None, optimizer: OffloadConfig | None) -> OffloadConfig:
+def step_buffer_config(
+    param: OffloadConfig | None, optimizer: OffloadConfig | None
+) -> OffloadConfig:
     """Whose buffers a step uses: it moves states in files, or else parameters in files."""
     chosen = optimizer if optimizer is not None and optimizer.device != "cpu" else param
     return chosen or OffloadConfig()

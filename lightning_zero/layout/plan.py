@@ -3,7 +3,7 @@
 A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
 of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
 combination of dtype, trainability and optimizer, and more where a size limit cuts it: beside
-parameters in 16 bits, all that keep float32 (kept.py) are one more. Parameters of
+parameters in 16 bits, all that keep float32 (keep_float32.py) are one more. Parameters of
 optimizers that look at whole tensors are placed whole, each with an owner that is chosen over the
 whole module.
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.flat import FlatLayout, assign_owners
-from lightning_zero.layout.kept import kept_parameters
+from lightning_zero.layout.keep_float32 import float32_parameters
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
 from lightning_zero.layout.stage import STAGES, Stage, State
@@ -110,7 +110,7 @@ def make_plan(
     *,
     world_size: int,
     optimizer_of: Mapping[nn.Parameter, int] | None = None,
-    whole_tensors: Collection[int] = (),
+    full_optimizers: Collection[int] = (),
     budgets: Budgets | None = None,
 ) -> Plan:
     """Plans units and buckets of `module`. Pure: no tensor is touched, meta tensors will do.
@@ -121,7 +121,7 @@ def make_plan(
         world_size: Number of shards.
         optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do
             not share a bucket.
-        whole_tensors: Optimizers that must step whole tensors. Parameters of no optimizer may be
+        full_optimizers: Optimizers that must step whole tensors. Parameters of no optimizer may be
             given to these later, and are placed whole as well.
         budgets: What offload "auto" may use; None: nothing but NVMe.
 
@@ -132,14 +132,14 @@ def make_plan(
     named = dict(module.named_parameters())
     _check_parameters(module, named)
     blocks = find_blocks(module, config.unit_kinds)
-    unit_of = find_units(module, named, blocks) if config.states.gathers_before_use else {}
+    unit_of = find_units(module, named, blocks) if config.states.shards_params else {}
     members: dict[str, list[str]] = {ROOT: []}
     for name in named:
         members.setdefault(unit_of.get(name, ROOT), []).append(name)
     modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
     assert not isinstance(config.param_dtype, str)
-    kept = kept_parameters(modules, config.kept, config.param_dtype)
-    cutter = _Cutter(named, config, world_size, optimizer_of or {}, whole_tensors)
+    kept = float32_parameters(modules, config.keep_float32_items, config.param_dtype)
+    cutter = _Cutter(named, config, world_size, optimizer_of or {}, full_optimizers)
     units = []
     for unit, names in members.items():
         kinds: dict[_Kind, list[str]] = {}
@@ -224,13 +224,13 @@ class _Cutter:
         config: ZeroConfig,
         world_size: int,
         optimizer_of: Mapping[nn.Parameter, int],
-        whole_tensors: Collection[int],
+        full_optimizers: Collection[int],
     ) -> None:
         self._named = named
         self._config = config
         self._world_size = world_size
         self._optimizer_of = optimizer_of
-        self._whole_tensors = whole_tensors
+        self._full_optimizers = full_optimizers
         default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
         limit = config.reduce_bucket_size or default
         self._limit = min(limit, config.allgather_bucket_size or limit)  # elements
@@ -249,7 +249,9 @@ class _Cutter:
     def _wants_whole(self, parameter: nn.Parameter) -> bool:
         """Whether an optimizer steps `parameter`, or may do so later, as a whole tensor only."""
         optimizer = self._optimizer_of.get(parameter)
-        return bool(self._whole_tensors) if optimizer is None else optimizer in self._whole_tensors
+        return (
+            bool(self._full_optimizers) if optimizer is None else optimizer in self._full_optimizers
+        )
 
     def kind(self, name: str, *, keeps_dtype: bool) -> _Kind:
         """Of a parameter."""
@@ -267,7 +269,7 @@ class _Cutter:
             master,
             parameter.requires_grad,
             self._optimizer_of.get(parameter),
-            is_persistent=config.states.gathers_before_use and parameter.numel() < threshold,
+            is_persistent=config.states.shards_params and parameter.numel() < threshold,
             is_whole=name in self._owners,
         )
 
@@ -293,7 +295,7 @@ class _Cutter:
             shapes = [(saved_name(name), tuple(self._named[name].shape)) for name in run]
             if kind.is_whole:
                 owners = [self._owners[name] for name in run]
-                layout = FlatLayout.of_whole_tensors(shapes, owners, self._world_size)
+                layout = FlatLayout.of_owned_tensors(shapes, owners, self._world_size)
             else:
                 layout = FlatLayout.of(shapes, self._world_size)
             own = [self._named[name].dtype.itemsize for name in run]

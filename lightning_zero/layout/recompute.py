@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.layout.units import LISTS, find_blocks
 
-__all__ = ["checkpointed", "drop_checkpointing", "find_checkpointed", "outermost"]
+__all__ = ["apply_checkpointing", "drop_checkpointing", "find_checkpointed", "outermost"]
 
 _OPTION = "activation_checkpointing"
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase
@@ -38,7 +38,7 @@ def find_checkpointed(
 
     Args:
         module: The root.
-        wanted: `ZeroConfig.runs_again`; True: repeated blocks. A list of modules, which has no
+        wanted: `ZeroConfig.checkpointed_modules`; True: repeated blocks. A list of modules, which has no
             forward of its own, stands for its members.
 
     Raises:
@@ -75,15 +75,15 @@ def outermost(names: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if not is_inside(name)]
 
 
-def checkpointed(
-    module: nn.Module, names: Collection[str], *, keeps_rng: bool = True
+def apply_checkpointing(
+    module: nn.Module, names: Collection[str], *, preserve_rng_state: bool = True
 ) -> Callable[[], None]:
     """Lets the forwards of `names` run again in backward. See [Note: A forward under checkpoint].
 
     Args:
         module: The root.
         names: Qualified.
-        keeps_rng: Random numbers, as of dropout, are drawn alike when it runs again.
+        preserve_rng_state: Random numbers, as of dropout, are drawn alike when it runs again.
 
     Returns:
         Ends it; calling it twice is harmless.
@@ -91,7 +91,7 @@ def checkpointed(
     children = {module.get_submodule(name): None for name in names}
     for child in children:
         if not isinstance(child.__dict__.get("forward"), _Checkpointed):
-            child.__dict__["forward"] = _Checkpointed(child, keeps_rng)
+            child.__dict__["forward"] = _Checkpointed(child, preserve_rng_state)
 
     def end() -> None:
         for child in children:
@@ -105,7 +105,7 @@ def checkpointed(
 
 
 def drop_checkpointing(state: dict[str, Any]) -> None:
-    """Takes out of a copy of a module's `__dict__` what `checkpointed` has put there."""
+    """Takes out of a copy of a module's `__dict__` what `apply_checkpointing` has put there."""
     forward = state.get("forward")
     if isinstance(forward, _Checkpointed):
         del state["forward"]
@@ -116,11 +116,11 @@ def drop_checkpointing(state: dict[str, Any]) -> None:
 class _Checkpointed:
     """A forward that runs again in backward, in the place of the module's own."""
 
-    def __init__(self, module: nn.Module, keeps_rng: bool) -> None:
+    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
         self.is_users = "forward" in module.__dict__  # on the module itself, not of its class
         # The module's own, bound. A copy of the module, and a pickled one, have this alone.
         self.forward: Callable[..., Any] = module.forward
-        self._keeps_rng = keeps_rng
+        self._preserve_rng_state = preserve_rng_state
         self._statistics = [
             buffer
             for part in module.modules()
@@ -138,7 +138,7 @@ class _Checkpointed:
             self.forward,
             *args,
             use_reentrant=False,
-            preserve_rng_state=self._keeps_rng,
+            preserve_rng_state=self._preserve_rng_state,
             **more,
             **kwargs,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-__all__ = ["in_words", "parse_bytes", "parse_count", "unit_of", "whole_number"]
+__all__ = ["format_bytes", "parse_bytes", "parse_count", "byte_unit", "as_integer"]
 
 _PREFIXES: dict[str, int] = {"": 1} | {
     prefix + suffix: base**power
@@ -54,7 +54,7 @@ def _number(match: re.Match[str]) -> Fraction:
     return Fraction(match[1]) * _PREFIXES[(match[2] or "").upper()]
 
 
-def whole_number(name: str, value: object, *, least: int) -> int:
+def as_integer(name: str, value: object, *, least: int) -> int:
     """What a user gave for the setting `name`: an int, a float such as 5e8, or text.
 
     Args:
@@ -84,12 +84,12 @@ def whole_number(name: str, value: object, *, least: int) -> int:
     return number
 
 
-def unit_of(nbytes: float) -> tuple[str, int]:
+def byte_unit(nbytes: float) -> tuple[str, int]:
     """The unit in which the largest of some sizes is best read, and its bytes."""
     return next((unit for unit in _UNITS if nbytes >= unit[1]), ("bytes", 1))
 
 
-def in_words(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Bytes in GiB, MiB or KiB, the largest of which there is one: "1.50 GiB"."""
-    unit, size = unit_of(nbytes)
+    unit, size = byte_unit(nbytes)
     return f"{nbytes} bytes" if size == 1 else f"{nbytes / size:.2f} {unit}"

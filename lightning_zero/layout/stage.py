@@ -32,12 +32,12 @@ class Stage:
         return state in self.shards
 
     @property
-    def gathers_before_use(self) -> bool:
+    def shards_params(self) -> bool:
         """Parameters rest as shards: they are gathered before each use and released after it."""
         return State.PARAM in self.shards
 
     @property
-    def gathers_after_step(self) -> bool:
+    def all_gathers_after_step(self) -> bool:
         """Each rank updates its shard only: whole parameters are gathered after the step."""
         return State.OPTIM in self.shards and State.PARAM not in self.shards
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torch import nn
 
-from lightning_zero.layout.names import is_meant, saved_name, text_of_no_match
+from lightning_zero.layout.names import matches_module, no_match_message, saved_name
 
 __all__ = ["LISTS", "ROOT", "find_blocks", "find_units"]
 
@@ -77,10 +77,10 @@ def find_blocks(
     }
     found: dict[str, None] = {}
     for item in classes:
-        matching = [n for n, m in candidates.items() if is_meant(saved_name(n), m, item)]
+        matching = [n for n, m in candidates.items() if matches_module(saved_name(n), m, item)]
         if not matching:
             known = {saved_name(name): m for name, m in candidates.items()}
-            raise ValueError(text_of_no_match(option, known, item))
+            raise ValueError(no_match_message(option, known, item))
         found |= dict.fromkeys(matching)
     return list(found)
 

@@ -21,9 +21,9 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.observe.report import Flow, JobReport
+from lightning_zero.observe.report import JobReport, TransferStats
 
-__all__ = ["ContinuedCSVLogger", "Panels", "tensorboard_logger", "wandb_logger"]
+__all__ = ["ContinuedCSVLogger", "WandbPanels", "tensorboard_logger", "wandb_logger"]
 
 
 class ContinuedCSVLogger(CSVLogger):
@@ -108,7 +108,7 @@ def wandb_logger(
     return WandbLogger(save_dir=save_dir, **{**started, **given})
 
 
-class Panels:
+class WandbPanels:
     """Bars, tables and pictures of one run beside its curves, on rank 0.
 
     All of it is of the core package, so that it works offline. Metrics of the engine are drawn over
@@ -119,14 +119,16 @@ class Panels:
         self._logger = logger
         logger.experiment.define_metric("zero/*", step_metric="trainer/global_step")
 
-    def log_step(self, memory: Sequence[MemoryReport], flows: Sequence[Flow], step: int) -> None:
+    def log_step(
+        self, memory: Sequence[MemoryReport], transfers: Sequence[TransferStats], step: int
+    ) -> None:
         """Memory by rank and state, and communication, at the step at which Lightning logs it."""
         from wandb import Table
 
         columns: list[str | int] = ["kind", "in flight s", "hidden s", "exposed s", "GiB", "GiB/s"]
         rows = [
             [flow.kind, flow.in_flight_s, flow.hidden_s, flow.exposed_s, flow.gib, flow.gib_per_s]
-            for flow in flows
+            for flow in transfers
         ]
         communication = Table(columns=columns, data=rows)
         panels = {"zero/memory_by_rank": _bars(memory), "zero/communication": communication}
@@ -134,7 +136,7 @@ class Panels:
 
     def log_end(self, report: JobReport, timelines: Sequence[Path], step: int) -> None:
         """The same of the whole job, and pictures of the steps that were traced."""
-        self.log_step(report.memory, report.flows, step)
+        self.log_step(report.memory, report.transfers, step)
         for path in timelines:
             self._logger.log_image(f"zero/{path.stem}", [str(path)], step=step)
 

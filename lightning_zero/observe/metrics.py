@@ -56,14 +56,14 @@ __all__ = [
     "Throughput",
     "allocated_and_peak_bytes",
     "flops_per_token",
-    "kinds_of",
-    "metrics_of",
+    "recorded_kinds",
+    "make_metrics",
     "num_tokens",
-    "over_ranks",
+    "aggregate_ranks",
     "peak_flops",
 ]
 
-SKEW = "zero/straggler/wait_s"
+SKEW = "zero/straggler/skew_s"
 _GIB = 1024**3
 _AGREEMENT = "zero/comm/agree_exposed_s"
 _FOR_OTHERS = "zero/wait/for_others_s"
@@ -102,7 +102,7 @@ class Sample:
 Metric = Callable[[Sample], float]
 
 
-def metrics_of(
+def make_metrics(
     plan: Plan, kinds: Iterable[Kind], *, overlaps_step: bool = False
 ) -> dict[str, Metric]:
     """What every rank measures, by key; `overlaps_step`: a forward may wait for the last step."""
@@ -124,7 +124,7 @@ def metrics_of(
         metrics["zero/time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
     for kind in kinds:
         metrics |= _of_kind(kind)
-    if any(bucket.stage.gathers_before_use for bucket in plan.buckets):
+    if any(bucket.stage.shards_params for bucket in plan.buckets):
         metrics["zero/prefetch/hits"] = lambda s: s.recording.hits
         metrics["zero/prefetch/misses"] = lambda s: s.recording.misses
     if any(bucket.tiers.param is Tier.NVME for bucket in plan.buckets):
@@ -133,22 +133,22 @@ def metrics_of(
     if has_files:
         metrics["zero/nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / _GIB
         metrics["zero/nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / _GIB
-    metrics["zero/wait/waited_s"] = lambda s: s.recording.waited_s
+    metrics["zero/wait/total_s"] = lambda s: s.recording.waited_s
     metrics[_FOR_OTHERS] = lambda s: s.recording.waited_for_others_s
     return metrics
 
 
-def kinds_of(plan: Plan, mesh: Mesh, *, is_apart: bool) -> list[Kind]:
-    """Kinds of collectives and transfers that a step has; `is_apart`: the device has own memory."""
+def recorded_kinds(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[Kind]:
+    """Kinds of collectives and transfers that a step has; `has_device_memory`: the device has own memory."""
     tiers = _tiers(plan)
     is_cut = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
     is_used = {
-        Kind.GATHER: mesh.num_shards > 1 and is_cut,
-        Kind.REDUCE: mesh.num_shards > 1 and is_cut,
-        Kind.AVERAGE: mesh.world_size > 1,  # of a norm, if of nothing else
+        Kind.ALL_GATHER: mesh.num_shards > 1 and is_cut,
+        Kind.REDUCE_SCATTER: mesh.num_shards > 1 and is_cut,
+        Kind.ALL_REDUCE: mesh.world_size > 1,  # of a norm, if of nothing else
         Kind.AGREE: mesh.world_size > 1,
-        Kind.TO_DEVICE: is_apart and len(tiers) > 1,
-        Kind.TO_CPU: is_apart and len(tiers) > 1,
+        Kind.TO_DEVICE: has_device_memory and len(tiers) > 1,
+        Kind.TO_CPU: has_device_memory and len(tiers) > 1,
         Kind.READ: Tier.NVME in tiers,
         Kind.WRITE: Tier.NVME in tiers,
     }
@@ -187,7 +187,7 @@ def _of_kind(kind: Kind) -> dict[str, Metric]:
     }
 
 
-def over_ranks(
+def aggregate_ranks(
     keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What is logged of a step, and one number for all ranks.
@@ -195,7 +195,7 @@ def over_ranks(
     Of several ranks each key has two: `/mean` and `/max`. Of one rank they stand alone.
 
     Args:
-        keys: Of `metrics_of`.
+        keys: Of `make_metrics`.
         everyone: Values by rank and key.
         has_spread: Each has `/min` too, and `/max_rank`, the rank of the greatest.
 
@@ -358,7 +358,7 @@ class Speed:
     mfu: float  # model FLOPs utilization, the share of the device's peak
 
     @classmethod
-    def of(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
+    def from_counts(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
         """From the counts of each rank, and `peak_flops`."""
         counts = [Counts(*rank) for rank in everyone]
         seconds = max(rank.seconds for rank in counts) or math.nan

@@ -1,6 +1,6 @@
 """What the engine does, to any logger: memory, communication, stragglers, and where time goes.
 
-`ZeroMonitor` is told of a training by the Trainer, and shows it; `Watch` has what is seen of one
+`ZeroMonitor` is told of a training by the Trainer, and shows it; `FitMonitor` has what is seen of one
 fit: `Windows` around the steps that are recorded, numbers and means of them.
 """
 
@@ -26,27 +26,27 @@ from typing_extensions import override
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
-from lightning_zero.observe.loggers import Panels
+from lightning_zero.observe.loggers import WandbPanels
 from lightning_zero.observe.metrics import (
     SKEW,
     Sample,
     Speed,
     Throughput,
+    aggregate_ranks,
     allocated_and_peak_bytes,
-    kinds_of,
-    metrics_of,
-    over_ranks,
+    make_metrics,
     peak_flops,
+    recorded_kinds,
 )
-from lightning_zero.observe.plots import HOW_TO_DRAW, has_matplotlib, plot_memory, write_trace
+from lightning_zero.observe.plots import MATPLOTLIB_HINT, has_matplotlib, plot_memory, write_trace
 from lightning_zero.observe.recordings import write_recording
-from lightning_zero.observe.report import Flow, JobReport, memory_reports, zero_strategy
+from lightning_zero.observe.report import JobReport, TransferStats, memory_reports, zero_strategy
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
 from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["Wanted", "Watch", "Watched", "Window", "Windows", "ZeroMonitor"]
+__all__ = ["MonitorConfig", "FitMonitor", "RecordedStep", "Window", "Windows", "ZeroMonitor"]
 
 
 class ZeroMonitor(pl.Callback):
@@ -120,8 +120,8 @@ class ZeroMonitor(pl.Callback):
         self.has_spread = spread
         self.dirpath = None if dirpath is None else Path(dirpath)
         # While training:
-        self._watch: Watch | None = None
-        self._panels: list[Panels] = []  # of the Weights & Biases runs of rank 0
+        self._watch: FitMonitor | None = None
+        self._panels: list[WandbPanels] = []  # of the Weights & Biases runs of rank 0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -138,9 +138,9 @@ class ZeroMonitor(pl.Callback):
         if is_remote(run):
             run = "."  # recordings and pictures are local files
         strategy = zero_strategy(trainer, self)
-        self._watch = Watch(
+        self._watch = FitMonitor(
             strategy,
-            Wanted(
+            MonitorConfig(
                 trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
                 self.trace_steps,
                 has_grad_norms=self.has_grad_norms,
@@ -149,9 +149,9 @@ class ZeroMonitor(pl.Callback):
             folder=Path(run, "zero"),
             progress=_progress(trainer),
         )
-        strategy.before_saving = self._watch.cut
+        strategy.before_saving = self._watch.end_window
         loggers = trainer.loggers if trainer.is_global_zero else []
-        self._panels = [Panels(run) for run in loggers if isinstance(run, WandbLogger)]
+        self._panels = [WandbPanels(run) for run in loggers if isinstance(run, WandbLogger)]
 
     @override
     def on_train_batch_start(
@@ -182,7 +182,7 @@ class ZeroMonitor(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._watch is not None:
-            self._watch.cut()  # what comes between epochs is in no window
+            self._watch.end_window()  # what comes between epochs is in no window
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -197,20 +197,20 @@ class ZeroMonitor(pl.Callback):
         if watch is not None:
             watch.windows.stop()
 
-    def _stop(self, trainer: pl.Trainer) -> Watch | None:
+    def _stop(self, trainer: pl.Trainer) -> FitMonitor | None:
         watch, self._watch = self._watch, None
         if watch is not None:
             zero_strategy(trainer, self).before_saving = None
         return watch
 
-    def _log(self, trainer: pl.Trainer, watched: Watched | None) -> None:
+    def _log(self, trainer: pl.Trainer, watched: RecordedStep | None) -> None:
         if watched is None or not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             logger.log_metrics(watched.metrics, step=watched.num_batches)
         for panels in self._panels if watched.memory else ():
             with _forgiving("a panel was not shown"):
-                panels.log_step(watched.memory, watched.flows, watched.num_batches)
+                panels.log_step(watched.memory, watched.transfers, watched.num_batches)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -230,7 +230,7 @@ class ZeroMonitor(pl.Callback):
             with _forgiving("the report was not shown"):
                 panels.log_end(report, timelines, _progress(trainer)[0])
 
-    def _tell(self, report: JobReport, watch: Watch) -> list[Path]:
+    def _tell(self, report: JobReport, watch: FitMonitor) -> list[Path]:
         """Prints and writes all; pictures of traced steps."""
         print("\n" + report.text())
         paths = report.write(watch.folder)
@@ -240,7 +240,7 @@ class ZeroMonitor(pl.Callback):
         for recordings in watch.traced:
             paths += write_trace(recordings, watch.folder)
         if not has_matplotlib():
-            print(HOW_TO_DRAW)
+            print(MATPLOTLIB_HINT)
         if watch.windows.traces:
             print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.traces))}")
         print("written:", *paths, sep="\n  ")
@@ -272,7 +272,7 @@ def _forgiving(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MonitorConfig:
     """What is to be watched, the same on every rank.
 
     Attributes:
@@ -280,7 +280,7 @@ class Wanted:
         trace_steps: And those before which so many optimizer steps were taken; of several steps
             within a batch, any. They are written to files.
         has_grad_norms: Measure norms of gradients, unless some rest in files.
-        has_spread: See `over_ranks`.
+        has_spread: See `aggregate_ranks`.
     """
 
     every_n_steps: int
@@ -322,7 +322,7 @@ class Windows:
     def __init__(
         self,
         recorder: Recorder,
-        wanted: Wanted,
+        wanted: MonitorConfig,
         *,
         progress: tuple[int, int],
         align: Callable[[], object],
@@ -414,7 +414,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Watched:
+class RecordedStep:
     """One recorded step of all ranks."""
 
     num_batches: int  # as `Window` has it
@@ -422,16 +422,16 @@ class Watched:
     memory: list[
         MemoryReport
     ]  # by rank, before the optimizer stepped; of the first step, on rank 0
-    flows: list[Flow]
+    transfers: list[TransferStats]
 
 
-class Watch:
+class FitMonitor:
     """What a rank keeps of a fit; every rank makes it and calls its methods at the same batches."""
 
     def __init__(
         self,
         strategy: ZeroStrategy,
-        wanted: Wanted,
+        wanted: MonitorConfig,
         *,
         folder: Path,
         progress: tuple[int, int],
@@ -449,8 +449,8 @@ class Watch:
         self._has_grad_norms = wanted.has_grad_norms and not in_files
         self._has_spread = wanted.has_spread
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
-        self._kinds = kinds_of(engine.plan, engine.comm.mesh, is_apart=not is_on_cpu)
-        self._metrics = metrics_of(engine.plan, self._kinds, overlaps_step=overlaps)
+        self._kinds = recorded_kinds(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
+        self._metrics = make_metrics(engine.plan, self._kinds, overlaps_step=overlaps)
         self._kinds += [Kind.STEP] * overlaps
         self._num_steps = progress[1]
         self._memory: MemoryReport | None = None  # of the window under way
@@ -460,7 +460,7 @@ class Watch:
         self._has_seen = False
         self._is_first = True  # the step under way, or the one that is over
 
-    def before_batch(self, num_batches: int, num_steps: int) -> Watched | None:
+    def before_batch(self, num_batches: int, num_steps: int) -> RecordedStep | None:
         """Ends a window, and begins one. Collective where either is recorded; see `Windows`."""
         self.throughput.before_batch()
         return self._gather(self.windows.before_batch(num_batches, num_steps))
@@ -490,9 +490,9 @@ class Watch:
         """Ranks whose devices have nothing left to do meet."""
         if self._engine.device.type == "cuda":
             streams.synchronize(self._engine.device)
-        self._engine.lockstep.meet_for("a window of the monitor")
+        self._engine.lockstep.barrier("a window of the monitor")
 
-    def cut(self) -> None:
+    def end_window(self) -> None:
         """Something comes that is in no window: evaluation, a checkpoint, the end of an epoch."""
         if self.windows.is_open:
             # Waits for a worker that steps beside the training: that belongs to this step.
@@ -502,10 +502,10 @@ class Watch:
 
     def pause(self) -> None:
         """Something comes that is in no window and in no throughput."""
-        self.cut()
+        self.end_window()
         self.throughput.pause()
 
-    def last(self) -> Watched | None:
+    def last(self) -> RecordedStep | None:
         """The window with which training ends. Collective."""
         self.pause()
         return self._gather(self.windows.take())
@@ -518,20 +518,20 @@ class Watch:
             world_size=self._engine.comm.size,
             num_steps=self._num_steps,
             memory=memory_reports(self._strategy),
-            speed=Speed.of(counts, self._peak_flops),
+            speed=Speed.from_counts(counts, self._peak_flops),
             num_recorded=self._num_recorded,
             step_s=means.get("zero/time/step_s", 0.0),
-            waited_s=means.get("zero/wait/waited_s", 0.0),
+            waited_s=means.get("zero/wait/total_s", 0.0),
             skew_s=means.get(SKEW, 0.0),
-            flows=[Flow.of(kind, means) for kind in self._kinds],
+            transfers=[TransferStats.from_means(kind, means) for kind in self._kinds],
             is_on_cpu=self._engine.device.type == "cpu",
         )
 
-    def _gather(self, window: Window | None) -> Watched | None:
+    def _gather(self, window: Window | None) -> RecordedStep | None:
         if window is None:
             return None
         # Another rank may have failed, and would never come to the next collective.
-        self._engine.lockstep.meet_for("the metrics of the monitor")
+        self._engine.lockstep.barrier("the metrics of the monitor")
         comm = self._engine.comm
         report = self._memory or self._strategy.memory_report()  # a step without Lightning's hooks
         resident = allocated_and_peak_bytes(self._engine.device)
@@ -540,8 +540,10 @@ class Watch:
         counts = self.throughput.lap()  # exact: a window ends with the device
         everyone = comm.control.gather_floats([*own, *counts])
         measured = [rank[: len(own)] for rank in everyone]
-        logged, means = over_ranks(self._metrics, measured, has_spread=self._has_spread)
-        logged |= Speed.of([rank[len(own) :] for rank in everyone], self._peak_flops).metrics()
+        logged, means = aggregate_ranks(self._metrics, measured, has_spread=self._has_spread)
+        logged |= Speed.from_counts(
+            [rank[len(own) :] for rank in everyone], self._peak_flops
+        ).metrics()
         memory: list[MemoryReport] = []
         if not self._has_seen:
             memory, self._has_seen = comm.control.collect_objects(report), True
@@ -554,8 +556,8 @@ class Watch:
             self._num_recorded += 1
             for key, value in means.items():
                 self._sums[key] = self._sums.get(key, 0.0) + value
-        flows = [Flow.of(kind, means) for kind in self._kinds]
-        return Watched(window.num_batches, logged, memory, flows)
+        transfers = [TransferStats.from_means(kind, means) for kind in self._kinds]
+        return RecordedStep(window.num_batches, logged, memory, transfers)
 
     def _of_gradients(self) -> dict[str, float]:
         """Norms that are the same on every rank; 0 where what is trained has got no gradient."""

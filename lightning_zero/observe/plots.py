@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.sizes import unit_of
+from lightning_zero.layout.sizes import byte_unit
 from lightning_zero.layout.stage import State
-from lightning_zero.observe.recordings import ON_CPU, Rows, chrome_trace, lanes_of
+from lightning_zero.observe.recordings import CPU_TIMING_NOTE, Rows, chrome_trace, lanes_of
 from lightning_zero.record.spans import Kind, Recording, Span
 
 if TYPE_CHECKING:
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALARM",
-    "HOW_TO_DRAW",
+    "MATPLOTLIB_HINT",
     "INK",
     "STATE_COLOURS",
     "Scale",
-    "axes_below",
+    "titled_axes",
     "blank_figure",
     "has_matplotlib",
     "legend",
-    "place",
-    "plain",
+    "lay_out_rank",
+    "style_axes",
     "plot_memory",
     "plot_timeline",
-    "totals",
+    "legend_entries",
     "write_trace",
 ]
 
-HOW_TO_DRAW = 'pictures need matplotlib: pip install "lightning-zero[plot]"'
+MATPLOTLIB_HINT = 'pictures need matplotlib: pip install "lightning-zero[plot]"'
 INK = "#222222"
 ALARM = "#D55E00"  # time that is lost, memory that there is not
 # All of Okabe and Ito, or of Tol's muted scheme, which most people can tell apart. What moves a
@@ -55,9 +55,9 @@ _KIND_COLOURS = {
     Kind.FORWARD: "#B4B4B4",
     Kind.BACKWARD: "#7C7C7C",
     Kind.STEP: STATE_COLOURS[State.OPTIM],
-    Kind.GATHER: STATE_COLOURS[State.PARAM],
-    Kind.REDUCE: STATE_COLOURS[State.GRAD],
-    Kind.AVERAGE: "#F0E442",
+    Kind.ALL_GATHER: STATE_COLOURS[State.PARAM],
+    Kind.REDUCE_SCATTER: STATE_COLOURS[State.GRAD],
+    Kind.ALL_REDUCE: "#F0E442",
     Kind.AGREE: "#CC79A7",
     Kind.TO_DEVICE: "#56B4E9",
     Kind.TO_CPU: "#332288",
@@ -106,7 +106,7 @@ def blank_figure(path: Path, size: tuple[float, float], *, dpi: int = 100) -> It
 
 
 @contextlib.contextmanager
-def axes_below(
+def titled_axes(
     title: str,
     path: Path,
     *,
@@ -135,7 +135,7 @@ def axes_below(
         yield axes
 
 
-def plain(axes: Axes, **of_ticks: float) -> None:
+def style_axes(axes: Axes, **of_ticks: float) -> None:
     """Axes of bars that lie: faint lines behind them, and no frame."""
     axes.tick_params(axis="y", length=0, **of_ticks)
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
@@ -192,14 +192,14 @@ def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
     height = 0.3 * len(bars) + 0.2
     title = f"Model states of each of {len(reports)} ranks, at rest"
     margins = (1.5, 0.3, 0.5, 0.85)
-    with axes_below(title, path, width=9.0, height=height, margins=margins) as axes:
+    with titled_axes(title, path, width=9.0, height=height, margins=margins) as axes:
         _draw_memory(axes, bars)
         _legend_of_states(axes, bars, below=-0.48 / height)
 
 
 def _draw_memory(axes: Axes, bars: _Bars) -> None:
     totals = [sum(parts.values()) for _, parts in bars]
-    unit, size = unit_of(max(totals))
+    unit, size = byte_unit(max(totals))
     for place, (label, parts) in enumerate(bars):
         left = 0.0
         for (tier, state), nbytes in parts.items():
@@ -224,7 +224,7 @@ def _draw_memory(axes: Axes, bars: _Bars) -> None:
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.set_xlim(0, max(totals) / size * 1.12)
     axes.set_xlabel(unit, loc="right", labelpad=-2)
-    plain(axes)
+    style_axes(axes)
 
 
 def _legend_of_states(axes: Axes, bars: _Bars, below: float) -> None:
@@ -248,9 +248,9 @@ _LANE, _MAX_LANE, _ROW = 0.3, 0.75, 0.19
 _LEAST_WIDTH = 0.01  # of a bar: a pixel
 _MIN_TEXT_HEIGHT, _CHARACTER, _MARGIN = 0.14, 0.07, 0.06
 _WAITS = {
-    Kind.GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.AVERAGE: "reduce",
+    Kind.ALL_GATHER: "gather",
+    Kind.REDUCE_SCATTER: "reduce",
+    Kind.ALL_REDUCE: "reduce",
     Kind.AGREE: "agree",
     Kind.TO_DEVICE: "copy",
     Kind.TO_CPU: "copy",
@@ -281,7 +281,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Strip:
+class LaneBox:
     """Where a lane is."""
 
     name: str
@@ -290,36 +290,36 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Block:
+class RankBlock:
     """All of one rank: a line of text, and lanes below it; inches from above."""
 
     recording: Recording
     top: float
     bottom: float
-    lanes: tuple[Strip, ...]
+    lanes: tuple[LaneBox, ...]
     bars: tuple[Bar, ...]  # in the order of drawing
     waits: tuple[Span, ...]  # in which the computation stood still
 
 
-def place(recording: Recording, top: float, scale: Scale) -> Block:
+def lay_out_rank(recording: Recording, top: float, scale: Scale) -> RankBlock:
     """The lanes of one rank, one below the other."""
     visible = dataclasses.replace(recording, spans=tuple(_visible(recording, scale)))
     waits = tuple(span for span in visible.spans if span.is_wait)
     upon: dict[str, list[Span]] = {"compute": [], "step": []}
     for wait in waits:
         upon["step" if _is_of_step(wait, visible) else "compute"].append(wait)
-    strips: list[Strip] = []
+    strips: list[LaneBox] = []
     bars: list[Bar] = []
     y = top + _HEAD
     for name, rows in lanes_of(visible).items():
         if name == "waits":  # they stand upon what waits
             continue
-        strips.append(Strip(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
+        strips.append(LaneBox(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
         above = upon.get(name, [])
         bars += _bars(rows, strips[-1], above, scale)
         bars += [_bar(wait, y, strips[-1].bottom - y, (), scale) for wait in above]
         y = strips[-1].bottom + _GAP
-    return Block(recording, top, y - _GAP / 2, tuple(strips), tuple(bars), waits)
+    return RankBlock(recording, top, y - _GAP / 2, tuple(strips), tuple(bars), waits)
 
 
 def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
@@ -337,7 +337,7 @@ def _is_of_step(wait: Span, visible: Recording) -> bool:
     return Kind.STEP in around and not around & {Kind.FORWARD, Kind.BACKWARD}
 
 
-def _bars(rows: Rows, strip: Strip, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
+def _bars(rows: Rows, strip: LaneBox, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
     height = (strip.bottom - strip.top) / len(rows)
     for number, row in enumerate(rows):
         for index, span in enumerate(row):
@@ -404,21 +404,23 @@ def plot_timeline(recordings: Sequence[Recording], path: Path) -> None:
     beyond = _BEYOND * seconds or 1e-6
     inches = _WIDTH - _LEFT - _RIGHT
     scale = Scale(-beyond, seconds + beyond, inches / (seconds + 2 * beyond))
-    blocks: list[Block] = []
+    blocks: list[RankBlock] = []
     for recording in shown:
-        blocks.append(place(recording, blocks[-1].bottom if blocks else 0.0, scale))
-    labels = list(totals(recordings))
+        blocks.append(lay_out_rank(recording, blocks[-1].bottom if blocks else 0.0, scale))
+    labels = list(legend_entries(recordings))
     height = blocks[-1].bottom + _GAP
     below = _AXIS + _LEGEND_LINE * ((len(labels) + 1) // 2) + 0.15
     title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
     margins = (_LEFT, _RIGHT, _TITLE, below)
-    with axes_below(title, path, width=_WIDTH, height=height, margins=margins, fontsize=13) as axes:
+    with titled_axes(
+        title, path, width=_WIDTH, height=height, margins=margins, fontsize=13
+    ) as axes:
         _set_up(axes, blocks, scale, height)
         for block in blocks:
             _draw_block(axes, block, scale)
         _legend_of_kinds(axes, labels, top=-(_AXIS - 0.1) / height)
         at = (1 - _RIGHT / _WIDTH, 0.12 / (_TITLE + height + below))
-        axes.figure.text(*at, ON_CPU, ha="right", fontsize=8.5, color=INK)
+        axes.figure.text(*at, CPU_TIMING_NOTE, ha="right", fontsize=8.5, color=INK)
 
 
 def _chosen(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
@@ -435,7 +437,7 @@ def _chosen(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
     return sorted(shown, key=lambda recording: recording.rank), which
 
 
-def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
+def legend_entries(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
     """Lines of the legend: of each kind, or of mere waits (None); means over the ranks."""
     whole = fmean(recording.seconds for recording in recordings) or 1.0
 
@@ -457,17 +459,17 @@ def totals(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]
     yield None, f"the computation waits: {share(waited)} in all"
 
 
-def _set_up(axes: Axes, blocks: Sequence[Block], scale: Scale, height: float) -> None:
+def _set_up(axes: Axes, blocks: Sequence[RankBlock], scale: Scale, height: float) -> None:
     axes.set_xlim(scale.begin_s * 1e3, scale.end_s * 1e3)
     axes.set_ylim(height, 0)
     axes.set_xlabel("ms", loc="right", labelpad=-4)
     lanes = [lane for block in blocks for lane in block.lanes]
     axes.set_yticks([(lane.top + lane.bottom) / 2 for lane in lanes], [one.name for one in lanes])
-    plain(axes, labelsize=9)
+    style_axes(axes, labelsize=9)
     axes.spines["left"].set_visible(False)
 
 
-def _draw_block(axes: Axes, block: Block, scale: Scale) -> None:
+def _draw_block(axes: Axes, block: RankBlock, scale: Scale) -> None:
     recording, top = block.recording, block.top + _HEAD - _GAP / 2
     head = (
         f"rank {recording.rank}: {recording.seconds * 1e3:.1f} ms, "

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_zero.record.spans import Kind, Recording, Span
 
 __all__ = [
-    "ON_CPU",
+    "CPU_TIMING_NOTE",
     "chrome_trace",
     "find_recordings",
     "lanes_of",
@@ -113,8 +113,8 @@ def _read(path: Path) -> Recording:
 _LANES = {
     "compute": (Kind.FORWARD, Kind.BACKWARD),
     "step": (Kind.STEP,),
-    "gather": (Kind.GATHER,),
-    "reduce": (Kind.REDUCE, Kind.AVERAGE),
+    "gather": (Kind.ALL_GATHER,),
+    "reduce": (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE),
     "agree": (Kind.AGREE,),
     "copies": (Kind.TO_DEVICE, Kind.TO_CPU),
     "files": (Kind.READ, Kind.WRITE),
@@ -161,7 +161,7 @@ def _has_room(open_ends: list[float], span: Span, may_nest: bool) -> bool:
 # ------------------------------------------------------------------------ Trace Event Format
 
 # What nobody has waited for yet counts as in flight there.
-ON_CPU = "on CPU, hidden time is at most and a rate at least what is given"
+CPU_TIMING_NOTE = "on CPU, hidden time is at most and a rate at least what is given"
 _GIB = 1024**3
 
 
@@ -188,7 +188,7 @@ def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
         "otherData": {
             "step": recordings[0].step,
             "world_size": recordings[0].world_size,
-            "note": ON_CPU,
+            "note": CPU_TIMING_NOTE,
         },
     }
 

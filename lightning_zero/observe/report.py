@@ -19,7 +19,7 @@ from lightning_zero.record.spans import Kind
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [
-    "Flow",
+    "TransferStats",
     "JobReport",
     "MemoryTable",
     "memory_reports",
@@ -75,7 +75,7 @@ def zero_strategy(trainer: pl.Trainer, callback: pl.Callback) -> ZeroStrategy:
 def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
     """What each rank keeps at this moment, by rank, on rank 0. Collective: every rank."""
     engine = strategy.engine
-    engine.lockstep.meet_for("the memory table")  # else ranks would wait for one that has failed
+    engine.lockstep.barrier("the memory table")  # else ranks would wait for one that has failed
     return engine.comm.control.collect_objects(strategy.memory_report())
 
 
@@ -116,7 +116,7 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
 
 
 @dataclass(frozen=True)
-class Flow:
+class TransferStats:
     """One kind of communication or transfer in a step, as the mean over ranks and steps."""
 
     kind: str
@@ -126,7 +126,7 @@ class Flow:
     gib: float  # sent, or moved
 
     @classmethod
-    def of(cls, kind: Kind, means: Mapping[str, float]) -> Flow:
+    def from_means(cls, kind: Kind, means: Mapping[str, float]) -> TransferStats:
         """From the means of a step by metric; what has no such metric is 0."""
         ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
         name = "optimizer" if kind is Kind.STEP else kind.value
@@ -150,7 +150,7 @@ class JobReport:
     step_s: float
     waited_s: float  # for which a rank waited in a step for anything
     skew_s: float  # for which the others waited in it for the rank that was last
-    flows: Sequence[Flow]
+    transfers: Sequence[TransferStats]
     is_on_cpu: bool  # nobody is told there when data arrives: rates are lower bounds
 
     def text(self) -> str:
@@ -180,14 +180,14 @@ class JobReport:
                 "no step after the first one was recorded: every_n_steps, by default the Trainer's "
                 "log_every_n_steps, is more than there were"
             )
-        elif self.flows:
+        elif self.transfers:
             yield paragraph(
                 f"communication, mean of {self.num_recorded} recorded steps of "
                 f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
             )
             # Less than the sum, where one wait was for several kinds at once.
             waits = ["all together", "", "", *self._time(self.waited_s), "", ""]
-            yield table([_HEADER, *map(self._row, self.flows), waits])
+            yield table([_HEADER, *map(self._row, self.transfers), waits])
             if self.world_size > 1:
                 skew_ms, of_step = self._time(self.skew_s)
                 yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last one"
@@ -197,7 +197,7 @@ class JobReport:
                     "that, and rates (>=) are at least those"
                 )
 
-    def _row(self, flow: Flow) -> list[str]:
+    def _row(self, flow: TransferStats) -> list[str]:
         cells = [flow.kind, *self._time(flow.hidden_s), *self._time(flow.exposed_s)]
         if not flow.gib:
             return [*cells, "", ""]
@@ -211,8 +211,10 @@ class JobReport:
         """Writes `report.json` and `memory.json` into `folder`, and says where."""
         # JSON has no NaN.
         speed = {k: None if math.isnan(value) else value for k, value in vars(self.speed).items()}
-        flows = {flow.kind: {**vars(flow), "gib_per_s": flow.gib_per_s} for flow in self.flows}
-        report = {**vars(self), "speed": speed, "flows": flows}
+        transfers = {
+            flow.kind: {**vars(flow), "gib_per_s": flow.gib_per_s} for flow in self.transfers
+        }
+        report = {**vars(self), "speed": speed, "transfers": transfers}
         memory = [
             {
                 **vars(rank),
@@ -228,7 +230,7 @@ class JobReport:
         return paths
 
 
-_COLLECTIVES = {kind.value for kind in (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE)}
+_COLLECTIVES = {kind.value for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}
 _HEADER = ["per step", "hidden ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
 
 

@@ -27,15 +27,15 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
-from lightning_zero.optim.shown import own_states
-from lightning_zero.optim.state import check_slice
+from lightning_zero.optim.state import check_sliced_states
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.pipeline import FileRange
-from lightning_zero.tiers.storage import InFile
+from lightning_zero.tiers.storage import FileShardStore
 
-__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_together"]
+__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_chunks"]
 
 MASTER, PARAM, GRAD = "master", "param", "grad"
 
@@ -49,7 +49,7 @@ class Chunk:
 
     start: int  # a multiple of the page size
     stop: int
-    files: Mapping[str, InFile]  # by name: "master", "param", "grad", or "state." and a key
+    files: Mapping[str, FileShardStore]  # by name: "master", "param", "grad", or "state." and a key
 
     @property
     def ranges(self) -> list[FileRange]:
@@ -69,7 +69,7 @@ class Chunk:
 def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     """The chunks that hold anything of `slots`; one where everything is in memory."""
     files = _files_of(bucket)
-    numel = bucket.shards.stepped().numel
+    numel = bucket.shards.ensure_master().numel
     step = numel
     if files:
         itemsize = sum(store.dtype.itemsize for store in files.values())
@@ -94,15 +94,15 @@ def _part_of(own: range, start: int, stop: int) -> range:
     return range(first, max(first, min(own.stop, stop)))
 
 
-def _files_of(bucket: Bucket) -> Mapping[str, InFile]:
+def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     """By name, the stores that are files and pass through buffers."""
-    if bucket.plan.layout.holds_whole_tensors:
+    if bucket.plan.layout.has_tensor_owners:
         return {}  # a chunk would end within a tensor: its shard is read and written at once
-    stores = {MASTER: bucket.shards.stepped(), GRAD: bucket.grads.store}
+    stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
     if bucket.shards.has_own_master:
-        stores[PARAM] = bucket.shards.follower
+        stores[PARAM] = bucket.shards.param_shard
     stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
-    return {name: store for name, store in stores.items() if isinstance(store, InFile)}
+    return {name: store for name, store in stores.items() if isinstance(store, FileShardStore)}
 
 
 class BucketStep:
@@ -126,19 +126,19 @@ class BucketStep:
             is_stepped = bucket.shards.is_stepped[index] and parameter in clone.group_of
             if grad is not None and is_stepped:
                 self.grads[index] = grad
-        self._bring_states()
+        self._move_states()
         self.known: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
 
-    def _bring_states(self) -> None:
+    def _move_states(self) -> None:
         """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
         shards = self.bucket.shards
-        is_elsewhere = self.device.type == "cpu" and shards.storage.is_apart
-        if not is_elsewhere and not shards.keeps_states_in_files:
+        is_offloaded = self.device.type == "cpu" and shards.storage.has_device_memory
+        if not is_offloaded and not shards.keeps_states_in_files:
             return
         for index in self.grads:
-            state = own_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
-            if is_elsewhere:
+            state = raw_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
+            if is_offloaded:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device.type != "cpu":
                         state[key] = value.cpu()
@@ -153,31 +153,31 @@ class BucketStep:
 
 
 class ChunkStep:
-    """One step of one chunk: `begin`, `take` what is stepped, `keep` what has come of it."""
+    """One step of one chunk: `start_load`, `load` what is stepped, `store` what has come of it."""
 
     def __init__(self, of: BucketStep, chunk: Chunk) -> None:
         self.of = of
         self.chunk = chunk
         self._shards = of.bucket.shards
         self._name = of.bucket.plan.name
-        self._state = own_states(of.clone.optimizer)
+        self._state = raw_states(of.clone.optimizer)
         self._memory: dict[str, Tensor] = {}  # by name, what rests in files
         self._master: Tensor | None = None  # where it is stepped
         self._arrival: streams.Event | None = None
         self._slices: dict[int, tuple[range, Slice]] = {}  # by slot, with its elements
 
-    def begin(self) -> None:
+    def start_load(self) -> None:
         """A master that rests in other memory begins to travel to where it is stepped."""
         if MASTER in self.chunk.files:
             return
-        resting = self._shards.stepped().fetch(self.chunk.start, self.chunk.stop)
-        device, moving = self.of.device, self._shards.storage.recorder.moving
+        resting = self._shards.ensure_master().fetch(self.chunk.start, self.chunk.stop)
+        device, moving = self.of.device, self._shards.storage.recorder.copy_span
         with moving(self._name, resting.nbytes, resting.device, device):
             self._master = resting.to(device, non_blocking=True)  # page-locked, if on the CPU
         if resting.device.type == "cuda" and device.type == "cpu":
             self._arrival = streams.current(resting.device).record_event()
 
-    def take(self, views: list[Tensor]) -> list[Slice]:
+    def load(self, views: list[Tensor]) -> list[Slice]:
         """What is to be stepped, with gradients and states. `views`: as of `Chunk.tensors`."""
         self._memory = self.chunk.tensors(views)
         if MASTER in self._memory:
@@ -191,19 +191,19 @@ class ChunkStep:
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Stepped values and states go where they rest."""
         assert self._master is not None
         for index, (part, stepped) in self._slices.items():
             self._keep_state(index, part, stepped)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER not in self._memory:
-            storage.upload(self._master, shards.stepped(), start, self._name)
+            storage.upload(self._master, shards.ensure_master(), start, self._name)
         if shards.has_own_master:
             if PARAM in self._memory:
                 self._memory[PARAM].copy_(self._master)
             else:
-                storage.upload(self._master, shards.follower, start, self._name)
+                storage.upload(self._master, shards.param_shard, start, self._name)
         self._master = self._arrival = None  # others of the step are still to come
         self._slices, self._memory = {}, {}
 
@@ -240,7 +240,7 @@ class ChunkStep:
         if not self.of.is_in_chunks:
             if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
-                check_slice(self.of.clone.optimizer, parameter)
+                check_sliced_states(self.of.clone.optimizer, parameter)
             return
         shards, start = self._shards, self.chunk.start
         own = shards.own_ranges[index]
@@ -260,12 +260,12 @@ class ChunkStep:
                 shards.state_store(key, value.dtype).write(part.start, value)
         if stepped.state and (not own or part.stop == own.stop):
             self._state[parameter] = {
-                key: known[key] if key in known else shards.look_at_state(index, key)
+                key: known[key] if key in known else shards.state_view(index, key)
                 for key in stepped.state
             }
 
 
-def step_together(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
+def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     """Takes `steps`, of one optimizer and one device, in one call of the optimizer.
 
     `views`: uint8, of what rests in files; empty where there are several.
@@ -275,11 +275,11 @@ def step_together(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     is_host = steps[0].of.device.type == "cpu"
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
-        slices = [one for step in steps for one in step.take(views)]
+        slices = [one for step in steps for one in step.load(views)]
         if slices:
             steps[0].of.clone.step(slices)
         for step in steps:
-            step.keep()
+            step.store()
 
 
 def _write(target: Tensor, values: Tensor) -> None:

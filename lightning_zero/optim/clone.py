@@ -31,12 +31,12 @@ __all__ = [
     "Slice",
     "copy_of",
     "enter_training",
-    "is_number_elsewhere",
-    "numbers_on_cpu",
+    "is_device_scalar",
+    "scalars_to_cpu",
     "parameters_of",
     "raw_step",
     "settings_of",
-    "step_toy",
+    "probe_state",
 ]
 
 
@@ -74,15 +74,13 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_number_elsewhere(value: Any) -> bool:
+def is_device_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
 
 
-def numbers_on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values`; 0-dim tensors are on the CPU, and there. See [Note: Numbers on their way]."""
-    return {
-        key: value.cpu() if is_number_elsewhere(value) else value for key, value in values.items()
-    }
+    return {key: value.cpu() if is_device_scalar(value) else value for key, value in values.items()}
 
 
 def raw_step(optimizer: Optimizer, **arguments: Any) -> None:
@@ -100,7 +98,7 @@ def enter_training(optimizer: Optimizer) -> None:
             train()
 
 
-def step_toy(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
+def probe_state(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
     """The state that a copy of `optimizer` has of a parameter with these values after one step.
 
     `group`: whose settings it has. Gradients are ones.
@@ -148,8 +146,8 @@ class OptimizerClone:
     @cached_property
     def _on_cpu(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Settings and attributes for steps on the CPU."""
-        groups = [numbers_on_cpu(settings) for settings in self._groups]
-        return groups, numbers_on_cpu(self._attributes)
+        groups = [scalars_to_cpu(settings) for settings in self._groups]
+        return groups, scalars_to_cpu(self._attributes)
 
     def step(self, slices: Sequence[Slice]) -> None:
         """One step on `slices`, of one device. See [Note: Stand-ins]."""

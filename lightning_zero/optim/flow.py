@@ -167,7 +167,7 @@ class Flow(TorchDispatchMode):
     def __init__(self, alter: Callable[[int, Any, int], Any] | None = None) -> None:
         super().__init__()
         self.owners_read: set[int | None] = set()
-        self.lost: str | None = None
+        self.untraceable: str | None = None
         self._alter = alter
         self._known: dict[StorageWeakRef, _Labels] = {}  # by storage; dead ones are purged
         self._num_ops = self._num_read = self._num_entered = 0
@@ -420,7 +420,7 @@ class _Leaving(TorchFunctionMode):
         if name == "tolist":
             return _nested(args[0])
         if name in _READING and self._flow.label_of(args[0]):
-            self._flow.lost = self._flow.lost or f"Tensor.{name}()"
+            self._flow.untraceable = self._flow.untraceable or f"Tensor.{name}()"
         return func(*args, **(kwargs or {}))
 
 

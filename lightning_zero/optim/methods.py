@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.tensors.sharded import is_elementwise_operator
 
-__all__ = ["OnParts", "WithoutGradients", "wrap_methods"]
+__all__ = ["ElementwiseOnly", "NoGradientAccess", "wrap_methods"]
 
 _SAME_ELEMENTS = {"alias", "clone", "copy_", "detach", "lift_fresh", "reshape", "view"}
 # Of whole tensors that one rank has: what mixes several, or becomes a number of Python's.
@@ -65,7 +65,7 @@ def wrap_methods(optimizer: Optimizer, run: Callable[..., Any]) -> list[str]:
     return names
 
 
-class WithoutGradients(TorchFunctionMode):
+class NoGradientAccess(TorchFunctionMode):
     """Refuses looks at `.grad` of parameters, which only a step shows as parts.
 
     Args:
@@ -96,7 +96,7 @@ _GRAD = {
 }
 
 
-class OnParts(TorchDispatchMode):
+class ElementwiseOnly(TorchDispatchMode):
     """Refuses operators that would see a part of a parameter or state as if it were the whole.
 
     Args:

@@ -6,7 +6,7 @@ they are.
 
 [Note: Owned states] Where a rank owns whole parameters, it alone has their states, just as the
 optimizer made them: of any shape (Adafactor's rows and columns), quantised, numbers, lists. What
-other ranks need of them for a checkpoint is told by `Outline`s, and the values by one gather for
+other ranks need of them for a checkpoint is told by `TensorSpec`s, and the values by one gather for
 each bucket, in which every rank sends what it owns.
 
 States are saved as the optimizer keeps them, and not as a `state_dict` of its class may have
@@ -30,30 +30,30 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.shards import is_elementwise_state
-from lightning_zero.optim.clone import parameters_of, step_toy
-from lightning_zero.optim.shown import is_sliced, own_states, part_of, plain_states
+from lightning_zero.optim.clone import parameters_of, probe_state
+from lightning_zero.optim.state_view import is_sliced, local_part, raw_states, without_state_view
 from lightning_zero.tensors.composite import (
+    flatten_composites,
     is_composite,
     map_tensors,
     plain_tensors,
-    put_together,
-    take_apart,
+    unflatten_composites,
 )
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
-    "Outline",
-    "bring_states",
-    "check_slice",
+    "TensorSpec",
+    "swap_in_states",
+    "check_sliced_states",
     "is_elementwise",
-    "join_optimizer_state",
+    "unshard_optimizer_state",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
-    "outline_owned_states",
+    "gather_owned_state_specs",
     "shard_initial_state",
-    "store_states",
+    "swap_out_states",
 ]
 
 _ALIGN_BYTES = 16
@@ -75,12 +75,12 @@ def shard_initial_state(optimizer: Optimizer) -> None:
                 state[key] = bucket_of(placement).shards.slice_state(placement.index, value)
 
 
-def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank."""
     placement = placement_of(parameter)
     if not is_sliced(bucket_of(placement)):
         return
-    for key, value in own_states(optimizer).get(parameter, {}).items():
+    for key, value in raw_states(optimizer).get(parameter, {}).items():
         if is_composite(value):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {key} of {placement.name} as "
@@ -90,18 +90,18 @@ def check_slice(optimizer: Optimizer, parameter: nn.Parameter) -> None:
             )
 
 
-def bring_states(optimizer: Optimizer, bucket: Bucket) -> None:
-    """States that rest in files are in memory until `store_states`: a method may write to them."""
-    states = own_states(optimizer)
+def swap_in_states(optimizer: Optimizer, bucket: Bucket) -> None:
+    """Reads states from files into memory until `swap_out_states`: a method may write them."""
+    states = raw_states(optimizer)
     for parameter in bucket.parameters:
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, LazyTensor):
                 states[parameter][key] = value.read()
 
 
-def store_states(optimizer: Optimizer, bucket: Bucket) -> None:
+def swap_out_states(optimizer: Optimizer, bucket: Bucket) -> None:
     """States of `bucket` go to their files again."""
-    states = own_states(optimizer)
+    states = raw_states(optimizer)
     for index, parameter in enumerate(bucket.parameters):
         if parameter in states:
             bucket.shards.adopt_state(index, states[parameter])
@@ -115,9 +115,9 @@ def optimizer_state_dict(
     One bucket and one kind of state is gathered at a time. Ranks that are no recipients get an
     empty dict.
     """
-    with plain_states(optimizer):
+    with without_state_view(optimizer):
         packed = optimizer.state_dict()
-    ids, own = _parameter_ids(optimizer), own_states(optimizer)
+    ids, own = _parameter_ids(optimizer), raw_states(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for parameter, owned in _gather_owned_states(optimizer, buckets):
         if is_recipient:
@@ -125,7 +125,7 @@ def optimizer_state_dict(
     for member in ids.keys() & own.keys():
         # Never write into the optimizer's own.
         state.setdefault(ids[member], dict(own[member]))
-    for parameter, key, joined in _joined(optimizer, buckets):
+    for parameter, key, joined in _unsharded_states(optimizer, buckets):
         if is_recipient:
             state[ids[parameter]][key] = joined.to("cpu", copy=True)
     if not is_recipient:
@@ -175,14 +175,14 @@ def load_optimizer_state_dict(
     for bucket in own_buckets:
         bucket.masters.enter_step(has_grads=False)
     try:
-        with plain_states(optimizer):
+        with without_state_view(optimizer):
             optimizer.load_state_dict({**state_dict, "state": state})
     finally:
         for bucket in own_buckets:
             bucket.masters.leave_step(is_changed=False)
     for number, entry in entries.items():
         if by_number[number] in in_files:
-            _load_into_files(by_number[number], entry, keys, own_states(optimizer))
+            _load_into_files(by_number[number], entry, keys, raw_states(optimizer))
 
 
 def _load_into_files(
@@ -205,8 +205,8 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
     if isinstance(value, dict):
         return {name: _own_part(parameter, name, part, keys) for name, part in value.items()}
     if isinstance(value, ShardedTensor):
-        return part_of(parameter, value)
-    is_cut = not bucket_of(placement).shards.holds_whole_tensors
+        return local_part(parameter, value)
+    is_cut = not bucket_of(placement).shards.has_tensor_owners
     if is_cut and _is_shaped_like(placement.shape, key, value, keys):
         assert isinstance(value, Tensor)
         return bucket_of(placement).shards.slice_state(placement.index, value)
@@ -257,7 +257,7 @@ def _named_tensors(entry: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield key, value
 
 
-def join_optimizer_state(
+def unshard_optimizer_state(
     optimizer: Optimizer, buckets: Sequence[Bucket], device: torch.device
 ) -> None:
     """Replaces slices by whole tensors on `device`, on every rank. Collective."""
@@ -267,20 +267,21 @@ def join_optimizer_state(
         return value.to(device if value.dim() else value.device, copy=True)
 
     joined = [
-        (p, key, whole.to(device, copy=True)) for p, key, whole in _joined(optimizer, buckets)
+        (p, key, whole.to(device, copy=True))
+        for p, key, whole in _unsharded_states(optimizer, buckets)
     ]
     owned = [(p, map_tensors(at_home, s)) for p, s in _gather_owned_states(optimizer, buckets)]
-    states = own_states(optimizer)
+    states = raw_states(optimizer)
     states.update(owned)
     for parameter, key, whole in joined:
         states[parameter][key] = whole
 
 
-def _joined(
+def _unsharded_states(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
     """Every elementwise state of what is sliced, whole. Collective: exhaust it on every rank."""
-    mine, own = set(_parameter_ids(optimizer)), own_states(optimizer)
+    mine, own = set(_parameter_ids(optimizer)), raw_states(optimizer)
     for bucket in filter(is_sliced, buckets):
         states = [own.get(p, {}) if p in mine else {} for p in bucket.parameters]
         keys = sorted({key for state in states for key in state})
@@ -291,7 +292,7 @@ def _joined(
             ]
             if all(part is None for part in slices):
                 continue
-            views = bucket.masters.join_state(slices)
+            views = bucket.masters.all_gather_state(slices)
             for index, part in enumerate(slices):
                 if part is not None:
                     yield bucket.parameters[index], key, views[index]
@@ -314,11 +315,11 @@ class _ElementwiseKeys:
         for shape, entry in self._entries:
             if isinstance(value := entry.get(key), Tensor):
                 return value.shape == shape
-        return key in self._of_toy
+        return key in self._probed_keys
 
     @cached_property
-    def _of_toy(self) -> set[str]:
-        state = step_toy(self._optimizer, torch.zeros(2))
+    def _probed_keys(self) -> set[str]:
+        state = probe_state(self._optimizer, torch.zeros(2))
         return {key for key, value in state.items() if is_elementwise_state(value, 2)}
 
 
@@ -342,7 +343,7 @@ def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
 
 
 @dataclass(frozen=True)
-class Outline:
+class TensorSpec:
     """A tensor that another rank may hold."""
 
     shape: tuple[int, ...]
@@ -356,7 +357,7 @@ class Outline:
         if not isinstance(value, Tensor):
             return value
         number = value.item() if value.dim() == 0 else None
-        return Outline(tuple(value.shape), value.dtype, value.device.type == "cpu", number)
+        return TensorSpec(tuple(value.shape), value.dtype, value.device.type == "cpu", number)
 
     @property
     def nbytes(self) -> int:
@@ -365,10 +366,10 @@ class Outline:
         return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-_Outlines = Mapping[nn.Parameter, Any]
+_StateSpecs = Mapping[nn.Parameter, Any]
 
 
-def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Outlines:
+def gather_owned_state_specs(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _StateSpecs:
     """By owned parameter that has been stepped, its state with an outline for every tensor.
 
     Tensors made of tensors are taken apart. Collective: every rank.
@@ -377,9 +378,9 @@ def outline_owned_states(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _Ou
     if not own_buckets:
         return {}
     own_buckets[0].wait_for_all_steps()
-    states = own_states(optimizer)
+    states = raw_states(optimizer)
     own = {
-        (number, index): tree_map(Outline.of, take_apart(states[parameter]))
+        (number, index): tree_map(TensorSpec.of, flatten_composites(states[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
         if bucket.shards.is_stepped[index] and parameter in states
@@ -400,21 +401,21 @@ def _gather_owned_states(
     those that the optimizer keeps on the CPU and that have no dimensions are there.
     """
     for bucket in buckets:
-        if bucket.steps_whole:
-            states = own_states(optimizer)  # a defaultdict: not to be asked for what it lacks
+        if bucket.replicates_optim:
+            states = raw_states(optimizer)  # a defaultdict: not to be asked for what it lacks
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
-    outlines = outline_owned_states(optimizer, buckets)
+    outlines = gather_owned_state_specs(optimizer, buckets)
     for bucket in _buckets_of(optimizer, buckets):
         for parameter, tensors in _gather_bucket(bucket, outlines, optimizer).items():
             rest = iter(tensors)
 
             def restore(leaf: object, rest: Iterator[Tensor] = rest) -> object:
-                if not isinstance(leaf, Outline):
+                if not isinstance(leaf, TensorSpec):
                     return leaf
                 tensor = next(rest)
                 return tensor.cpu() if leaf.is_on_cpu and not leaf.shape else tensor
 
-            yield parameter, put_together(tree_map(restore, outlines[parameter]))
+            yield parameter, unflatten_composites(tree_map(restore, outlines[parameter]))
 
 
 def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -423,21 +424,23 @@ def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]
     return [
         bucket
         for bucket in buckets
-        if bucket.shards.holds_whole_tensors and not members.isdisjoint(bucket.parameters)
+        if bucket.shards.has_tensor_owners and not members.isdisjoint(bucket.parameters)
     ]
 
 
 def _gather_bucket(
-    bucket: Bucket, outlines: _Outlines, optimizer: Optimizer
+    bucket: Bucket, outlines: _StateSpecs, optimizer: Optimizer
 ) -> dict[nn.Parameter, list[Tensor]]:
     """By parameter, the tensors of its state: views of one buffer on the device. Collective."""
     comm, mesh = bucket.comm, bucket.comm.mesh
-    by_owner: list[list[tuple[nn.Parameter, list[Outline]]]] = [[] for _ in range(mesh.num_shards)]
+    by_owner: list[list[tuple[nn.Parameter, list[TensorSpec]]]] = [
+        [] for _ in range(mesh.num_shards)
+    ]
     for slot, parameter in zip(bucket.plan.layout.slots, bucket.parameters, strict=True):
         if parameter in outlines:
             assert slot.owner is not None
             leaves = tree_leaves(outlines[parameter])
-            own = [leaf for leaf in leaves if isinstance(leaf, Outline)]
+            own = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
             by_owner[slot.owner].append((parameter, own))
     cuts = [
         max(_ALIGN_BYTES, sum(leaf.nbytes for _, leaves in owned for leaf in leaves))
@@ -454,8 +457,8 @@ def _gather_bucket(
                 views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
                 start += leaf.nbytes
     for parameter, _ in by_owner[mesh.shard_rank]:
-        values = plain_tensors(own_states(optimizer)[parameter])
+        values = plain_tensors(raw_states(optimizer)[parameter])
         for view, value in zip(views[parameter], values, strict=True):
             view.copy_(value)
-    comm.all_gather(buffer, f"states of {bucket.plan.name}", cuts=cuts).wait()
+    comm.all_gather(buffer, f"states of {bucket.plan.name}", split_sizes=cuts).wait()
     return views

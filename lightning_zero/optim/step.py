@@ -7,7 +7,7 @@ then steps bucket after bucket with stand-ins (clone.py), small ones together: t
 stepped bucket travels while the next one is stepped, and what rests in files or in other memory is
 on its way before its step. The body that follows finds no gradients and does nothing. An optimizer
 that counts calls in its groups cannot be called once for each bucket; it runs its body once over
-all of them instead. `trial` finds out which kind an optimizer is.
+all of them instead. `probe` finds out which kind an optimizer is.
 
 [Note: Steps beside the next forward] With `overlap_step` a worker runs the same loop over buckets,
 in the order in which the next forward needs them. Every use of a bucket waits until the loop has
@@ -30,43 +30,43 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.reducing import Reducing
+from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
-from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_together
+from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_chunks
 from lightning_zero.optim.clone import (
     OptimizerClone,
-    is_number_elsewhere,
-    numbers_on_cpu,
+    is_device_scalar,
     parameters_of,
+    scalars_to_cpu,
 )
-from lightning_zero.optim.methods import OnParts, WithoutGradients, wrap_methods
-from lightning_zero.optim.shown import (
-    ShownStates,
-    as_plain_dicts,
-    is_sliced,
-    own_states,
-    refuse_part,
-)
+from lightning_zero.optim.methods import ElementwiseOnly, NoGradientAccess, wrap_methods
+from lightning_zero.optim.probe import ProbeResult, StepKind
 from lightning_zero.optim.state import (
-    bring_states,
-    check_slice,
+    check_sliced_states,
     load_optimizer_state_dict,
     shard_initial_state,
-    store_states,
+    swap_in_states,
+    swap_out_states,
 )
-from lightning_zero.optim.trial import Findings, StepKind
+from lightning_zero.optim.state_view import (
+    StateView,
+    as_plain_dicts,
+    is_sliced,
+    raise_partial_states,
+    raw_states,
+)
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.pipeline import Task
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["MOST_TOGETHER", "OptimizerStep", "check_whole"]
+__all__ = ["MAX_NUMEL_PER_CALL", "OptimizerStep", "check_full_tensors"]
 
 # Elements that one call steps, by type of device; one bucket may have more. On a CPU a step takes
 # longer than the call, and gathers travel meanwhile.
-MOST_TOGETHER = {"cuda": 2**25}
+MAX_NUMEL_PER_CALL = {"cuda": 2**25}
 
 
 class OptimizerStep:
@@ -75,21 +75,21 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        found: Findings,
+        found: ProbeResult,
         *,
-        examine: Callable[[Optimizer], Findings],
-        reducing: Reducing,
+        probe: Callable[[Optimizer], ProbeResult],
+        reducer: Reducer,
         storage: Storage,
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self._shown: Any = ShownStates(optimizer.state, self._drain)
+        self._view: Any = StateView(optimizer.state, self._drain)
         self._kind = found.kind
-        self._found = found
-        self._examine = examine
+        self._result = found
+        self._probe = probe
         self._known_settings = [_settings_of(optimizer)]  # with which it has been looked at
         self._known_members: set[nn.Parameter] = set()  # that have been looked at
-        self._reducing = reducing
+        self._reducer = reducer
         self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
@@ -106,16 +106,16 @@ class OptimizerStep:
         ]
         self._wrapped = [*wrap_methods(optimizer, self._run_method), "load_state_dict"]
         optimizer.__dict__["load_state_dict"] = self._load_state_dict
-        self._show_states()
+        self._install_state_view()
 
     def reset(self) -> None:
         """After an exception, which may have come between the two hooks."""
         self._is_inside = self._is_inside_bucket = False
         self._depth = 0
         self._stepping = []
-        self._return_numbers()
+        self._restore_scalars()
         if not self._is_detached:
-            self._show_states()
+            self._install_state_view()
 
     def detach(self) -> None:
         """The optimizer steps by itself again; its states are this rank's parts."""
@@ -123,45 +123,45 @@ class OptimizerStep:
             handle.remove()
         for name in self._wrapped:
             self.optimizer.__dict__.pop(name, None)
-        if self.optimizer.state is self._shown:
-            self.optimizer.state = own_states(self.optimizer)
+        if self.optimizer.state is self._view:
+            self.optimizer.state = raw_states(self.optimizer)
         self._is_detached = True
 
     # ---------------------------------------------------------------- what users see
 
-    def _take_states(self) -> None:
-        """`optimizer.state` is the plain dict. See [Note: States shown]."""
+    def _uninstall_state_view(self) -> None:
+        """`optimizer.state` is the plain dict. See [Note: State view]."""
         state: Any = self.optimizer.state
-        if state is not self._shown and state is not self._shown.own:  # a user has put it there
+        if state is not self._view and state is not self._view.raw:  # a user has put it there
             shard_initial_state(self.optimizer)
-            self._shown.own = self.optimizer.state
-        self.optimizer.state = self._shown.own
+            self._view.raw = self.optimizer.state
+        self.optimizer.state = self._view.raw
 
-    def _show_states(self) -> None:
+    def _install_state_view(self) -> None:
         """`optimizer.state` shows sharded tensors."""
-        if self.optimizer.state is not self._shown:
-            self._shown.own = self.optimizer.state
-            self.optimizer.state = self._shown
+        if self.optimizer.state is not self._view:
+            self._view.raw = self.optimizer.state
+            self.optimizer.state = self._view
 
     def _before_state_dict(self, *_: Any) -> None:
         self._drain()
-        if self.optimizer.state is not self._shown:
+        if self.optimizer.state is not self._view:
             return  # the engine asks, or the optimizer in its step
         for bucket in self._own_buckets():
-            if bucket.shards.holds_whole_tensors and bucket.comm.mesh.num_shards > 1:
-                refuse_part(f"state_dict() of {type(self.optimizer).__name__}")
+            if bucket.shards.has_tensor_owners and bucket.comm.mesh.num_shards > 1:
+                raise_partial_states(f"state_dict() of {type(self.optimizer).__name__}")
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """In the place of the optimizer's: each rank takes its own part of whole states."""
         self._drain()
-        if self.optimizer.state is self._shown:
+        if self.optimizer.state is self._view:
             load_optimizer_state_dict(self.optimizer, self._own_buckets(), state_dict)
         else:  # called by that function, with this rank's parts
             type(self.optimizer).load_state_dict(self.optimizer, state_dict)
 
     def _own_buckets(self) -> list[Bucket]:
         members = set(parameters_of(self.optimizer))
-        order = self._reducing.step_order()
+        order = self._reducer.step_order()
         return [bucket for bucket in order if not members.isdisjoint(bucket.parameters)]
 
     # ---------------------------------------------------------------- other methods
@@ -175,9 +175,9 @@ class OptimizerStep:
             return method(*args, **kwargs)
         call = f"{type(self.optimizer).__name__}.{name}()"
         lockstep = buckets[0].lockstep
-        lockstep.meet_for(call)
+        lockstep.barrier(call)
         self._drain()
-        self._take_states()
+        self._uninstall_state_view()
         self._is_inside = True
         self._stepping = buckets
         try:
@@ -194,16 +194,16 @@ class OptimizerStep:
         for bucket in self._stepping:
             bucket.masters.enter_step(has_grads=False)
             if bucket.shards.keeps_states_in_files:
-                bring_states(self.optimizer, bucket)
+                swap_in_states(self.optimizer, bucket)
         parts: dict[bool, list[Tensor]] = {False: [], True: []}  # by whether they are slices
         for bucket in self._stepping:
-            if bucket.steps_whole:
+            if bucket.replicates_optim:
                 continue
             for parameter in bucket.parameters:
-                states = plain_tensors(own_states(self.optimizer).get(parameter, {}))
+                states = plain_tensors(raw_states(self.optimizer).get(parameter, {}))
                 known = [value for value in states if value.dim()]
                 parts[is_sliced(bucket)] += [parameter.data, *known]
-        with WithoutGradients(members, call), OnParts(parts[True], parts[False], call):
+        with NoGradientAccess(members, call), ElementwiseOnly(parts[True], parts[False], call):
             yield
 
     def _leave(self) -> None:
@@ -216,12 +216,12 @@ class OptimizerStep:
         for bucket in stepped:
             bucket.masters.leave_step(is_changed=True)
             if bucket.shards.keeps_states_in_files:
-                store_states(self.optimizer, bucket)
+                swap_out_states(self.optimizer, bucket)
         for bucket in stepped:
-            bucket.show_step()
+            bucket.sync_aliases()
         for parameter in (p for bucket in stepped for p in bucket.parameters):
-            check_slice(self.optimizer, parameter)
-        self._show_states()
+            check_sliced_states(self.optimizer, parameter)
+        self._install_state_view()
 
     # ---------------------------------------------------------------- around a closure
 
@@ -238,21 +238,21 @@ class OptimizerStep:
                 "scaler (16-mixed) calls step() without one."
             )
         self._members()
-        self._reducing.before_step()
+        self._reducer.before_step()
         self._enter_all(has_grads=False)
 
         def run_closure() -> Any:
             self._leave()
             with torch.enable_grad():
                 loss = closure()
-            self._reducing.before_step()
+            self._reducer.before_step()
             self._enter_all(has_grads=True)
             return loss
 
         return run_closure
 
     def _enter_all(self, *, has_grads: bool) -> None:
-        self._take_states()
+        self._uninstall_state_view()
         self._is_inside = True
         self._stepping = self._own_buckets()
         for bucket in self._stepping:
@@ -278,13 +278,13 @@ class OptimizerStep:
             evaluated = _Evaluated(loss, type(optimizer).__name__)
             args = (optimizer, evaluated, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
-        self._reducing.before_step()
+        self._reducer.before_step()
         members = self._members()  # an error leaves the states shown
-        self._take_states()
+        self._uninstall_state_view()
         with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
             self._stepping = [
                 bucket
-                for bucket in self._reducing.step_order()
+                for bucket in self._reducer.step_order()
                 if any(p.grad is not None and p in members for p in bucket.parameters)
             ]
         self._is_inside = True
@@ -294,7 +294,7 @@ class OptimizerStep:
                 self._step_by_bucket()
             except BaseException:
                 self._is_inside = False
-                self._show_states()
+                self._install_state_view()
                 raise
             finally:
                 self._is_inside_bucket = False
@@ -304,25 +304,25 @@ class OptimizerStep:
         else:
             for bucket in self._stepping:
                 bucket.masters.enter_step()
-            self._bring_numbers()
-            self._storage.recorder.enter(Kind.STEP, type(optimizer).__name__)
+            self._move_scalars()
+            self._storage.recorder.begin_layer(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
 
-    def _bring_numbers(self) -> None:
+    def _move_scalars(self) -> None:
         """Settings, and what a loss scaler lends. See [Note: Numbers on their way]."""
         first = (bucket.parameters[0] for bucket in self._stepping)  # they point at masters
         if all(parameter.device.type != "cpu" for parameter in first):
             return
         own = self.optimizer.__dict__
         names = own.keys() & {"grad_scale", "found_inf"}
-        own.update(numbers_on_cpu({name: own[name] for name in names}))
+        own.update(scalars_to_cpu({name: own[name] for name in names}))
         for group in self.optimizer.param_groups:
-            numbers = {key: value for key, value in group.items() if is_number_elsewhere(value)}
-            copies = numbers_on_cpu(numbers)
+            numbers = {key: value for key, value in group.items() if is_device_scalar(value)}
+            copies = scalars_to_cpu(numbers)
             group.update(copies)
             self._brought += [(group, key, numbers[key], copies[key]) for key in numbers]
 
-    def _return_numbers(self) -> None:
+    def _restore_scalars(self) -> None:
         """The settings are the user's own tensors again, with what has become of them."""
         for group, key, number, copy in self._brought:
             if group.get(key) is copy:  # else the step has set it anew
@@ -337,19 +337,19 @@ class OptimizerStep:
         if self._depth:
             self._depth -= 1
             return
-        self._return_numbers()
+        self._restore_scalars()
         if self._kind is not StepKind.AROUND_CLOSURE:
-            self._storage.recorder.leave(Kind.STEP, type(optimizer).__name__)
+            self._storage.recorder.end_layer(Kind.STEP, type(optimizer).__name__)
         if self._kind is not StepKind.BY_BUCKET:
             self._leave()
             return
         self._is_inside = False
         stepped, self._stepping = self._stepping, []
         for bucket in stepped:
-            bucket.grads.show()
+            bucket.grads.set_param_grads()
         for bucket in stepped:
-            bucket.show_step()
-        self._show_states()
+            bucket.sync_aliases()
+        self._install_state_view()
 
     def _step_by_bucket(self) -> None:
         clone = OptimizerClone(self.optimizer)
@@ -386,15 +386,17 @@ class OptimizerStep:
         calls = list(_calls(work))
         in_files: list[Task] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
-        in_memory += [step.begin for _, steps in calls[:1] for step in steps]
+        in_memory += [step.start_load for _, steps in calls[:1] for step in steps]
         for call, (number, steps) in enumerate(calls, start=1):
             in_memory.append(partial(end_before, number))
-            in_memory += [step.begin for _, others in calls[call : call + 1] for step in others]
+            in_memory += [
+                step.start_load for _, others in calls[call : call + 1] for step in others
+            ]
             if steps[0].chunk.files:
                 in_files.append(Task(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
                 in_memory = []
             else:
-                in_memory.append(partial(step_together, steps, []))
+                in_memory.append(partial(step_chunks, steps, []))
         if in_files:
             self._storage.pipeline.run(in_files)
         for run in in_memory:
@@ -403,7 +405,7 @@ class OptimizerStep:
 
     def read_ahead(self) -> None:
         """Begins to read what the next step will need, as far as there are buffers for it."""
-        buckets = self._reducing.step_order() if self._kind is StepKind.BY_BUCKET else []
+        buckets = self._reducer.step_order() if self._kind is StepKind.BY_BUCKET else []
         # Gradients in files are written before the step.
         has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
         if has_grads or not any(bucket.shards.state_stores for bucket in buckets):
@@ -421,16 +423,16 @@ class OptimizerStep:
             jobs += [Task(chunk.ranges) for chunk in chunks if chunk.files]
         self._storage.pipeline.prefetch(jobs)
 
-    def _look_again(self) -> None:
+    def _probe_again(self) -> None:
         """At an optimizer with other parameters, or with options that were on or off before."""
-        found = self._examine(self.optimizer)
+        found = self._probe(self.optimizer)
         if found.kind is StepKind.AT_ONCE and self._kind is StepKind.BY_BUCKET:
             raise ValueError(
                 f"{type(self.optimizer).__name__} counts its steps since its options were changed, "
                 "so it can only step all parameters in one call; set them before the engine is "
                 "built (in Lightning, in configure_optimizers)."
             )
-        self._found = dataclasses.replace(self._found, is_elementwise=found.is_elementwise)
+        self._result = dataclasses.replace(self._result, is_elementwise=found.is_elementwise)
         self._known_settings.append(_settings_of(self.optimizer))
 
     def _members(self) -> set[nn.Parameter]:
@@ -447,8 +449,8 @@ class OptimizerStep:
                     "averaged. Add parameters to the module before the engine is built."
                 )
         if not is_known:
-            self._look_again()
-        check_whole(self.optimizer, self._found)
+            self._probe_again()
+        check_full_tensors(self.optimizer, self._result)
         self._known_members = members
         return members
 
@@ -490,12 +492,12 @@ class _Evaluated:
         return self._loss
 
 
-def check_whole(optimizer: Optimizer, found: Findings) -> None:
+def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
     """Refuses, by a ValueError, an optimizer that would step slices as if they were tensors."""
     for parameter in [] if found.is_elementwise else parameters_of(optimizer):
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
-        if not (bucket.steps_whole or bucket.plan.layout.holds_whole_tensors):
+        if not (bucket.replicates_optim or bucket.plan.layout.has_tensor_owners):
             raise ValueError(
                 f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
                 "cut when the engine was built: nothing asked for it whole. Give this "
@@ -514,7 +516,7 @@ def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[Chun
         own_numel = step.chunk.stop - step.chunk.start
         numel += own_numel
         is_alike = bool(steps) and steps[0].of.device == step.of.device
-        is_much = numel > MOST_TOGETHER.get(step.of.device.type, 0)
+        is_much = numel > MAX_NUMEL_PER_CALL.get(step.of.device.type, 0)
         if not is_alike or is_much or steps[0].chunk.files or step.chunk.files:
             if steps:
                 yield first, steps
@@ -529,4 +531,4 @@ def _run_all(
 ) -> None:
     for run in before:
         run()
-    step_together(steps, views)
+    step_chunks(steps, views)

@@ -22,7 +22,7 @@ from lightning_zero.planner.estimates import (
     all_choices,
     cheapest,
     estimate,
-    take_inventory,
+    make_memory_estimator,
 )
 from lightning_zero.planner.optimizers import (
     OPTIMIZER_NAMES,
@@ -31,7 +31,13 @@ from lightning_zero.planner.optimizers import (
     make_optimizers,
 )
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
-from lightning_zero.planner.trace import Repeats, StepTrace, find_repeats, stretched, trace_step
+from lightning_zero.planner.trace import (
+    RepeatedBlocks,
+    StepTrace,
+    extrapolate_trace,
+    find_repeated_blocks,
+    trace_step,
+)
 from lightning_zero.planner.traffic import Rates, Traffic
 
 __all__ = [
@@ -44,7 +50,7 @@ __all__ = [
     "Job",
     "Machine",
     "Rates",
-    "Repeats",
+    "RepeatedBlocks",
     "StepTrace",
     "Traffic",
     "all_choices",
@@ -52,10 +58,10 @@ __all__ = [
     "data_parallel_bytes",
     "full_checkpoint_bytes",
     "estimate",
-    "find_repeats",
+    "find_repeated_blocks",
     "make_optimizers",
     "shape_of_hugging_face",
-    "stretched",
-    "take_inventory",
+    "extrapolate_trace",
+    "make_memory_estimator",
     "trace_step",
 ]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import (
-    MAX_MEANS_ON_THE_WAY,
+    MAX_GRADS_IN_FLIGHT,
     NUM_UPLOAD_BLOCKS,
     UPLOAD_BLOCK_BYTES,
     OffloadConfig,
@@ -20,10 +20,10 @@ from lightning_zero.layout.offload import (
 )
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES
-from lightning_zero.planner.optimizers import States
-from lightning_zero.planner.resting import Inventory, Ranks, Resting
-from lightning_zero.planner.timeline import Peak, replay
-from lightning_zero.planner.trace import StepTrace, plain_trace
+from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
+from lightning_zero.planner.optimizers import StateSpec
+from lightning_zero.planner.simulation import Peak, simulate_step
+from lightning_zero.planner.trace import StepTrace, trace_without_activations
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "all_choices",
     "cheapest",
     "estimate",
-    "take_inventory",
+    "make_memory_estimator",
 ]
 
 _STAGE_NAMES = {0: "off", 1: "stage1", 2: "stage2", 3: "stage3"}
@@ -46,7 +46,7 @@ class Choice:
 
     Attributes:
         zero: The stage, as `zero=` in conf names it.
-        offload: As `offload=` in conf names it; "nvme, gradients too" is nvme with
+        offload: As `offload=` in conf names it; "nvme with gradients" is nvme with
             `max_in_cpu_bytes=0`.
         config: The same as settings.
     """
@@ -78,7 +78,7 @@ def all_choices(
         "cpu": {"offload_optimizer": "cpu", "offload_param": "cpu"},
         "nvme_optimizer": {"offload_optimizer": nvme},
         "nvme": both,
-        "nvme, gradients too": {
+        "nvme with gradients": {
             **both,
             "offload_optimizer": dataclasses.replace(nvme, max_in_cpu_bytes=0),
         },
@@ -115,7 +115,7 @@ class Machine:
         device_bytes: For each rank; None: no bound.
         host_bytes: CPU memory of one machine; None: no bound.
         disk_bytes: Of one machine; None: no bound.
-        is_apart: The device has memory of its own; else it is the CPU.
+        has_device_memory: The device has memory of its own; else it is the CPU.
         rates: How fast bytes travel.
     """
 
@@ -124,7 +124,7 @@ class Machine:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
-    is_apart: bool = True
+    has_device_memory: bool = True
     rates: Rates = field(default_factory=Rates)
 
 
@@ -138,8 +138,8 @@ class Job:
         trace: Of one micro-batch; None: activations are not counted.
         num_micro_batches: In one optimizer step.
         steps_by_bucket: Whether the optimizers' states may go to files.
-        whole_tensors: Which of the optimizers must step whole tensors, as `make_plan`.
-        averages: Of the weights; see `Inventory`.
+        full_optimizers: Which of the optimizers must step whole tensors, as `make_plan`.
+        averages: Of the weights; see `MemoryEstimator`.
         fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
     """
 
@@ -148,9 +148,9 @@ class Job:
     trace: StepTrace | None = None
     num_micro_batches: int = 1
     steps_by_bucket: bool = True
-    whole_tensors: Collection[int] = ()
+    full_optimizers: Collection[int] = ()
     averages: Sequence[Tier] = ()
-    fallback: States | None = None
+    fallback: StateSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Estimate:
     """
 
     choice: Choice
-    ranks: Ranks
+    ranks: MemoryByRank
     peak: Peak
     staging_bytes: int
     traffic: Traffic
@@ -176,42 +176,42 @@ class Estimate:
     machine: Machine
 
     @property
-    def resting(self) -> Resting:
+    def rank_memory(self) -> RankMemory:
         """Between steps, on the largest rank."""
-        return self.ranks.resting[self.ranks.largest]
+        return self.ranks.by_rank[self.ranks.largest]
 
     @property
     def device_bytes(self) -> int:
         """The most on the device; on the CPU, the most in memory."""
-        own = self.resting.tier_bytes(Tier.DEVICE) + self._beside_states
-        cpu = self.resting.tier_bytes(Tier.CPU) + self._buffers
-        return own if self.machine.is_apart else own + cpu
+        own = self.rank_memory.tier_bytes(Tier.DEVICE) + self._beside_states
+        cpu = self.rank_memory.tier_bytes(Tier.CPU) + self._buffers
+        return own if self.machine.has_device_memory else own + cpu
 
     @property
     def _beside_states(self) -> int:
-        return self.resting.module_buffer_bytes + self.peak.total_bytes
+        return self.rank_memory.module_buffer_bytes + self.peak.total_bytes
 
     @property
     def _buffers(self) -> int:
-        return self.resting.pool_bytes + self.staging_bytes
+        return self.rank_memory.nvme_buffer_bytes + self.staging_bytes
 
     @property
     def host_bytes(self) -> int:
         """CPU memory of one machine, for all its ranks."""
         per_node = self.machine.ranks_per_node
-        nbytes = self.ranks.machine_bytes(Tier.CPU, per_node) + self._buffers * per_node
-        if not self.machine.is_apart:
-            nbytes += self.ranks.machine_bytes(Tier.DEVICE, per_node)
+        nbytes = self.ranks.node_bytes(Tier.CPU, per_node) + self._buffers * per_node
+        if not self.machine.has_device_memory:
+            nbytes += self.ranks.node_bytes(Tier.DEVICE, per_node)
             nbytes += self._beside_states * per_node
         return nbytes
 
     @property
     def disk_bytes(self) -> int:
         """Files of all ranks of one machine."""
-        return self.ranks.machine_bytes(Tier.NVME, self.machine.ranks_per_node)
+        return self.ranks.node_bytes(Tier.NVME, self.machine.ranks_per_node)
 
     @property
-    def excess(self) -> dict[str, int]:
+    def missing_bytes(self) -> dict[str, int]:
         """By what is too small, bytes that are missing; empty where all fits."""
         limits = {
             "device memory": (self.device_bytes, self.machine.device_bytes),
@@ -227,7 +227,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Nothing is too small."""
-        return not self.excess
+        return not self.missing_bytes
 
     @property
     def transfer_seconds(self) -> tuple[float, float]:
@@ -237,12 +237,12 @@ class Estimate:
     @property
     def cost(self) -> tuple[float, bool, int, int]:
         """What is cheaper sorts first: less time, nothing to wait for in forward, fewer bytes."""
-        gathers = self.choice.config.states.gathers_before_use
-        nbytes = sum(self.resting.tier_bytes(tier) for tier in Tier)
+        gathers = self.choice.config.states.shards_params
+        nbytes = sum(self.rank_memory.tier_bytes(tier) for tier in Tier)
         return sum(self.seconds.values()), gathers, nbytes, self.choice.config.stage
 
 
-def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
+def make_memory_estimator(choice: Choice, job: Job, machine: Machine) -> MemoryEstimator:
     """Counts what rests on each rank under `choice`.
 
     Raises:
@@ -259,14 +259,14 @@ def take_inventory(choice: Choice, job: Job, machine: Machine) -> Inventory:
             for group in optimizer.param_groups
             for parameter in group["params"]
         },
-        whole_tensors=job.whole_tensors,
+        full_optimizers=job.full_optimizers,
     )
-    return Inventory(
+    return MemoryEstimator(
         plan,
         job.module,
         job.optimizers,
         offloads=config.offloads,
-        is_apart=machine.is_apart,
+        has_device_memory=machine.has_device_memory,
         accumulates=job.num_micro_batches > 1,
         steps_by_bucket=job.steps_by_bucket,
         averages=job.averages,
@@ -280,25 +280,25 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     Raises:
         ValueError: The module cannot be planned; see `make_plan`.
     """
-    inventory = take_inventory(choice, job, machine)
-    plan, ranks, on_gloo = inventory.plan, inventory.ranks(), not machine.is_apart
-    peak = replay(
+    estimator = make_memory_estimator(choice, job, machine)
+    plan, ranks, on_gloo = estimator.plan, estimator.ranks(), not machine.has_device_memory
+    peak = simulate_step(
         plan,
         choice.config,
-        job.trace or plain_trace(plan),
+        job.trace or trace_without_activations(plan),
         on_gloo=on_gloo,
-        is_apart=machine.is_apart,
-        accumulates=inventory.accumulates,
+        has_device_memory=machine.has_device_memory,
+        accumulates=estimator.accumulates,
         rank=ranks.largest,
     )
     traffic = traffic_of(
-        inventory,
-        peak.num_gathers,
+        estimator,
+        peak.num_all_gathers,
         on_gloo=on_gloo,
         num_micro_batches=job.num_micro_batches,
         rank=ranks.largest,
     )
-    staging = _staging_bytes(plan, inventory.accumulates) if machine.is_apart else 0
+    staging = _staging_bytes(plan, estimator.accumulates) if machine.has_device_memory else 0
     seconds = traffic.seconds(machine.rates, machine.ranks_per_node)
     return Estimate(choice, ranks, peak, staging, traffic, seconds, machine)
 
@@ -314,7 +314,7 @@ def _staging_bytes(plan: Plan, accumulates: bool) -> int:
         b.tiers.optim is not Tier.DEVICE and b.tiers.param is Tier.DEVICE for b in plan.buckets
     )
     of_blocks = NUM_UPLOAD_BLOCKS * UPLOAD_BLOCK_BYTES
-    return MAX_MEANS_ON_THE_WAY * max(means, default=0) + of_blocks * is_uploaded
+    return MAX_GRADS_IN_FLIGHT * max(means, default=0) + of_blocks * is_uploaded
 
 
 def cheapest(estimates: Sequence[Estimate], count: int = 1) -> list[Estimate]:

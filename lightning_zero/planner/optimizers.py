@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optim.clone import step_toy
+from lightning_zero.optim.clone import probe_state
 
 __all__ = [
     "OPTIMIZER_NAMES",
-    "KeptStates",
-    "States",
+    "OptimizerStates",
+    "StateSpec",
     "data_parallel_bytes",
     "full_checkpoint_bytes",
     "make_optimizers",
@@ -40,7 +40,7 @@ OPTIMIZER_NAMES = tuple(sorted([*_FACTORIES, "sgd_momentum"]))
 
 
 @dataclass(frozen=True)
-class States:
+class StateSpec:
     """What an optimizer keeps for one parameter after its first step.
 
     Attributes:
@@ -63,7 +63,7 @@ class States:
         """Of other states, for a slice of a parameter, whatever its length."""
         return sum(math.prod(shape) * itemsize for shape, itemsize in self.others)
 
-    def whole_bytes(self, shape: _Shape) -> int:
+    def full_bytes(self, shape: _Shape) -> int:
         """Of all states of a parameter that is stepped whole."""
         size_of = {size: own for size, own in zip(self.toy, shape, strict=False) if size > 1}
         others = sum(
@@ -73,7 +73,7 @@ class States:
         return math.prod(shape) * self.element_bytes + others
 
 
-class KeptStates:
+class OptimizerStates:
     """The states of every parameter of some optimizers.
 
     Args:
@@ -81,7 +81,7 @@ class KeptStates:
         fallback: What those are taken to keep that cannot step a toy; None: they are refused.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], fallback: States | None = None) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], fallback: StateSpec | None = None) -> None:
         self._fallback = fallback
         self._member = {
             parameter: (optimizer, index)
@@ -89,13 +89,13 @@ class KeptStates:
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._known: dict[tuple[int, int, _Shape, torch.dtype], States] = {}
+        self._known: dict[tuple[int, int, _Shape, torch.dtype], StateSpec] = {}
 
-    def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> States:
+    def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> StateSpec:
         """What is kept for `parameter`, stepped in `dtype`; nothing where no optimizer has it."""
         member = self._member.get(parameter)
         if member is None or not parameter.requires_grad:
-            return States()
+            return StateSpec()
         optimizer, group = member
         # Adafactor, say, keeps another state for a matrix than for a vector.
         toy = _toy_like(tuple(parameter.shape))
@@ -104,7 +104,7 @@ class KeptStates:
             self._known[key] = self._find(optimizer, group, toy, dtype)
         return self._known[key]
 
-    def _find(self, optimizer: Optimizer, group: int, toy: _Shape, dtype: torch.dtype) -> States:
+    def _find(self, optimizer: Optimizer, group: int, toy: _Shape, dtype: torch.dtype) -> StateSpec:
         try:
             return _try(optimizer, group, toy, dtype)
         except Exception as error:
@@ -135,10 +135,10 @@ def full_checkpoint_bytes(
 
     Rank 0 holds them in CPU memory while it saves one. Arguments are as in `data_parallel_bytes`.
     """
-    states, nbytes = KeptStates(optimizers, States()), 0
+    states, nbytes = OptimizerStates(optimizers, StateSpec()), 0
     for parameter in named.values():
         nbytes += parameter.numel() * parameter.dtype.itemsize
-        nbytes += states.of(parameter, parameter.dtype).whole_bytes(tuple(parameter.shape))
+        nbytes += states.of(parameter, parameter.dtype).full_bytes(tuple(parameter.shape))
     return nbytes
 
 
@@ -185,9 +185,9 @@ def _toy_like(shape: _Shape) -> _Shape:
     return (*_SMALL[:num_dims], *[1] * (num_dims - len(_SMALL)))
 
 
-def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> States:
+def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> StateSpec:
     """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
-    state = step_toy(optimizer, torch.ones(shape, dtype=dtype), index)
+    state = probe_state(optimizer, torch.ones(shape, dtype=dtype), index)
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []
     for key, value in state.items():
@@ -196,4 +196,4 @@ def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) ->
         else:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             others += [(tuple(leaf.shape), leaf.element_size()) for leaf in tensors]
-    return States(elementwise, tuple(others), shape)
+    return StateSpec(elementwise, tuple(others), shape)

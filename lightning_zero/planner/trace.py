@@ -6,7 +6,7 @@ has gone, whoever held it: a local variable, or autograd for backward. So the co
 allocator would be asked for, without its rounding, but for the inside of kernels. Attention counts
 as one fused kernel. Parameters are not counted; the engine holds them elsewhere.
 
-[Note: Stretched] A language model repeats one block dozens of times, and a step of it on fake
+[Note: Extrapolated] A language model repeats one block dozens of times, and a step of it on fake
 tensors takes as many times as long. Where all blocks of a container have one class and equal
 parameters, only the first four are run. The second and the third must have the same moments, with
 activations that differ by a constant; then those of the third are repeated. Else, or where a model
@@ -32,16 +32,16 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import Plan, UnitPlan
-from lightning_zero.layout.recompute import checkpointed as run_again
+from lightning_zero.layout.recompute import apply_checkpointing
 
 __all__ = [
     "Event",
     "TraceMoment",
-    "Repeats",
+    "RepeatedBlocks",
     "StepTrace",
-    "find_repeats",
-    "plain_trace",
-    "stretched",
+    "find_repeated_blocks",
+    "trace_without_activations",
+    "extrapolate_trace",
     "trace_step",
 ]
 
@@ -49,13 +49,13 @@ __all__ = [
 class Event(Enum):
     """What happens in a step, to a unit or to a parameter."""
 
-    FORWARD = "a unit's forward begins"
-    FORWARD_END = "a unit's forward has ended"
-    TURN = "backward begins"
-    BACKWARD = "backward reaches an output of a unit"
-    BACKWARD_END = "the gradients of all inputs of a unit are there"
+    PRE_FORWARD = "a unit's forward begins"
+    POST_FORWARD = "a unit's forward has ended"
+    BEGIN_BACKWARD = "backward begins"
+    PRE_BACKWARD = "backward reaches an output of a unit"
+    POST_BACKWARD = "the gradients of all inputs of a unit are there"
     GRAD = "the gradient of a parameter is there"
-    END = "backward has ended"
+    FINALIZE_BACKWARD = "backward has ended"
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def trace_step(
                 with under, torch.enable_grad():
                     loss = step(module.train())
                 saved_bytes = recorder.counter.live
-                recorder.take(Event.TURN)
+                recorder.take(Event.BEGIN_BACKWARD)
                 loss.backward()
                 del loss
-                recorder.take(Event.END)
+                recorder.take(Event.FINALIZE_BACKWARD)
         except Exception as error:
             text = " ".join(str(error).split())
             raise ValueError(
@@ -238,7 +238,7 @@ def _hooked(
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
     for buffer in module.buffers():
         recorder.counter.ignore(buffer)
-    end = run_again(module, checkpointed, keeps_rng=False)
+    end = apply_checkpointing(module, checkpointed, preserve_rng_state=False)
     try:
         yield
     finally:
@@ -251,19 +251,19 @@ def _before(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
-        recorder.take(Event.FORWARD, name, is_awaited=bool(inputs))
+        recorder.take(Event.PRE_FORWARD, name, is_awaited=bool(inputs))
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: recorder.take(Event.BACKWARD_END, name))
+            register_multi_grad_hook(inputs, lambda _: recorder.take(Event.POST_BACKWARD, name))
 
     return hook
 
 
 def _after(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, output: Any) -> None:
-        recorder.take(Event.FORWARD_END, name)
+        recorder.take(Event.POST_FORWARD, name)
         for leaf in tree_leaves(output):
             if _wants_grad(leaf) and not leaf.is_leaf:
-                leaf.register_hook(lambda _: recorder.take(Event.BACKWARD, name))
+                leaf.register_hook(lambda _: recorder.take(Event.PRE_BACKWARD, name))
 
     return hook
 
@@ -281,22 +281,22 @@ def _wants_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def plain_trace(plan: Plan) -> StepTrace:
+def trace_without_activations(plan: Plan) -> StepTrace:
     """A step in the order of registration, without activations, for a module that cannot be run."""
     units = [unit for unit in plan.units if unit.name]
     moments = []
     for unit in units:
-        moments.append(TraceMoment(Event.FORWARD, unit.name, is_awaited=True))
-        moments.append(TraceMoment(Event.FORWARD_END, unit.name))
-    moments.append(TraceMoment(Event.TURN))
+        moments.append(TraceMoment(Event.PRE_FORWARD, unit.name, is_awaited=True))
+        moments.append(TraceMoment(Event.POST_FORWARD, unit.name))
+    moments.append(TraceMoment(Event.BEGIN_BACKWARD))
     for unit in reversed(units):
-        moments.append(TraceMoment(Event.BACKWARD, unit.name))
+        moments.append(TraceMoment(Event.PRE_BACKWARD, unit.name))
         moments += _gradients_of(unit)
-        moments.append(TraceMoment(Event.BACKWARD_END, unit.name))
+        moments.append(TraceMoment(Event.POST_BACKWARD, unit.name))
     for unit in plan.units:
         if not unit.name:
             moments += _gradients_of(unit)
-    return StepTrace((*moments, TraceMoment(Event.END)))
+    return StepTrace((*moments, TraceMoment(Event.FINALIZE_BACKWARD)))
 
 
 def _gradients_of(unit: UnitPlan) -> list[TraceMoment]:
@@ -313,7 +313,7 @@ _LEAST = 8  # below this the whole is run at once
 
 
 @dataclass(frozen=True)
-class Repeats:
+class RepeatedBlocks:
     """Blocks that are alike.
 
     Attributes:
@@ -331,7 +331,7 @@ class Repeats:
         )
 
 
-def find_repeats(module: nn.Module, units: Sequence[str]) -> Repeats | None:
+def find_repeated_blocks(module: nn.Module, units: Sequence[str]) -> RepeatedBlocks | None:
     """The one container of units that are all alike, if it is deep."""
     known = set(units)
     for name, container in module.named_modules():
@@ -342,7 +342,7 @@ def find_repeats(module: nn.Module, units: Sequence[str]) -> Repeats | None:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         if len({_likeness(child) for child in children.values()}) == 1:
-            return Repeats(name, tuple(children))
+            return RepeatedBlocks(name, tuple(children))
     return None
 
 
@@ -353,8 +353,8 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
     return type(module), tuple(parameters)
 
 
-def stretched(
-    module: nn.Module, repeats: Repeats, run: Callable[[Sequence[str]], StepTrace]
+def extrapolate_trace(
+    module: nn.Module, repeats: RepeatedBlocks, run: Callable[[Sequence[str]], StepTrace]
 ) -> StepTrace | None:
     """The trace of all blocks from a run of four; None where they are not alike in it.
 
@@ -371,10 +371,10 @@ def stretched(
             trace = run(gone)
         except ValueError:
             return None
-    turn = next(i for i, m in enumerate(trace.moments) if m.event is Event.TURN)
+    turn = next(i for i, m in enumerate(trace.moments) if m.event is Event.BEGIN_BACKWARD)
     forward, backward = trace.moments[:turn], trace.moments[turn:]
-    begins = [_first(forward, Event.FORWARD, repeats.name(i)) for i in (1, 2, 3)]
-    returns = [_first(backward, Event.BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
+    begins = [_first(forward, Event.PRE_FORWARD, repeats.name(i)) for i in (1, 2, 3)]
+    returns = [_first(backward, Event.PRE_BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
     growth = _growth(forward, begins, repeats, 1)
     if growth is None or _growth(backward, returns, repeats, -1) != -growth:
         return None
@@ -398,7 +398,7 @@ def _first(moments: Sequence[TraceMoment], event: Event, name: str) -> int:
 
 
 def _growth(
-    moments: Sequence[TraceMoment], cuts: Sequence[int], repeats: Repeats, shift: int
+    moments: Sequence[TraceMoment], cuts: Sequence[int], repeats: RepeatedBlocks, shift: int
 ) -> int | None:
     """Bytes by which two neighbouring blocks differ in all their moments; None: in more than that.
 
@@ -424,7 +424,7 @@ def _tails(moments: Sequence[TraceMoment]) -> list[TraceMoment]:
 
 
 def _moved(
-    moments: Sequence[TraceMoment], repeats: Repeats, shift: int, growth: int
+    moments: Sequence[TraceMoment], repeats: RepeatedBlocks, shift: int, growth: int
 ) -> list[TraceMoment]:
     """The moments of blocks as those of the blocks `shift` places behind them.
 
@@ -445,7 +445,7 @@ def _moved(
     ]
 
 
-def _renamed(name: str, repeats: Repeats, shift: int) -> str:
+def _renamed(name: str, repeats: RepeatedBlocks, shift: int) -> str:
     for index in range(_KEPT):
         old = repeats.name(index)
         if name == old or name.startswith(f"{old}."):

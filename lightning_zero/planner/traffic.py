@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_zero.layout.offload import Tier, padded_bytes
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.planner.resting import Inventory
+from lightning_zero.planner.memory import MemoryEstimator
 
 __all__ = ["Rates", "Traffic", "traffic_of"]
 
@@ -64,8 +64,8 @@ class Traffic:
 
 
 def traffic_of(
-    inventory: Inventory,
-    num_gathers: Mapping[str, int],
+    estimator: MemoryEstimator,
+    num_all_gathers: Mapping[str, int],
     *,
     on_gloo: bool = False,
     num_micro_batches: int = 1,
@@ -74,27 +74,27 @@ def traffic_of(
     """Sums over the buckets of a plan.
 
     Args:
-        inventory: Of the plan.
-        num_gathers: By bucket, gathers before use in one micro-batch, as a replay counts them.
+        estimator: Of the plan.
+        num_all_gathers: By bucket, gathers before use in one micro-batch, as a replay counts them.
         on_gloo: Gradients travel in the parameters' dtype; else in that of the sum.
         num_micro_batches: In a step.
         rank: Whose shards, where they differ.
     """
     sums = [0] * 6
-    for bucket in inventory.plan.buckets:
-        gathers = num_gathers.get(bucket.name, 0) * num_micro_batches
-        gathers += bucket.stage.gathers_after_step and bucket.is_trainable
+    for bucket in estimator.plan.buckets:
+        gathers = num_all_gathers.get(bucket.name, 0) * num_micro_batches
+        gathers += bucket.stage.all_gathers_after_step and bucket.is_trainable
         reductions = num_micro_batches if bucket.stage.reduces_every_backward else 1
         parts = (
-            _wire(inventory, bucket, rank, gathers, reductions, on_gloo),
-            *_tiers(inventory, bucket, rank, gathers, reductions),
+            _wire(estimator, bucket, rank, gathers, reductions, on_gloo),
+            *_tiers(estimator, bucket, rank, gathers, reductions),
         )
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return Traffic(*sums)
 
 
 def _wire(
-    inventory: Inventory,
+    estimator: MemoryEstimator,
     bucket: BucketPlan,
     rank: int,
     gathers: int,
@@ -102,8 +102,8 @@ def _wire(
     on_gloo: bool,
 ) -> int:
     """Sent to the others: this rank's shard in a gather, theirs of its gradients in a reduction."""
-    mean = inventory.plan.grad_dtype(bucket).itemsize
-    is_wide = not on_gloo or (inventory.accumulates and not bucket.stage.has_shard(State.GRAD))
+    mean = estimator.plan.grad_dtype(bucket).itemsize
+    is_wide = not on_gloo or (estimator.accumulates and not bucket.stage.has_shard(State.GRAD))
     if not bucket.stage.has_shard(State.OPTIM):
         gradients = 2 * mean  # an all-reduce is a reduce-scatter and a gather
     else:
@@ -115,29 +115,38 @@ def _wire(
 
 
 def _tiers(
-    inventory: Inventory, bucket: BucketPlan, rank: int, gathers: int, reductions: int
+    estimator: MemoryEstimator, bucket: BucketPlan, rank: int, gathers: int, reductions: int
 ) -> tuple[int, int, int, int, int]:
     """To and from CPU memory, read from and written to files, stepped on the CPU."""
-    numel, tiers, is_apart = len(bucket.layout.shard(rank)), bucket.tiers, inventory.is_apart
+    numel, tiers, has_device_memory = (
+        len(bucket.layout.shard(rank)),
+        bucket.tiers,
+        estimator.has_device_memory,
+    )
     param = numel * bucket.dtype.itemsize
-    mean = numel * inventory.plan.grad_dtype(bucket).itemsize
+    mean = numel * estimator.plan.grad_dtype(bucket).itemsize
     to_cpu = from_cpu = read = written = stepped = 0
     if bucket.stage.has_shard(State.PARAM):
-        from_cpu += gathers * param * tiers.param.is_elsewhere(is_apart=is_apart) * is_apart
+        from_cpu += (
+            gathers
+            * param
+            * tiers.param.is_offloaded(has_device_memory=has_device_memory)
+            * has_device_memory
+        )
         if tiers.param is Tier.NVME:
             read += gathers * padded_bytes(numel, bucket.dtype)
     if not bucket.is_trainable:
         return to_cpu, from_cpu, read, written, stepped
-    for is_read, is_written, nbytes in inventory.stepped_files(bucket, rank):
+    for is_read, is_written, nbytes in estimator.stepped_files(bucket, rank):
         read += nbytes * is_read
         written += nbytes * is_written
     if tiers.grad is Tier.NVME:
-        nbytes = padded_bytes(numel, inventory.plan.grad_dtype(bucket))
+        nbytes = padded_bytes(numel, estimator.plan.grad_dtype(bucket))
         written += reductions * nbytes
         read += (reductions - 1) * nbytes
     if tiers.optim is not Tier.DEVICE:
-        to_cpu += reductions * mean * is_apart
-        from_cpu += param * (tiers.param is Tier.DEVICE) * is_apart
-        states = inventory.states.of(inventory.parameter(bucket, 0), bucket.master_dtype)
+        to_cpu += reductions * mean * has_device_memory
+        from_cpu += param * (tiers.param is Tier.DEVICE) * has_device_memory
+        states = estimator.states.of(estimator.parameter(bucket, 0), bucket.master_dtype)
         stepped += mean + 2 * numel * (bucket.master_dtype.itemsize + states.element_bytes)
     return to_cpu, from_cpu, read, written, stepped

@@ -172,11 +172,11 @@ class Recorder:
     def stop(self) -> None:
         """Keeps nothing any more and drops what was kept."""
         self.is_on = self._stops_at_end = False
-        self.forget()
+        self.discard_open_spans()
         self._over.clear()
         self._zero = self._zero_s = None
 
-    def forget(self) -> None:
+    def discard_open_spans(self) -> None:
         """Drops what is under way: after an exception some of it will never end."""
         self._under_way.clear()
         self._layers.clear()
@@ -216,7 +216,7 @@ class Recorder:
         self._under_way.add(span)
         return span
 
-    def moving(
+    def copy_span(
         self, name: str, nbytes: int, source: torch.device, target: torch.device
     ) -> OpenSpan:
         """Begins the span of a copy on the current stream; none where both are one memory."""
@@ -247,7 +247,7 @@ class Recorder:
 
     # ---------------------------------------------------------------- computation
 
-    def phase(self, kind: Kind | None) -> None:
+    def begin_phase(self, kind: Kind | None) -> None:
         """The computation goes over to `kind`; None: to what is not the engine's."""
         if not self.is_on:
             return
@@ -256,23 +256,23 @@ class Recorder:
         self._layers.clear()
         self._phase = _OFF if kind is None else self.span(kind)
 
-    def enter(self, kind: Kind, name: str) -> None:
+    def begin_layer(self, kind: Kind, name: str) -> None:
         """The layer `name` computes. In backward the layer before it has ended with that."""
         if not self.is_on:
             return
         for key in [key for key in self._layers if kind is Kind.BACKWARD is key[0]]:
-            self.leave(*key)
-        self.leave(kind, name)
+            self.end_layer(*key)
+        self.end_layer(kind, name)
         self._layers[kind, name] = self.span(kind, name)
 
-    def leave(self, kind: Kind, name: str) -> None:
+    def end_layer(self, kind: Kind, name: str) -> None:
         """The layer `name` has computed."""
         if self.is_on:
             self._layers.pop((kind, name), _OFF).end()
 
     # ---------------------------------------------------------------- prefetch
 
-    def count(self, *, is_hit: bool) -> None:
+    def count_prefetch(self, *, is_hit: bool) -> None:
         """A unit is needed: it has been gathered ahead, or its gather begins only now."""
         if self.is_on:
             self._counts[0 if is_hit else 1] += 1

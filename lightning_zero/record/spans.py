@@ -33,9 +33,9 @@ class Kind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"  # of the optimizer
-    GATHER = "all_gather"
-    REDUCE = "reduce_scatter"
-    AVERAGE = "all_reduce"  # over replicas, of whole gradients in stage 0, of a norm
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"  # over replicas, of whole gradients in stage 0, of a norm
     AGREE = "agree"  # ranks tell each other what comes next
     TO_DEVICE = "to_device"  # from CPU memory
     TO_CPU = "to_cpu"

@@ -11,6 +11,7 @@ Imports the engine, checkpoint, planner and deepspeed; from here on lightning an
     saving            checkpoints on their way to the disk and back, whole and sharded
     processes, children, hydra, hydra_jobs  who the ranks are, and how they start
     slurm             a job's layout, and its requeueing
+    resume            the checkpoint from which a run resumes
     loops             what all ranks agree on between two batches, and evaluation with another
                       number of batches on each rank
     precision         clipping, the loss scale, dtypes

@@ -31,7 +31,7 @@ _MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], None]
 
 
 class Averages:
-    """The averaged modules of a Trainer's callbacks, as shards until `give_back`.
+    """The averaged modules of a Trainer's callbacks, as shards until `unwrap`.
 
     Args:
         engine: Holds the trained module.
@@ -53,50 +53,54 @@ class Averages:
         try:
             for callback in callbacks:
                 if isinstance(callback, WeightAveraging):
-                    self._adopt_weight_averaging(callback)
+                    self._wrap_weight_averaging(callback)
                 elif isinstance(callback, StochasticWeightAveraging):
-                    self._adopt_stochastic(callback)
+                    self._wrap_stochastic_averaging(callback)
         except BaseException:
-            self.let_go()
+            self.restore_methods()
             raise
 
     def __len__(self) -> int:
         return len(self._shadows)
 
-    def give_back(self, device: torch.device | None) -> None:
+    def unwrap(self, device: torch.device | None) -> None:
         """Leaves the callbacks whole averages on `device`; None: without values. Collective."""
         for shadow in self._shadows:
-            shadow.give_back(device)
-        self.let_go()
+            shadow.unwrap(device)
+        self.restore_methods()
 
-    def let_go(self) -> None:
+    def restore_methods(self) -> None:
         """Leaves the callbacks what there is: averages are lost where ranks are. Local."""
         self._shadows = []
         self._patches.undo()
 
     # ---------------------------------------------------------------- which methods
 
-    def _adopt_weight_averaging(self, callback: WeightAveraging) -> None:
+    def _wrap_weight_averaging(self, callback: WeightAveraging) -> None:
         average = callback._average_model
         if average is None or not is_copy(average.module, self._engine.module):
             return  # it averages in fit only, and may have been in another fit before
         if not self._can_shard(callback, average.avg_fn, average.multi_avg_fn):
             return
         device = None if callback._device is None else next(average.module.parameters()).device
-        shadow = self._adopt(average, average.module, device)
+        shadow = self._wrap_average(average, average.module, device)
         within = self._patches.within
-        within(average, "update_parameters", partial(shadow.shown, writes=False))
+        within(average, "update_parameters", partial(shadow.shard_views, write_back=False))
         for name in ("_swap_models", "_copy_average_to_current"):
-            within(callback, name, partial(shadow.shown, writes=True))
+            within(callback, name, partial(shadow.shard_views, write_back=True))
         within(callback, "on_load_checkpoint", partial(_loading_shards, self._engine.module))
 
-    def _adopt_stochastic(self, callback: StochasticWeightAveraging) -> None:
+    def _wrap_stochastic_averaging(self, callback: StochasticWeightAveraging) -> None:
         average = callback._average_model
         if average is None or not self._can_shard(callback, callback._avg_fn, None):
             return
-        shadow = self._adopt(average, average, None)
-        self._patches.within(callback, "update_parameters", partial(shadow.shown, writes=False))
-        self._patches.within(callback, "transfer_weights", partial(shadow.shown, writes=True))
+        shadow = self._wrap_average(average, average, None)
+        self._patches.within(
+            callback, "update_parameters", partial(shadow.shard_views, write_back=False)
+        )
+        self._patches.within(
+            callback, "transfer_weights", partial(shadow.shard_views, write_back=True)
+        )
 
     def _can_shard(
         self, callback: Callback, avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None
@@ -111,14 +115,16 @@ class Averages:
             "ZeroStrategy(stage=0), where nothing is sharded."
         )
 
-    def _adopt(self, average: nn.Module, copy: nn.Module, device: torch.device | None) -> Shadow:
+    def _wrap_average(
+        self, average: nn.Module, copy: nn.Module, device: torch.device | None
+    ) -> Shadow:
         """Makes a shadow of `copy`, which `average` is or holds."""
         _check_copy(copy)
         shadow = Shadow(self._engine, copy, device=device)
         kind = f"average {len(self._shadows)} of parameter"
         self._shadows.append(shadow)
         save = _unless_nested(average, "state_dict", lambda one: self._state_dict(one, kind))
-        self._patches.within(average, "to", shadow.bare)
+        self._patches.within(average, "to", shadow.own_views)
         self._patches.put(average, "state_dict", save)
         self._patches.put(average, "load_state_dict", _loader(average))
         return shadow

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from lightning_zero.comm.peers import how_ended
+from lightning_zero.comm.peers import describe_exit
 from lightning_zero.comm.world import leave_world
 
-__all__ = ["Children", "Untouched", "how_child_ended", "release_children"]
+__all__ = ["Children", "ProcessSnapshot", "how_child_ended", "release_children"]
 
 _VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -29,7 +29,7 @@ _VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Untouched:
+class ProcessSnapshot:
     """What a launch changes in the process that becomes rank 0, as it was.
 
     The process group and the variables would make the next job of this process believe that its
@@ -41,7 +41,7 @@ class Untouched:
     excepthook: Callable[..., Any]  # around it a process group puts one that says the rank
 
     @classmethod
-    def now(cls) -> Untouched:
+    def take(cls) -> ProcessSnapshot:
         return cls(dict(os.environ), torch.get_num_threads(), sys.excepthook)
 
     def restore(self) -> None:
@@ -75,7 +75,7 @@ class Children(threading.Thread):
 
     _launched: ClassVar[tuple[int, Children] | None] = None  # by the process of this number
 
-    def __init__(self, job: str | None, *, first_rank: int, before: Untouched) -> None:
+    def __init__(self, job: str | None, *, first_rank: int, before: ProcessSnapshot) -> None:
         super().__init__(daemon=True, name="lightning-zero-children")
         self.job = job  # see `current_job`
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -95,20 +95,20 @@ class Children(threading.Thread):
         """Begins to watch, if there is any other rank."""
         Children._launched = os.getpid(), self
         if self.processes:
-            atexit.register(self._see_out)
+            atexit.register(self._wait_for_children)
             super().start()
 
-    def _see_out(self) -> None:
+    def _wait_for_children(self) -> None:
         """The job has ended when all its ranks have: the shell gets its prompt then."""
         if self._is_over.is_set() or self._has_failed:
             return
         if running := self._wait(_GRACE_S):
-            _say(f"rank 0 has come to its end, and waits: {self._names(running)}.")
+            _report(f"rank 0 has come to its end, and waits: {self._names(running)}.")
         for process in self.processes:
             process.wait()
         failed = [process for process in self.processes if process.returncode]
         if failed:
-            _say(f"{self._names(failed)}, after rank 0 had come to its end.")
+            _report(f"{self._names(failed)}, after rank 0 had come to its end.")
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
@@ -139,10 +139,10 @@ class Children(threading.Thread):
             if gone_at is None:
                 gone_at = time.monotonic()
                 if any(p.returncode for p in gone):
-                    _say(f"{self._names(gone)}, while rank 0 still needs it.")
+                    _report(f"{self._names(gone)}, while rank 0 still needs it.")
             grace_s = _GRACE_S if any(p.returncode for p in gone) else _GRACE_OF_SUCCESS_S
             if time.monotonic() - gone_at > grace_s:
-                _say(
+                _report(
                     f"{self._names(gone)}, and rank 0 has waited for it in vain for {grace_s:g} s: "
                     "all ranks of this node are killed. Every rank must run the same script to "
                     "its end."
@@ -170,7 +170,9 @@ class Children(threading.Thread):
         running = self._wait(timeout_s)
         if running:
             what = "failed" if self._has_failed else "finished"
-            _say(f"{self._names(running)} {timeout_s:g} s after rank 0 had {what}, and is killed.")
+            _report(
+                f"{self._names(running)} {timeout_s:g} s after rank 0 had {what}, and is killed."
+            )
         for process in running:
             process.kill()
             process.wait()
@@ -188,7 +190,7 @@ class Children(threading.Thread):
         for rank, process in enumerate(self.processes, self._first_rank):
             if process in processes:
                 code = process.returncode
-                texts.append(f"rank {rank} {'still ran' if code is None else how_ended(code)}")
+                texts.append(f"rank {rank} {'still ran' if code is None else describe_exit(code)}")
         return ", ".join(texts)
 
 
@@ -204,10 +206,10 @@ def how_child_ended(pid: int) -> str | None:
     children = Children.current()
     for process in children.processes if children is not None else ():
         if process.pid == pid and process.poll() is not None:
-            return how_ended(process.returncode)
+            return describe_exit(process.returncode)
     return None
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     """At once: this process may be killed next."""
     print(f"lightning_zero: {text}", file=sys.stderr, flush=True)

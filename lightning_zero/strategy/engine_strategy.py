@@ -41,7 +41,7 @@ from lightning_zero.checkpoint import load_masters, narrow_masters
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import Building, move_all_but_parameters
-from lightning_zero.engine.counting import held_bytes, whole_bytes
+from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
@@ -49,27 +49,27 @@ from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.stage import State
 from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.children import release_children
-from lightning_zero.strategy.loops import LockstepLoops, keep_in_loop, with_status
+from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
-from lightning_zero.strategy.settings import Place, Settings
+from lightning_zero.strategy.settings import Hardware, Settings
 from lightning_zero.strategy.slurm import RequeuedExit
-from lightning_zero.tensors.guarded import as_plain, has_placement
+from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
     ConstantStates,
-    check_none_left_out,
-    forget_awaited,
-    forget_left_out,
-    is_left_out,
+    check_none_dropped,
+    clear_dropped,
+    clear_pending_values,
+    is_dropped,
 )
 from lightning_zero.tensors.ties import tie_shared
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["RALLY_DEADLINE", "EngineStrategy", "WholeAfterFit", "run_state"]
+__all__ = ["REGROUP_TIMEOUT", "EngineStrategy", "UnshardAfterFit", "run_state"]
 
-WholeAfterFit = bool | Literal["auto"]
+UnshardAfterFit = bool | Literal["auto"]
 
-RALLY_DEADLINE = timedelta(seconds=60)
+REGROUP_TIMEOUT = timedelta(seconds=60)
 _CPU = torch.device("cpu")
 _GIB = 2**30
 
@@ -81,14 +81,14 @@ class EngineStrategy(ProcessStrategy):
     """
 
     def __init__(
-        self, settings: Settings, *, whole_after_fit: WholeAfterFit, **of_processes: Any
+        self, settings: Settings, *, unshard_after_fit: UnshardAfterFit, **of_processes: Any
     ) -> None:
-        if not isinstance(whole_after_fit, bool) and whole_after_fit != "auto":
+        if not isinstance(unshard_after_fit, bool) and unshard_after_fit != "auto":
             raise ValueError(
-                f'whole_after_fit must be True, False or "auto", got {whole_after_fit!r}.'
+                f'unshard_after_fit must be True, False or "auto", got {unshard_after_fit!r}.'
             )
         self._settings = settings
-        self._whole_after_fit = whole_after_fit
+        self._unshard_after_fit = unshard_after_fit
         self._grad_scaler_kwargs: dict[str, Any] = {}
         self._loops = LockstepLoops()
         # See [Note: A run].
@@ -99,8 +99,8 @@ class EngineStrategy(ProcessStrategy):
         self._closed: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # by name, of a 16-bit module; on rank 0
         self._watched_by: Watchdog | None = None  # the run that has been set up last
-        self._has_rallied: bool | None = None  # after an exception: all ranks came together again
-        self._keeps_whole: bool | None = None  # once that is decided for this run
+        self._has_regrouped: bool | None = None  # after an exception: all ranks came together again
+        self._keeps_full_module: bool | None = None  # once that is decided for this run
         super().__init__(**of_processes)
 
     @property
@@ -190,7 +190,7 @@ class EngineStrategy(ProcessStrategy):
         """
         device = self.root_device
         is_running = run_state(self.lightning_module).status == TrainerStatus.RUNNING
-        if self.config.states.gathers_before_use and not is_running:
+        if self.config.states.shards_params and not is_running:
             device = _CPU
         with (
             torch.device("meta") if empty_init else device,
@@ -204,11 +204,11 @@ class EngineStrategy(ProcessStrategy):
         """Around `configure_model`: what it builds is sharded as it is built, where that helps."""
         on_cpu = self.root_device.type == "cpu"
         helps = self.world_size > 1 or (self.config.offload_param is not None and not on_cpu)
-        if not helps or not self.config.states.gathers_before_use:
+        if not helps or not self.config.states.shards_params:
             yield
             return
         self._building = Building(self.root_device, self._timeout, watchdog=self._watched_by)
-        with self._building.watching():
+        with self._building.track_parameters():
             yield
 
     # ---------------------------------------------------------------- set-up
@@ -219,13 +219,13 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_rallied = self._keeps_whole = None  # a failure of the run before is over
-        check_none_left_out(self.model)
+        self._has_regrouped = self._keeps_full_module = None  # a failure of the run before is over
+        check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        with self._taking_over():
+        with self._wrapping_built_parameters():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             self._reset_optimizers_and_schedulers()
@@ -233,7 +233,7 @@ class EngineStrategy(ProcessStrategy):
                 with ConstantStates():
                     self.setup_optimizers(trainer)
             if self._building is not None:
-                self._building.settle()
+                self._building.finalize()
             if self._closed is not None:
                 self._closed.comm.close()
                 self._closed = None
@@ -242,14 +242,14 @@ class EngineStrategy(ProcessStrategy):
         self.setup_precision_plugin()
 
     @contextmanager
-    def _taking_over(self) -> Iterator[None]:
+    def _wrapping_built_parameters(self) -> Iterator[None]:
         """Around the set-up that takes over what is in parts, if anything. Collective."""
         building = self._building
         if building is None:
             yield
             return
         try:
-            with building.cutting():
+            with building.resharding():
                 yield
         except BaseException:
             building.abort()
@@ -266,8 +266,8 @@ class EngineStrategy(ProcessStrategy):
 
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
-        place = Place(self.root_device, self.world_size, self.num_processes)
-        config = self._settings.decide(trainer, optimizers, place, self._precision_plugin)
+        hardware = Hardware(self.root_device, self.world_size, self.num_processes)
+        config = self._settings.decide(trainer, optimizers, hardware, self._precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._engine = Engine(
@@ -279,7 +279,7 @@ class EngineStrategy(ProcessStrategy):
             watchdog=self._watched_by,
         )
         self.optimizers = self.optimizers  # see the setter
-        forget_left_out(trainer.lightning_module)
+        clear_dropped(trainer.lightning_module)
         load_masters(self._engine, self._masters_to_load)
         self._masters_to_load = {}
         self._loops.begin(trainer, self._engine.lockstep)
@@ -319,8 +319,8 @@ class EngineStrategy(ProcessStrategy):
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
-        retains_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.engine.backward_context(retains_graph=retains_graph):
+        retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with self.engine.backward_context(retain_graph=retain_graph):
             plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -337,7 +337,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        return keep_in_loop(dataloader, self.lightning_module.trainer)
+        return replace_empty_loader(dataloader, self.lightning_module.trainer)
 
     def _begin_evaluation(self) -> None:
         self._loops.begin_evaluation()
@@ -349,44 +349,48 @@ class EngineStrategy(ProcessStrategy):
     on_validation_end = on_test_end = on_predict_end = _end_evaluation
 
     @override
-    def _meets(self, name: str, *, everyone: bool = True) -> bool:
+    def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
         """As the base; raises a RuntimeError where another rank is elsewhere, or has failed."""
-        is_lost = self._has_rallied is False
-        if not super()._meets(name, everyone=everyone) or is_lost or not self._is_together():
+        is_lost = self._has_regrouped is False
+        if (
+            not super()._enter_collective(name, everyone=everyone)
+            or is_lost
+            or not self._can_communicate()
+        ):
             return False
         if self._engine is not None:
             lockstep = self._engine.lockstep
-            (lockstep.meet_for if everyone else lockstep.meet_in_loop)(name)
+            (lockstep.barrier if everyone else lockstep.barrier_in_loop)(name)
         return True
 
     # ---------------------------------------------------------------- failure and the end
 
-    def _is_together(self) -> bool:
+    def _can_communicate(self) -> bool:
         """Whether collectives are possible. After an exception the ranks first rally, once.
 
         The failing rank tells the others, which fail at their next agreement; those that come here
         within the deadline go on with fresh process groups, at rest.
         """
         if self._engine is None:
-            return self._watched_by is None or self._watched_by.verdict is None
+            return self._watched_by is None or self._watched_by.failure is None
         if run_state(self._engine.module).status != TrainerStatus.INTERRUPTED:
             return True
-        if self._has_rallied is None:
-            deadline = min(self._timeout or RALLY_DEADLINE, RALLY_DEADLINE)
-            self._has_rallied = self._engine.rally(deadline, sys.exc_info()[1])
-        return self._has_rallied
+        if self._has_regrouped is None:
+            deadline = min(self._timeout or REGROUP_TIMEOUT, REGROUP_TIMEOUT)
+            self._has_regrouped = self._engine._regroup(deadline, sys.exc_info()[1])
+        return self._has_regrouped
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, RequeuedExit):
-            self._has_rallied = False  # all is saved and time is short: nothing is gathered
+            self._has_regrouped = False  # all is saved and time is short: nothing is gathered
         elif isinstance(exception, SIGTERMException):
             with_status(exception)  # Lightning's own says that all is done
         if self._watchdog is not None:
             if self._engine is None:
                 self._watchdog.abort(exception)
             self._watchdog.explain(exception)
-        self._is_together()
+        self._can_communicate()
 
     @override
     def teardown(self) -> None:
@@ -400,7 +404,7 @@ class EngineStrategy(ProcessStrategy):
         if self._watchdog is not None:
             self._watchdog.leave()
         release_children()  # nothing collective comes from here on
-        self._give_module_back()
+        self._unwrap_module()
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
@@ -410,52 +414,52 @@ class EngineStrategy(ProcessStrategy):
 
     def _end(self, engine: Engine) -> None:
         """Gives parameters back, on the CPU, where the ranks are together, else what there is."""
-        if self._is_together():
-            is_whole = self._is_kept_whole()
+        if self._can_communicate():
+            is_whole = self._should_keep_full_module()
             if self._averages is not None:
-                self._averages.give_back(_CPU if is_whole else None)
+                self._averages.unwrap(_CPU if is_whole else None)
             self._last_masters = narrow_masters(engine) if is_whole else {}
-            engine.close(_CPU, keeps_optimizer_shards=True, keeps_parameters=is_whole)
+            engine.close(_CPU, keep_optimizer_shards=True, keep_parameters=is_whole)
             if is_whole:
                 self._closed = engine
             else:
                 engine.comm.close()
         else:
-            engine.abandon()
+            engine._abort()
             if self._averages is not None:
-                self._averages.let_go()
+                self._averages.restore_methods()
         self._engine = self._averages = None
 
-    def _is_kept_whole(self) -> bool:
+    def _should_keep_full_module(self) -> bool:
         """Whether every rank gets the module when this run has ended. Collective."""
-        if self._keeps_whole is None:
+        if self._keeps_full_module is None:
             # A rank may have a batch or a forward more.
-            self.engine.lockstep.meet_for("the end of the run")
-            if isinstance(self._whole_after_fit, bool):
-                self._keeps_whole = self._whole_after_fit
+            self.engine.lockstep.barrier("the end of the run")
+            if isinstance(self._unshard_after_fit, bool):
+                self._keeps_full_module = self._unshard_after_fit
             else:  # only what a fit leaves is saved before it goes
-                self._keeps_whole = not self._was_fitting() or _has_room_for_whole(
+                self._keeps_full_module = not self._was_fitting() or _full_module_fits(
                     self.engine, num_averages=len(self._averages or ())
                 )
-        return self._keeps_whole
+        return self._keeps_full_module
 
     def _was_fitting(self) -> bool:
         return run_state(self.engine.module).fn == TrainerFn.FITTING
 
-    def _loses_weights(self) -> bool:
+    def _drops_weights(self) -> bool:
         """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
-        if self._engine is None or self._whole_after_fit != "auto":
+        if self._engine is None or self._unshard_after_fit != "auto":
             return False
-        return self._was_fitting() and not self._is_kept_whole()
+        return self._was_fitting() and not self._should_keep_full_module()
 
-    def _give_module_back(self) -> None:
+    def _unwrap_module(self) -> None:
         module = self.lightning_module
         if module is None:
             return
-        forget_awaited(module)  # a set-up that failed has left it
+        clear_pending_values(module)  # a set-up that failed has left it
         parameters = list(module.parameters())
         has_all = not any(has_placement(p) or p.is_meta for p in parameters)
-        with as_plain(parameters):
+        with unguarded(parameters):
             if self._layer_sync and run_state(module).fn == TrainerFn.FITTING:
                 self.model = self._layer_sync.revert(module)
             if not has_all:
@@ -481,24 +485,24 @@ def _share_methods(optimizer: LightningOptimizer) -> None:
             optimizer.__dict__[name] = value
 
 
-def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:
+def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
     """Whether each rank can hold the module, and averages of it, whole in CPU memory. Collective.
 
     It can where that takes at most half of what is free for each rank of a node, on all nodes.
     Warns, once, where it does not.
     """
-    needed = (1 + num_averages) * sum(whole_bytes(bucket) for bucket in engine.buckets)
-    needed -= sum(held_bytes(bucket) for bucket in engine.buckets)
+    needed = (1 + num_averages) * sum(full_bytes(bucket) for bucket in engine.buckets)
+    needed -= sum(cpu_param_bytes(bucket) for bucket in engine.buckets)
     if engine.comm.rank == 0:
         needed += sum(_masters_bytes(bucket) for bucket in engine.buckets)
     room = available_memory_bytes() // (2 * local_world_size())
     fits = bool(engine.comm.control.min_ints([room - needed])[0] >= 0)
     if not fits:
         rank_zero_warn(
-            f'whole_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '
+            f'unshard_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '
             f"{needed / _GIB:.3g} GiB more with the whole module, and less than twice that is free "
             "for each: its parameters are left out. Load them from a checkpoint, by "
-            "Model.load_from_checkpoint(path) or ckpt_path=path; whole_after_fit=True keeps them."
+            "Model.load_from_checkpoint(path) or ckpt_path=path; unshard_after_fit=True keeps them."
         )
     return fits
 
@@ -506,7 +510,7 @@ def _has_room_for_whole(engine: Engine, *, num_averages: int) -> bool:
 def _masters_bytes(bucket: Bucket) -> int:
     """Of masters that a late checkpoint needs beside narrow parameters; rank 0 keeps them."""
     dtype = bucket.plan.master_dtype
-    is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.own_dtypes)
+    is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.orig_dtypes)
     return bucket.plan.layout.numel * dtype.itemsize if is_narrow else 0
 
 
@@ -516,7 +520,7 @@ def _masters_bytes(bucket: Bucket) -> int:
 def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
     """Raises where an engine holds it (unless `is_ours`), or it has and will have no parameters."""
     for name, parameter in module.named_parameters():
-        is_held = has_placement(parameter) and not is_left_out(parameter)
+        is_held = has_placement(parameter) and not is_dropped(parameter)
         if is_held and not is_ours:
             raise ValueError(
                 f"parameter {name} is already held by another engine; one module trains under one "

@@ -10,7 +10,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from lightning.pytorch.strategies.launchers import subprocess_script
 
-from lightning_zero.strategy.children import Children, Untouched
+from lightning_zero.strategy.children import Children, ProcessSnapshot
 from lightning_zero.strategy.hydra import child_command
 
 __all__ = ["HydraJobs"]
@@ -30,13 +30,13 @@ class HydraJobs(Callback):
     """
 
     def __init__(self) -> None:
-        self._before: Untouched | None = None
+        self._before: ProcessSnapshot | None = None
         self._lightnings: Any = None
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
         """Remembers the process as it is."""
         if not any(name in os.environ for name in _RANKS):
-            self._before = Untouched.now()
+            self._before = ProcessSnapshot.take()
             self._lightnings = vars(subprocess_script)["_hydra_subprocess_cmd"]
             vars(subprocess_script)["_hydra_subprocess_cmd"] = child_command
 

@@ -28,15 +28,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.comm.watchdog import RanksApartError
+from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.strategy.patches import Patches
 
-__all__ = ["LockstepLoops", "Wish", "keep_in_loop", "name_of_batch", "with_status"]
+__all__ = ["LockstepLoops", "StopRequest", "replace_empty_loader", "name_of_batch", "with_status"]
 
 # There is no hook between batches that may end a training, nor one for the handler.
-_AGREE = "_broadcast_sigterm_tensor"
-_HANDLE = "_sigterm_notifier_fn"
+_CHECK_SIGTERM = "_broadcast_sigterm_tensor"
+_HANDLE_SIGTERM = "_sigterm_notifier_fn"
 # No hook of Lightning's comes between the last batch and the first collective after it, which
 # synchronises the metrics, so these methods of the running loop are wrapped: the first ends a data
 # loader's batches (prediction has none of it), the second ends the loop.
@@ -46,13 +46,13 @@ _END_OF_LOOP = "on_run_end"
 _log = logging.getLogger(__name__)
 
 
-class Wish(IntEnum):
+class StopRequest(IntEnum):
     """What a rank wishes for all, between two batches; the lowest of all ranks counts."""
 
-    LEAVE = 0  # the place is taken away
+    PREEMPT = 0  # the job is being preempted
     REQUEUE = 1  # the time will soon be up
     STOP = 2
-    NOTHING = 3
+    NONE = 3
 
 
 class LockstepLoops:
@@ -62,47 +62,51 @@ class LockstepLoops:
         self._of_run, self._of_evaluation = Patches(), Patches()
         self._trainer: Trainer | None = None
         self._lockstep: Lockstep | None = None
-        self._is_told = False
+        self._has_sigterm = False
 
     def begin(self, trainer: Trainer, lockstep: Lockstep) -> None:
         """Before Lightning installs its handlers. Local."""
         self.end()
-        self._trainer, self._lockstep, self._is_told = trainer, lockstep, False
-        lockstep.wishes(self._wish)
-        self._of_run.put(trainer.fit_loop.epoch_loop, _AGREE, self.agree)
-        self._of_run.put(trainer._signal_connector, _HANDLE, partial(self._note, trainer))
+        self._trainer, self._lockstep, self._has_sigterm = trainer, lockstep, False
+        lockstep.set_stop_request(self._stop_request)
+        self._of_run.put(trainer.fit_loop.epoch_loop, _CHECK_SIGTERM, self.check_stop_requests)
+        self._of_run.put(
+            trainer._signal_connector, _HANDLE_SIGTERM, partial(self._on_sigterm, trainer)
+        )
 
     def end(self) -> None:
         """After the run, or after an exception in it. Local."""
         self._of_run.undo()
         self._of_evaluation.undo()
 
-    def _wish(self) -> Wish:
+    def _stop_request(self) -> StopRequest:
         assert self._trainer is not None
-        asked: Wish = getattr(self._trainer._signal_connector, "request", Wish.NOTHING)  # SLURM's
-        return min(asked, Wish.STOP if self._is_told else Wish.NOTHING)
+        asked: StopRequest = getattr(
+            self._trainer._signal_connector, "request", StopRequest.NONE
+        )  # SLURM's
+        return min(asked, StopRequest.STOP if self._has_sigterm else StopRequest.NONE)
 
-    def agree(self) -> None:
+    def check_stop_requests(self) -> None:
         """Raises unless each rank has a batch and none was told to stop. Collective."""
         assert self._trainer is not None
         assert self._lockstep is not None
-        if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == Wish.STOP:
+        if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == StopRequest.STOP:
             rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
-            with suppress(RanksApartError):  # so that none goes away before all know
-                self._lockstep.meet_for("the stop of all ranks")
+            with suppress(DesynchronizedError):  # so that none goes away before all know
+                self._lockstep.barrier("the stop of all ranks")
             raise with_status(SIGTERMException())
 
-    def _note(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
         _log.warning("rank %d: SIGTERM has come.", trainer.global_rank)
-        if not self._is_told and trainer.strategy.launcher is not None:
+        if not self._has_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)  # the ranks that this process has started
-        self._is_told = True
+        self._has_sigterm = True
         if trainer.world_size == 1 or not trainer.training:
             trainer._signal_connector.received_sigterm = True
 
     def begin_evaluation(self) -> None:
         """Before the first batch of an evaluation loop. Collective."""
-        self.agree()
+        self.check_stop_requests()
         self._of_evaluation.undo()
         assert self._trainer is not None
         assert self._lockstep is not None
@@ -149,7 +153,7 @@ class _NoBatches:
         return iter(())
 
 
-def keep_in_loop(loader: object, trainer: Trainer) -> object:
+def replace_empty_loader(loader: object, trainer: Trainer) -> object:
     """A data loader of an evaluation that every rank enters. Collective where it has a length."""
     if not (trainer.evaluating or trainer.predicting):
         return loader

@@ -25,7 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine.engine import Engine
-from lightning_zero.layout.kept import kept_by_models
+from lightning_zero.layout.keep_float32 import float32_names_of
 
 __all__ = [
     "ZeroDoublePrecision",
@@ -89,7 +89,7 @@ def _set_aside(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     for module in root.modules():
         named: dict[str, Tensor] = dict(module.named_parameters())
         named.update(module.named_buffers())
-        kept.update(named[name] for name in kept_by_models(module, named, dtype))
+        kept.update(named[name] for name in float32_names_of(module, named, dtype))
     places = [
         (held, name, value)
         for module in root.modules()
@@ -113,7 +113,7 @@ class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
 class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     """Whole parameters in 16 bits under autocast ("bf16-mixed", "16-mixed"); masters in float32.
 
-    What autocast does not cast stays in float32: see kept.py.
+    What autocast does not cast stays in float32: see keep_float32.py.
     """
 
     is_autocast = True

@@ -36,7 +36,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.watchdog import Watchdog, next_name
+from lightning_zero.comm.watchdog import Watchdog, next_watchdog_name
 from lightning_zero.comm.world import (
     WaitLimits,
     as_timeout,
@@ -49,10 +49,10 @@ from lightning_zero.comm.world import (
     wait_for_world,
     world_size,
 )
-from lightning_zero.strategy.children import Children, Untouched, how_child_ended
+from lightning_zero.strategy.children import Children, ProcessSnapshot, how_child_ended
 from lightning_zero.strategy.hydra import check_launch, child_command, current_job
+from lightning_zero.strategy.resume import with_resolved_ckpt_path
 from lightning_zero.strategy.slurm import Requeueing, check_slurm_layout
-from lightning_zero.strategy.start import finding_start
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 
@@ -154,22 +154,22 @@ class ProcessStrategy(ParallelStrategy):
         device_id = None if device.type == "cpu" else device
         settings: dict[str, Any] = {"timeout": self._timeout, "device_id": device_id}
         if not has_world():
-            settings["store"] = self._meet_ranks()
+            settings["store"] = self._rendezvous()
         _init_dist_connection(self.cluster_environment, backend, **settings)
         self._check_world_size()
         if self._watchdog is not None:
             self._watchdog.stop()
-        Watchdog.stop_those_that_left()
+        Watchdog.stop_finished()
         self._watchdog = Watchdog(
-            next_name(self.global_rank),
+            next_watchdog_name(self.global_rank),
             rank=self.global_rank,
             size=self.world_size,
             limits=self._limits,
-            rallies=True,
-            how_ended=how_child_ended,
+            can_regroup=True,
+            describe_exit=how_child_ended,
         )
 
-    def _meet_ranks(self) -> Any:
+    def _rendezvous(self) -> Any:
         environment = self.cluster_environment
         assert environment is not None
         os.environ["MASTER_ADDR"] = environment.main_address
@@ -211,7 +211,7 @@ class ProcessStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- small collectives
 
-    def _meets(self, name: str, *, everyone: bool = True) -> bool:
+    def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
         """Whether a collective of every rank, or of some, is possible; else there is none.
 
         Where a subclass brings ranks together that are not at the same point; `name` is that of
@@ -222,19 +222,19 @@ class ProcessStrategy(ParallelStrategy):
     def _waiting(self, name: str, *, is_one_way: bool = False) -> AbstractContextManager[None]:
         if self._watchdog is None:
             return nullcontext()
-        return self._watchdog.waiting(name, is_engines=False, is_one_way=is_one_way)
+        return self._watchdog.waiting(name, is_engine_group=False, is_one_way=is_one_way)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         name = f"the barrier {name!r}" if name else "a barrier"
-        if self._meets(name):
+        if self._enter_collective(name):
             with self._waiting(name):
                 wait_for_world(self.root_device)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         name = f"an object of rank {src}"
-        if not self._meets(name):
+        if not self._enter_collective(name):
             return obj
         with self._waiting(name, is_one_way=True):
             return broadcast_object(obj, src)
@@ -246,7 +246,7 @@ class ProcessStrategy(ParallelStrategy):
         # Torch's ReduceOp says its address, which is another on every rank.
         how = reduce_op if isinstance(reduce_op, str) else "reduction"
         name = f"a {how} over ranks of {_shape_of(tensor)}"
-        if not self._meets(name, everyone=is_world(group)):
+        if not self._enter_collective(name, everyone=is_world(group)):
             return tensor
         with self._waiting(name):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -256,7 +256,7 @@ class ProcessStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         name = f"an all-gather of {_shape_of(tensor)}"
-        if not self._meets(name, everyone=is_world(group)):
+        if not self._enter_collective(name, everyone=is_world(group)):
             return tensor
         with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -294,7 +294,9 @@ class _ProcessLauncher(_MultiProcessingLauncher):
         function: Callable[..., Any],
         *rest: Any,
     ) -> None:
-        super()._wrapping_function(process_idx, trainer, finding_start(function, trainer), *rest)
+        super()._wrapping_function(
+            process_idx, trainer, with_resolved_ckpt_path(function, trainer), *rest
+        )
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
@@ -332,7 +334,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         children = Children.current()
         self.procs = children.processes if children is not None else []
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        function = finding_start(function, trainer)
+        function = with_resolved_ckpt_path(function, trainer)
         with children.needed() if children is not None else nullcontext():
             if trainer is not None and Requeueing.is_wanted(trainer):
                 return Requeueing(trainer).run(function, *args, **kwargs)
@@ -343,7 +345,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         check_launch(self.num_processes)
         commands = [child_command(local_rank) for local_rank in range(1, self.num_processes)]
         first_rank = environment.node_rank() * self.num_processes + 1
-        children = Children(current_job(), first_rank=first_rank, before=Untouched.now())
+        children = Children(current_job(), first_rank=first_rank, before=ProcessSnapshot.take())
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         os.environ["NODE_RANK"] = str(environment.node_rank())

@@ -9,7 +9,7 @@ stays if that fails.
 
 [Note: Every format] Lightning's `load_from_checkpoint` opens its argument as one file of
 `torch.save`, through one function of its module `lightning.pytorch.core.saving`.
-`accept_every_format` puts another in that function's place: it opens directories, `.safetensors`
+`patch_load_from_checkpoint` puts another in that function's place: it opens directories, `.safetensors`
 files and remote storage, and hands everything else to Lightning's as before. The rest of the loader
 (hyperparameters, arguments, strictness) is its own, for all formats.
 
@@ -41,53 +41,53 @@ from typing_extensions import override
 
 from lightning_zero._version import __version__
 from lightning_zero.checkpoint import atomic, open_checkpoint
-from lightning_zero.checkpoint.atomic import Place, local_path, locate
+from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
-from lightning_zero.checkpoint.dcp_writer import Planned, ShardedSave
+from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
+    replicated_as_shards,
     sharded_masters,
     sharded_optimizer_state,
     sharded_state_dict,
     shards_in,
-    whole_as_shards,
 )
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.sizes import in_words
+from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
     "MASTERS_KEY",
-    "NOTE_KEY",
-    "CheckpointForm",
+    "METADATA_KEY",
+    "CheckpointType",
     "Saving",
     "ZeroCheckpointIO",
-    "accept_every_format",
+    "patch_load_from_checkpoint",
     "is_download",
-    "is_own_io",
+    "is_user_io",
 ]
 
 
-CheckpointForm = Literal["auto", "full", "sharded"]
+CheckpointType = Literal["auto", "full", "sharded"]
 MASTERS_KEY = "lightning_zero_masters"
-NOTE_KEY = "lightning_zero"  # in the sharded form: who wrote it
+METADATA_KEY = "lightning_zero"  # in the sharded form: who wrote it
 
-_FORMS = get_args(CheckpointForm)
+_CHECKPOINT_TYPES = get_args(CheckpointType)
 _SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
 
 
 class Saving:
     """Decides on the form and writes the sharded one; `is_async`: while training goes on."""
 
-    def __init__(self, form: CheckpointForm, *, is_async: bool) -> None:
-        if form not in _FORMS:
-            raise ValueError(f"checkpoint must be one of {_FORMS}, got {form!r}.")
+    def __init__(self, form: CheckpointType, *, is_async: bool) -> None:
+        if form not in _CHECKPOINT_TYPES:
+            raise ValueError(f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {form!r}.")
         if is_async and form == "full":
             raise ValueError(
                 'async_save needs the sharded form, got checkpoint="full"; use '
@@ -99,8 +99,8 @@ class Saving:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
         self._in_flight: list[Future[None]] = []  # a save, and what is to follow it
         self._channel: Channel | None = None
-        self._planned = Planned()  # over that channel
-        self._shards: dict[str, ShardTensor] = {}  # handed out for the next save, by source
+        self._planned = SavePlanCache()  # over that channel
+        self._shards: dict[str, CheckpointShard] = {}  # handed out for the next save, by source
         self._has_warned = False
         self._is_sharded: bool | None = None  # what "auto" means in this run; None: not decided yet
         self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
@@ -113,7 +113,7 @@ class Saving:
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:
         """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it."""
-        if self._form == "sharded" and is_own_io(checkpoint_io):
+        if self._form == "sharded" and is_user_io(checkpoint_io):
             raise ValueError(
                 f'checkpoint="sharded" writes by itself and would not use '
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
@@ -144,7 +144,7 @@ class Saving:
         """Whether a checkpoint is written in the sharded form; see `decide`."""
         if self._form != "auto":
             return self._form == "sharded"
-        if is_own_io(checkpoint_io):
+        if is_user_io(checkpoint_io):
             return False
         if self._is_sharded is not None:
             return self._is_sharded
@@ -185,7 +185,7 @@ class Saving:
     ) -> dict[str, Any]:
         """Entries of the module, or of a shadow of it; see `sharded_state_dict`. Local."""
         if is_closed:
-            state = whole_as_shards(module, engine.comm.rank, engine.comm.size)
+            state = replicated_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
             state = sharded_state_dict(module, kind)
         self._shards |= shards_in(state)
@@ -252,13 +252,13 @@ class Saving:
                 self._shards |= shards_in(masters)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        checkpoint[NOTE_KEY] = checkpoint.get(NOTE_KEY, {}) | {
+        checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | {
             "version": __version__,
             "stage": engine.config.stage,
             "world_size": engine.comm.size,
         }
         if self._channel is None or not self._channel.is_open:
-            self._channel, self._planned = engine.comm.open_channel(), Planned()
+            self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
         channel = self._channel
         shards, self._shards = self._shards, {}
         check_shared(filepath, channel.size)
@@ -341,11 +341,11 @@ def _why_sharded(engine: Engine) -> str | None:
         return "parameters or optimizer states are offloaded"
     needed, free = full_checkpoint_bytes(engine.buckets), available_memory_bytes()
     if engine.comm.rank == 0 and needed > free // 2:
-        return f"a full one takes {in_words(needed)} of {in_words(free)} of free CPU memory"
+        return f"a full one takes {format_bytes(needed)} of {format_bytes(free)} of free CPU memory"
     return None
 
 
-def is_own_io(checkpoint_io: CheckpointIO | None) -> bool:
+def is_user_io(checkpoint_io: CheckpointIO | None) -> bool:
     """Whether it is one that the user has given."""
     return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
 
@@ -355,7 +355,7 @@ def _run_in_session(save: ShardedSave) -> None:
         save.run()
 
 
-def _remove_or_warn(path: Place) -> None:
+def _remove_or_warn(path: CheckpointPath) -> None:
     try:
         atomic.remove(path)
     except Exception as error:  # remote storage raises what it likes
@@ -414,7 +414,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
-def accept_every_format() -> None:
+def patch_load_from_checkpoint() -> None:
     """See [Note: Every format]. Doing it again is harmless."""
     load_file: Callable[..., Any] = vars(lightnings)["pl_load"]
     if load_file.__module__ == __name__:

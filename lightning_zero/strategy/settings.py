@@ -27,38 +27,43 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.world import failing_together, gather_objects
-from lightning_zero.engine.facts import config_facts
+from lightning_zero.engine.consistency import describe_config
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
-from lightning_zero.optim.trial import find_whole_tensors
+from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
-from lightning_zero.planner.optimizers import States
+from lightning_zero.planner.optimizers import StateSpec
 from lightning_zero.strategy.precision import ZeroPrecision
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import available_memory_bytes
 
 __all__ = [
     "AutoChoice",
-    "Place",
-    "Room",
+    "Hardware",
+    "AvailableMemory",
     "Settings",
     "as_arguments",
     "auto_base",
     "choose",
-    "refuse_what_cannot_fit",
+    "check_memory_fits",
 ]
 
 _AUTO = "auto"
-_OTHER_FACTS = ("check_memory", "checkpoint", "async_save", "whole_after_fit")  # not the engine's
+_OTHER_COMPARED = (
+    "check_memory",
+    "checkpoint",
+    "async_save",
+    "unshard_after_fit",
+)  # not the engine's
 _STAGES = (1, 2, 3)  # 0 is the control
 _SHARE = 0.7  # of the free memory: activations, which nobody knows yet, take the rest
 _GIB = 1024**3
 # Adam's, where an optimizer does not show its own on a toy.
-_TWO_MOMENTS = States({"exp_avg": 4, "exp_avg_sq": 4})
+_TWO_MOMENTS = StateSpec({"exp_avg": 4, "exp_avg_sq": 4})
 
 
 @dataclass(frozen=True)
-class Place:
+class Hardware:
     """Where a run computes: the device of this rank, ranks of the world and of this machine."""
 
     device: torch.device
@@ -66,13 +71,13 @@ class Place:
     ranks_per_node: int
 
     @property
-    def is_apart(self) -> bool:
+    def has_device_memory(self) -> bool:
         """The device has memory of its own."""
         return self.device.type != "cpu"
 
 
 @dataclass(frozen=True)
-class Room:
+class AvailableMemory:
     """Bytes of memory, of the rank that has least."""
 
     device_free: int  # on the CPU, this rank's share of what is available
@@ -118,24 +123,24 @@ class Settings:
         self._checks_memory = given["check_memory"]
         if not isinstance(self._checks_memory, bool):
             raise TypeError(f"check_memory must be True or False, got {self._checks_memory!r}.")
-        self._others = {name: str(given[name]) for name in _OTHER_FACTS}
+        self._others = {name: str(given[name]) for name in _OTHER_COMPARED}
         self.config = self._given
         self.choice: AutoChoice | None = None
 
-    def facts(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """What was given, to be compared between ranks."""
         stage = {"stage": _AUTO} if self._is_auto else {}
-        return config_facts(self._given) | stage | self._others
+        return describe_config(self._given) | stage | self._others
 
     def decide(
         self,
         trainer: Trainer,
         optimizers: Sequence[Optimizer],
-        place: Place,
+        hardware: Hardware,
         precision: ZeroPrecision | None,
     ) -> ZeroConfig:
         """The settings of one run: nothing in them is left to be found out. Collective."""
-        group_size = self._given.group_size(local_world_size=place.ranks_per_node)
+        group_size = self._given.group_size(local_world_size=hardware.ranks_per_node)
         config = self._given.replace(
             sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
         )
@@ -145,11 +150,11 @@ class Settings:
         is_checked = is_fitting and self._checks_memory
         if not (self._is_auto or is_checked):
             return config
-        room = _measure_room(place, config)
+        memory = _measure_memory(hardware, config)
         if self._is_auto:
             micro_batches = trainer.accumulate_grad_batches
             choice = choose(
-                trainer.lightning_module, optimizers, config, room, place, micro_batches
+                trainer.lightning_module, optimizers, config, memory, hardware, micro_batches
             )
             rank_zero_info(f'stage="auto": {choice.reason}')
             for logger in trainer.loggers if is_fitting else ():
@@ -158,13 +163,15 @@ class Settings:
             self.config = config
         if is_checked:
             with failing_together("begin"):  # models are not compared yet
-                refuse_what_cannot_fit(trainer.lightning_module, optimizers, config, room, place)
+                check_memory_fits(trainer.lightning_module, optimizers, config, memory, hardware)
         return config
 
     def _param_dtype(self, precision: ZeroPrecision | None) -> torch.dtype | None:
         chosen = self._given.param_dtype or (precision.param_dtype if precision else None)
         assert not isinstance(chosen, str)
-        if self._given.kept and (chosen is None or chosen.itemsize >= torch.float32.itemsize):
+        if self._given.keep_float32_items and (
+            chosen is None or chosen.itemsize >= torch.float32.itemsize
+        ):
             rank_zero_warn(
                 "keep_float32 has no effect: no parameter is cast, as precision='32-true' and "
                 "'bf16-true', or param_dtype='float32', have it."
@@ -184,20 +191,20 @@ def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
     raise failure
 
 
-def _measure_room(place: Place, base: ZeroConfig) -> Room:
+def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
     """The least that any rank has. Collective. See [Note: Every rank alike]."""
     host_free, host_total = available_memory_bytes(), _physical_bytes()
-    if place.device.type == "cuda":
-        device_free, device_total = torch.cuda.mem_get_info(place.device)
+    if hardware.device.type == "cuda":
+        device_free, device_total = torch.cuda.mem_get_info(hardware.device)
     else:
-        device_free, device_total = host_free // place.ranks_per_node, host_total
+        device_free, device_total = host_free // hardware.ranks_per_node, host_total
     folder = _named_folder(base)
     disk_free = 0
     if folder is not None:
         with suppress(OSError):  # it must not keep this rank from the others
             disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
-    return Room(*(min(values) for values in zip(*gather_objects(own), strict=True)))
+    return AvailableMemory(*(min(values) for values in zip(*gather_objects(own), strict=True)))
 
 
 def _physical_bytes() -> int:
@@ -231,37 +238,39 @@ def choose(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     base: ZeroConfig,
-    room: Room,
-    place: Place,
+    memory: AvailableMemory,
+    hardware: Hardware,
     num_micro_batches: int = 1,
 ) -> AutoChoice:
-    """The cheapest stage and offload that fit. Local; the same where `room` is.
+    """The cheapest stage and offload that fit. Local; the same where `memory` is.
 
     Where `base` offloads, its offloads are kept and the stage alone is chosen.
     """
     machine = Machine(
-        place.num_ranks,
-        place.ranks_per_node,
-        device_bytes=int(_SHARE * room.device_free),
-        host_bytes=int(_SHARE * room.host_free) if place.is_apart else None,
-        disk_bytes=room.disk_free or (None if any(base.offloads) else 0),
-        is_apart=place.is_apart,
+        hardware.num_ranks,
+        hardware.ranks_per_node,
+        device_bytes=int(_SHARE * memory.device_free),
+        host_bytes=int(_SHARE * memory.host_free) if hardware.has_device_memory else None,
+        disk_bytes=memory.disk_free or (None if any(base.offloads) else 0),
+        has_device_memory=hardware.has_device_memory,
     )
-    whole = find_whole_tensors(optimizers, base)
+    whole = find_full_optimizers(optimizers, base)
     job = Job(
-        module, optimizers, None, num_micro_batches, whole_tensors=whole, fallback=_TWO_MOMENTS
+        module, optimizers, None, num_micro_batches, full_optimizers=whole, fallback=_TWO_MOMENTS
     )
-    estimates = [estimate(choice, job, machine) for choice in _candidates(base, place.is_apart)]
+    estimates = [
+        estimate(choice, job, machine) for choice in _candidates(base, hardware.has_device_memory)
+    ]
     fitting = cheapest(estimates)
     best = fitting[0] if fitting else min(estimates, key=lambda e: e.device_bytes)
-    return AutoChoice(best.choice.config, _reason(best, estimates, room, place.num_ranks))
+    return AutoChoice(best.choice.config, _reason(best, estimates, memory, hardware.num_ranks))
 
 
-def _candidates(base: ZeroConfig, is_apart: bool) -> list[Choice]:
+def _candidates(base: ZeroConfig, has_device_memory: bool) -> list[Choice]:
     found = all_choices(base, stages=_STAGES)
     if not any(base.offloads):
         # On the CPU both tiers are the same memory.
-        return [c for c in found if is_apart or not c.offload.startswith("cpu")]
+        return [c for c in found if has_device_memory or not c.offload.startswith("cpu")]
     kept = {"offload_param": base.offload_param, "offload_optimizer": base.offload_optimizer}
     kept = {name: offload for name, offload in kept.items() if offload is not None}
     return [
@@ -271,18 +280,20 @@ def _candidates(base: ZeroConfig, is_apart: bool) -> list[Choice]:
     ]
 
 
-def _reason(best: Estimate, estimates: Sequence[Estimate], room: Room, num_ranks: int) -> str:
+def _reason(
+    best: Estimate, estimates: Sequence[Estimate], memory: AvailableMemory, num_ranks: int
+) -> str:
     offload = best.choice.offload.replace("none", "without offload")
     text = (
         f"stage {best.choice.config.stage}, {offload}: {_gib(best.device_bytes)} of the "
-        f"{_gib(room.device_free)} that are free on each of {num_ranks} devices, before activations"
+        f"{_gib(memory.device_free)} that are free on each of {num_ranks} devices, before activations"
     )
     if not best.fits:
         return f"{text}; nothing leaves room for them, and this takes least"
     rivals = [e for e in estimates if not e.fits and e.cost < best.cost]
     if rivals:
         rival = min(rivals, key=lambda e: e.device_bytes)
-        missing = ", ".join(f"{_gib(n)} of {name}" for name, n in rival.excess.items())
+        missing = ", ".join(f"{_gib(n)} of {name}" for name, n in rival.missing_bytes.items())
         return f"{text}; {rival.choice.name} would be faster but lacks {missing}"
     return f"{text}; nothing that fits sends fewer bytes"
 
@@ -294,12 +305,12 @@ def _gib(nbytes: int) -> str:
 # -------------------------------------------------------------------- the look before a run
 
 
-def refuse_what_cannot_fit(
+def check_memory_fits(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     config: ZeroConfig,
-    room: Room,
-    place: Place,
+    memory: AvailableMemory,
+    hardware: Hardware,
 ) -> None:
     """Raises a ValueError where model states alone are more than there is. See [Note: Certain].
 
@@ -307,17 +318,19 @@ def refuse_what_cannot_fit(
     """
     if any(offload is not None and offload.device == _AUTO for offload in config.offloads):
         return  # it goes where there is room
-    machine = Machine(place.num_ranks, place.ranks_per_node, is_apart=place.is_apart)
-    whole = find_whole_tensors(optimizers, config)
-    job = Job(module, optimizers, whole_tensors=whole, fallback=States())
+    machine = Machine(
+        hardware.num_ranks, hardware.ranks_per_node, has_device_memory=hardware.has_device_memory
+    )
+    whole = find_full_optimizers(optimizers, config)
+    job = Job(module, optimizers, full_optimizers=whole, fallback=StateSpec())
     found = estimate(Choice("", "", config), job, machine)
-    missing = _missing(found, room)
+    missing = _missing(found, memory)
     if not missing:
         return
     changes = [estimate(c, job, machine) for c in all_choices(config, stages=_STAGES)]
-    possible = sorted((e for e in changes if not _missing(e, room)), key=lambda e: e.cost)
+    possible = sorted((e for e in changes if not _missing(e, memory)), key=lambda e: e.cost)
     # Files are offered where somebody has said where they may go, and they have room there.
-    possible = [e for e in possible if e.disk_bytes <= room.disk_free]
+    possible = [e for e in possible if e.disk_bytes <= memory.disk_free]
     lines = [f"\n    {as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
@@ -326,26 +339,26 @@ def refuse_what_cannot_fit(
     )
 
 
-def _missing(found: Estimate, room: Room) -> str:
+def _missing(found: Estimate, memory: AvailableMemory) -> str:
     """What is too small for states alone; empty where it may fit."""
     per_node = found.machine.ranks_per_node
-    device = found.resting.tier_bytes(Tier.DEVICE)
-    host = found.ranks.machine_bytes(Tier.CPU, per_node)
-    if not found.machine.is_apart:
-        device, host = 0, host + found.ranks.machine_bytes(Tier.DEVICE, per_node)
-    if device > room.device_total:
-        return f"{_gib(device)} on each device, which has {_gib(room.device_total)}"
-    if host > room.host_total:
+    device = found.rank_memory.tier_bytes(Tier.DEVICE)
+    host = found.ranks.node_bytes(Tier.CPU, per_node)
+    if not found.machine.has_device_memory:
+        device, host = 0, host + found.ranks.node_bytes(Tier.DEVICE, per_node)
+    if device > memory.device_total:
+        return f"{_gib(device)} on each device, which has {_gib(memory.device_total)}"
+    if host > memory.host_total:
         ranks = f"{per_node} rank(s) of a machine"
-        return f"{_gib(host)} in the memory of {ranks}, which has {_gib(room.host_total)}"
+        return f"{_gib(host)} in the memory of {ranks}, which has {_gib(memory.host_total)}"
     return ""  # a disk is looked at when its files are made, after those of dead jobs are gone
 
 
 def _needs(found: Estimate) -> str:
     parts = {
-        "on each device": found.resting.tier_bytes(Tier.DEVICE),
-        "of CPU memory for each rank": found.resting.tier_bytes(Tier.CPU),
-        "of files for each rank": found.resting.tier_bytes(Tier.NVME),
+        "on each device": found.rank_memory.tier_bytes(Tier.DEVICE),
+        "of CPU memory for each rank": found.rank_memory.tier_bytes(Tier.CPU),
+        "of files for each rank": found.rank_memory.tier_bytes(Tier.NVME),
     }
     return ", ".join(f"{_gib(nbytes)} {where}" for where, nbytes in parts.items() if nbytes)
 
@@ -359,7 +372,7 @@ def as_arguments(config: ZeroConfig) -> str:
             arguments.append(f'{name}=OffloadConfig("nvme", max_in_cpu_bytes=0)')
         elif offload is not None:
             arguments.append(f"{name}={offload.device!r}")
-    if (again := config.runs_again) is True:
+    if (again := config.checkpointed_modules) is True:
         arguments.append("activation_checkpointing=True")
     elif again:
         kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in again)

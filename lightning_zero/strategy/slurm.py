@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.atomic import recover
-from lightning_zero.strategy.loops import Wish, name_of_batch
+from lightning_zero.strategy.loops import StopRequest, name_of_batch
 from lightning_zero.strategy.patches import Patches
 
 __all__ = ["RequeuedExit", "Requeueing", "check_slurm_layout"]
@@ -132,7 +132,7 @@ class Requeueing(_SignalConnector):
         os.environ[_NUM_FITS] = str(number + 1)
         name = f"requeue-{os.environ['SLURM_JOB_ID']}-{number}.ckpt"
         self.path = Path(trainer.default_root_dir, name)
-        self.request = Wish.NOTHING
+        self.request = StopRequest.NONE
         self._patches = Patches()
 
     @staticmethod
@@ -171,7 +171,10 @@ class Requeueing(_SignalConnector):
     def _flagged(self) -> Iterator[None]:
         """From before the set-up, which may take long and must not be killed, to the end."""
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        requests = {environment.requeue_signal: Wish.REQUEUE, signal.SIGTERM: Wish.LEAVE}
+        requests = {
+            environment.requeue_signal: StopRequest.REQUEUE,
+            signal.SIGTERM: StopRequest.PREEMPT,
+        }
         earlier = {signum: signal.getsignal(signum) for signum in requests}
 
         def flag(signum: int, frame: FrameType | None) -> None:
@@ -256,7 +259,7 @@ class Requeueing(_SignalConnector):
         request = self.request
         strategy: Any = self.trainer.strategy
         agreed = strategy.engine.lockstep.pass_boundary(name_of_batch(self.trainer, is_over=True))
-        if agreed not in (Wish.LEAVE, Wish.REQUEUE):
+        if agreed not in (StopRequest.PREEMPT, StopRequest.REQUEUE):
             return
         rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")
         strategy.finish_saving(warns=True)  # an earlier failure must not cost this save
@@ -268,15 +271,15 @@ class Requeueing(_SignalConnector):
         why_not = strategy.broadcast(self._requeue(agreed) if strategy.is_global_zero else None)
         if why_not is None:
             raise RequeuedExit
-        goes_on = "ends" if agreed == Wish.LEAVE else "trains on"
+        goes_on = "ends" if agreed == StopRequest.PREEMPT else "trains on"
         rank_zero_warn(
             f"The job is not requeued ({why_not}) and {goes_on}; {self.path} is saved, and "
             "fit(ckpt_path=...) goes on from it."
         )
-        if agreed == Wish.LEAVE:
+        if agreed == StopRequest.PREEMPT:
             raise RequeuedExit
-        if request is Wish.REQUEUE:  # else it has come since
-            self.request = Wish.NOTHING
+        if request is StopRequest.REQUEUE:  # else it has come since
+            self.request = StopRequest.NONE
 
     def _save_metrics(self) -> None:
         try:
@@ -289,7 +292,7 @@ class Requeueing(_SignalConnector):
         """Asks SLURM; what speaks against it, or None. On rank 0 only."""
         job = number = os.environ["SLURM_JOB_ID"]
         # SIGTERM also comes from scancel and after the time limit, and is then the job's end.
-        if request == Wish.LEAVE:
+        if request == StopRequest.PREEMPT:
             shown = _scontrol("show", "job", "-o", number)
             state = re.search(r"\bJobState=(\w+)", shown.stdout)
             if state is None:

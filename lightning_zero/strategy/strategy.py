@@ -48,10 +48,10 @@ from lightning_zero.checkpoint import (
     open_checkpoint,
 )
 from lightning_zero.checkpoint.atomic import locate, recover
-from lightning_zero.checkpoint.modules import replace_held
+from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
-from lightning_zero.checkpoint.source import raise_damage_of_any
-from lightning_zero.comm.alike import check_alike
+from lightning_zero.checkpoint.source import raise_damage_on_any_rank
+from lightning_zero.comm.consistency import check_equal
 from lightning_zero.comm.world import (
     DEFAULT_TIMEOUT,
     WaitLimits,
@@ -59,7 +59,7 @@ from lightning_zero.comm.world import (
     gather_objects,
 )
 from lightning_zero.deepspeed import Translation, translate
-from lightning_zero.engine.counting import whole_bytes
+from lightning_zero.engine.counting import full_bytes
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
@@ -67,27 +67,27 @@ from lightning_zero.layout.stage import STAGES
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import Averages, check_restorable
 from lightning_zero.strategy.engine_strategy import (
-    RALLY_DEADLINE,
+    REGROUP_TIMEOUT,
     EngineStrategy,
-    WholeAfterFit,
+    UnshardAfterFit,
     run_state,
 )
 from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.processes import StartMethod
+from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
     MASTERS_KEY,
-    NOTE_KEY,
-    CheckpointForm,
+    METADATA_KEY,
+    CheckpointType,
     Saving,
     ZeroCheckpointIO,
     is_download,
-    is_own_io,
+    is_user_io,
 )
 from lightning_zero.strategy.settings import Settings
-from lightning_zero.strategy.start import tidy_folders
-from lightning_zero.tensors.meta import await_values, expecting_values
+from lightning_zero.tensors.meta import accepting_pending_values, set_pending_values
 
 __all__ = ["ZeroStrategy"]
 
@@ -130,7 +130,7 @@ class ZeroStrategy(EngineStrategy):
             and from 2^31 parameter elements on; else full.
         check_memory: Refuse to begin where model states alone are more than all the memory there
             is, and say what would fit.
-        whole_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
+        unshard_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
             False: its parameters have no values then, and using one is an error. "auto": where it
             takes at most half of the memory that is free for all ranks of a node; else the last
             step is saved, if no callback has done so.
@@ -146,7 +146,7 @@ class ZeroStrategy(EngineStrategy):
         timeout: Of every collective: a `timedelta`, or seconds. None: the backend's.
         wait_report_s: When a rank has waited so many seconds for others, rank 0's output tells what
             every rank is doing, once. None: never.
-        lost_after_s: A rank that has been silent for so many seconds, because its process is
+        heartbeat_timeout_s: A rank that has been silent for so many seconds, because its process is
             stopped or its node cannot be reached, is lost, and the job ends on all ranks. None:
             silence alone ends nothing.
         start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
@@ -180,10 +180,10 @@ class ZeroStrategy(EngineStrategy):
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,
         sharding_group_size: int | str | None = None,
-        checkpoint: CheckpointForm = "auto",
+        checkpoint: CheckpointType = "auto",
         async_save: bool = False,
         check_memory: bool = True,
-        whole_after_fit: WholeAfterFit = "auto",
+        unshard_after_fit: UnshardAfterFit = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -192,7 +192,7 @@ class ZeroStrategy(EngineStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         wait_report_s: float | None = 30.0,
-        lost_after_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
         settings = Settings(locals())  # by their names
@@ -207,8 +207,8 @@ class ZeroStrategy(EngineStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            limits=WaitLimits(wait_report_s, lost_after_s),
-            whole_after_fit=whole_after_fit,
+            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
+            unshard_after_fit=unshard_after_fit,
             start_method=start_method,
         )
         self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
@@ -281,10 +281,10 @@ class ZeroStrategy(EngineStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         # Before any rank does what the others would have to do with it.
-        fields = self._settings.facts() | {"precision": str(self.precision_plugin.precision)}
+        fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
         with self._waiting("the settings of all ranks"):
             everyone = gather_objects({"ZeroStrategy": fields})
-        check_alike(everyone)
+        check_equal(everyone)
 
     @property
     @override
@@ -338,9 +338,9 @@ class ZeroStrategy(EngineStrategy):
     def teardown(self) -> None:
         has_failed = run_state(self.lightning_module).status == TrainerStatus.INTERRUPTED
         try:
-            if not has_failed and self._loses_weights():
+            if not has_failed and self._drops_weights():
                 assert self.lightning_module is not None
-                _save_unsaved(self.lightning_module.trainer)
+                _save_last_step(self.lightning_module.trainer)
             self.finish_saving(warns=has_failed)
         finally:
             self._saving.free()
@@ -354,14 +354,14 @@ class ZeroStrategy(EngineStrategy):
         assert self.lightning_module is not None
         return self._saving.is_sharded(self.lightning_module, self.checkpoint_io)
 
-    def _is_left_to_io(self, path: _PATH) -> bool:
+    def _uses_io_only(self, path: _PATH) -> bool:
         """Whether the `CheckpointIO` alone deals with `path`: the user's own, or a download."""
-        return is_own_io(self.checkpoint_io) or is_download(path)
+        return is_user_io(self.checkpoint_io) or is_download(path)
 
     def _meet(self, name: str) -> None:
         """During a run: a rank that does so alone would wait for data of the others. Collective."""
         if (engine := self._engine) is not None:
-            engine.lockstep.meet_for(name)
+            engine.lockstep.barrier(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class ZeroStrategy(EngineStrategy):
             self.before_saving()
         module = self.lightning_module
         assert module is not None
-        if not self._is_together():
+        if not self._can_communicate():
             return {}
         self._meet("the state of the module, for a checkpoint")
         if is_for_file and self._owner is not None and self._saves_shards:
@@ -395,13 +395,13 @@ class ZeroStrategy(EngineStrategy):
         if engine is None:
             return module.state_dict()
         if not is_for_file:
-            num_bytes = sum(whole_bytes(bucket) for bucket in engine.buckets)
-            engine.lockstep.check_room("lightning_module_state_dict()", num_bytes)
-        return full_state_dict(engine, is_everywhere=not is_for_file)
+            num_bytes = sum(full_bytes(bucket) for bucket in engine.buckets)
+            engine.lockstep.check_cpu_memory("lightning_module_state_dict()", num_bytes)
+        return full_state_dict(engine, is_on_all_ranks=not is_for_file)
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
         """As `_module_state`, of a callback's averaged module. Collective."""
-        if not self._is_together():
+        if not self._can_communicate():
             return {}
         if self._saves_shards:
             return self._saving.state_dict(self.engine, average, kind)
@@ -421,7 +421,7 @@ class ZeroStrategy(EngineStrategy):
             )
         if owner is None or optimizer not in owner.optimizers:
             return super().optimizer_state(optimizer)
-        if not self._is_together():
+        if not self._can_communicate():
             return {}
         owner.optimizers.check_has_states()
         self._meet("the state of an optimizer, for a checkpoint")
@@ -441,15 +441,15 @@ class ZeroStrategy(EngineStrategy):
         """
         if (choice := self._settings.choice) is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
-            checkpoint[NOTE_KEY] = {"auto": chosen}
-        if not self._is_together():
+            checkpoint[METADATA_KEY] = {"auto": chosen}
+        if not self._can_communicate():
             rank_zero_warn(
                 f"{filepath} was not saved: other ranks did not come together within "
-                f"{RALLY_DEADLINE.seconds} s after the exception, so that no whole state exists."
+                f"{REGROUP_TIMEOUT.seconds} s after the exception, so that no whole state exists."
             )
             return
         if self._engine is not None:
-            replace_held(checkpoint, self._engine)
+            replace_sharded_parameters(checkpoint, self._engine)
         if self._owner is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
@@ -469,7 +469,7 @@ class ZeroStrategy(EngineStrategy):
             masters = self._last_masters if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        io, is_left_to_io = self.checkpoint_io, self._is_left_to_io(filepath)
+        io, is_left_to_io = self.checkpoint_io, self._uses_io_only(filepath)
 
         def write() -> None:
             if not is_left_to_io:
@@ -481,7 +481,7 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._is_left_to_io(filepath):
+        if self._uses_io_only(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             self._saving.remove(filepath)
@@ -502,12 +502,12 @@ class ZeroStrategy(EngineStrategy):
         """
         self._saving.finish()
         path = self.broadcast(checkpoint_path)
-        if self._is_left_to_io(path):
+        if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
         with failing_together(f"reach {path}"):
             check_shared(path, self.world_size)
         self._on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
-        raise_damage_of_any(path, self.global_rank, self.world_size, gather_objects)
+        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather_objects)
         with failing_together(f"open {path}"):
             checkpoint = open_checkpoint(path, weights_only=weights_only)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
@@ -522,11 +522,11 @@ class ZeroStrategy(EngineStrategy):
         module = self.lightning_module
         assert module is not None
         awaited: dict[str, Tensor] = {}
-        with expecting_values(module):
+        with accepting_pending_values(module):
             load_module(module, checkpoint["state_dict"], strict=strict, awaited=awaited)
             if awaited and run_state(module).fn == TrainerFn.FITTING:
                 check_restorable(checkpoint)
-            await_values(module, awaited)
+            set_pending_values(module, awaited)
         masters = checkpoint.get(MASTERS_KEY, {})
         if self._engine is None:
             self._masters_to_load = masters
@@ -568,7 +568,7 @@ class ZeroStrategy(EngineStrategy):
         if hasattr(launcher, "procs"):
             launcher.procs = []  # what it has started is this process's
         state["_launcher"] = launcher
-        of_runs = ("_building", "_closed", "_watched_by", "_has_rallied", "_keeps_whole")
+        of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
         renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
         return state | dict.fromkeys(of_runs) | renewed
 
@@ -578,7 +578,7 @@ class ZeroStrategy(EngineStrategy):
 SingleDeviceStrategy.register(ZeroStrategy)
 
 
-def _save_unsaved(trainer: Trainer) -> None:
+def _save_last_step(trainer: Trainer) -> None:
     """Saves what would be lost with the parameters, unless a callback has just done so. Collective.
 
     To `last-step-N.ckpt` in the Trainer's `default_root_dir`.

@@ -4,9 +4,9 @@
     freed       what views of freed memory show
     guarded     parameters that are not whole: a use of one makes its bucket whole
     lazy        `LazyTensor`: values that are read from a file when they are used
-    cut         which elements of a parameter each rank has
+    shard_spec  which elements of a parameter each rank has
     sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
-    full        gathered values of such a one, to be looked at and written to
+    full_view   gathered values of such a one, to be looked at and written to
     composite   tensors made of tensors, such as quantised states
     ties        parameters that show the same memory, which become one
     meta        parameters without memory: given some, awaited, or dropped

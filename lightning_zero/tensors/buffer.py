@@ -12,9 +12,9 @@ from torch import Tensor, UntypedStorage
 from lightning_zero.layout.flat import FlatLayout
 from lightning_zero.tensors.freed import free, refill
 
-__all__ = ["FlatBuffer", "Scratch", "is_of_flat_buffer", "views_of", "widest"]
+__all__ = ["FlatBuffer", "ScratchPool", "is_flat_buffer_view", "views_of", "promoted_dtype"]
 
-_MARK = "_is_of_flat_buffer"  # on a storage, whose Python object lives as long as itself
+_MARK = "_is_flat_buffer"  # on a storage, whose Python object lives as long as itself
 
 
 class FlatBuffer:
@@ -29,7 +29,7 @@ class FlatBuffer:
     [Note: Memory that others hold] Users take views too: `p.detach()`, the values of
     `state_dict()`. Where new values are put in the place of all old ones, and where the memory is
     freed for good, what others hold is left to them, with its values: the buffer goes on in a new
-    storage (`leave`). `num_holders` counts; it cannot tell a user's view from a saved one.
+    storage (`replace_memory`). `num_holders` counts; it cannot tell a user's view from a saved one.
 
     Attributes:
         layout: The flat space.
@@ -94,7 +94,7 @@ class FlatBuffer:
         num_users: int = torch._C._storage_Use_Count(storage._cdata)
         return num_users - own - num_known
 
-    def leave(self, *, copies: bool) -> None:
+    def replace_memory(self, *, copies: bool) -> None:
         """Leaves the memory to those who hold it; the buffer goes on in new memory.
 
         `copies`: with the same values; else uninitialised but for zero padding.
@@ -116,7 +116,7 @@ class FlatBuffer:
             gap.zero_()
 
 
-def is_of_flat_buffer(tensor: Tensor) -> bool:
+def is_flat_buffer_view(tensor: Tensor) -> bool:
     """Whether a strided tensor is a view of some `FlatBuffer`, which may free its memory."""
     return hasattr(tensor.untyped_storage(), _MARK)
 
@@ -141,7 +141,7 @@ def views_of(tensor: Tensor) -> list[tuple[Tensor, int]]:
     return found
 
 
-class Scratch:
+class ScratchPool:
     """Flat tensors for the time of a reduction, kept for the next one until `clear`.
 
     On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch,
@@ -163,8 +163,8 @@ class Scratch:
         self._allocate = allocate or self._empty
         self._spare: list[Tensor] = []  # 1-D, each the owner of its storage
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of `numel` elements, uninitialised; `give` it back."""
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of `numel` elements, uninitialised; `release` it back."""
         nbytes = numel * dtype.itemsize
         fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
         if not fitting:
@@ -173,7 +173,7 @@ class Scratch:
         self._spare = [t for t in self._spare if t is not chosen]
         return self._empty(0, dtype).set_(chosen.untyped_storage(), 0, (numel,), (1,))
 
-    def give(self, tensor: Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         if len(self._spare) < self._max_kept:
             self._spare.append(tensor)
 
@@ -184,7 +184,7 @@ class Scratch:
         self._spare.clear()
 
 
-def widest(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:
+def promoted_dtype(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:
     """The dtype that holds all of them exactly."""
     for other in others:
         dtype = torch.promote_types(dtype, other)

@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["is_composite", "map_tensors", "plain_tensors", "put_together", "take_apart"]
+__all__ = [
+    "is_composite",
+    "map_tensors",
+    "plain_tensors",
+    "unflatten_composites",
+    "flatten_composites",
+]
 
 _HOW = "__tensor__"  # beside the parts: class, context, shape and strides
 
@@ -25,24 +31,24 @@ def is_composite(value: object) -> bool:
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
 
 
-def take_apart(tree: Any) -> Any:
+def flatten_composites(tree: Any) -> Any:
     """The same tree with a dict of plain tensors in the place of every tensor made of tensors."""
     return tree_map(_parts_of, tree)
 
 
-def put_together(tree: Any) -> Any:
-    """The inverse of `take_apart`."""
+def unflatten_composites(tree: Any) -> Any:
+    """The inverse of `flatten_composites`."""
     return tree_map(_whole_of, tree, is_leaf=_is_taken_apart)
 
 
 def plain_tensors(tree: Any) -> list[Tensor]:
     """All plain tensors in a tree, and in its tensors made of tensors."""
-    return [leaf for leaf in tree_leaves(take_apart(tree)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(flatten_composites(tree)) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:
     """The same tree with `function` applied to every plain tensor, also inside of others."""
-    mapped: _T = put_together(tree_map_only(Tensor, function, take_apart(tree)))
+    mapped: _T = unflatten_composites(tree_map_only(Tensor, function, flatten_composites(tree)))
     return mapped
 
 

@@ -35,21 +35,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.tensors.full import FullValues, is_writing
+from lightning_zero.tensors.full_view import FullTensorView, is_writing
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "BetweenStepsError",
     "GuardedParameter",
-    "Holder",
+    "ParameterHolder",
     "Placement",
-    "as_plain",
+    "unguarded",
     "attributes_of",
     "data_of",
     "guard",
     "placement_of",
     "plain_class_of",
-    "point",
+    "set_plain_data",
     "unguard",
 ]
 
@@ -61,7 +61,7 @@ class BetweenStepsError(RuntimeError):
     """Values are asked for outside a step, where ranks do not act in lockstep."""
 
 
-class Holder(Protocol):
+class ParameterHolder(Protocol):
     """Who has the values of a parameter: a bucket, mostly.
 
     Others are a bucket of an average, a piece of a module that is being built, and what has the
@@ -72,13 +72,13 @@ class Holder(Protocol):
     def device(self) -> torch.device:
         """Where the parameter is when it is whole."""
 
-    def look_at_rest(self, index: int) -> Tensor:
+    def sharded_data(self, index: int) -> Tensor:
         """What `parameter.data` is of slot `index`."""
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """Before `parameter.data` is set: it is at rest then, or whole and plain."""
 
-    def put(self, index: int, values: Tensor) -> None:
+    def assign_data(self, index: int, values: Tensor) -> None:
         """`parameter.data = values` of slot `index`, at rest."""
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
@@ -96,13 +96,13 @@ class Placement:
     shape: torch.Size  # of the whole parameter, as dtype
     dtype: torch.dtype
     own_class: type[nn.Parameter]  # while it is not guarded
-    bucket: Holder
+    bucket: ParameterHolder
     index: int  # its slot there
-    make_whole: Callable[[str], None]  # called with the name before the values are used
+    ensure_unsharded: Callable[[str], None]  # called with the name before the values are used
     # Called with the slot and what is set as `.grad`; None: torch sets it.
-    put_grad: Callable[[int, Tensor], None] | None = None
+    set_grad: Callable[[int, Tensor], None] | None = None
     # Called with the slot before the `.data` of a plain parameter is handed out.
-    hand_out: Callable[[int], None] | None = None
+    on_data_read: Callable[[int], None] | None = None
 
     # As methods of the parameter itself; see [Note: Plain copies].
 
@@ -132,21 +132,21 @@ class GuardedParameter(nn.Parameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
         if func == _GET_DATA and isinstance(args[0], GuardedParameter):
             placement = placement_of(args[0])
-            return placement.bucket.look_at_rest(placement.index)
+            return placement.bucket.sharded_data(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             if args[1] is args[0]:
                 return None  # `module.to(...)` where nothing changes
             placement = placement_of(args[0])
-            placement.bucket.settle()
+            placement.bucket.wait_for_update()
             target: Any = args[0]
             if isinstance(target, GuardedParameter):  # it rests as a shard
-                return placement.bucket.put(placement.index, args[1])
+                return placement.bucket.assign_data(placement.index, args[1])
             target.data = args[1]
             return None
         elif func == _SET_GRAD:
             placement = placement_of(args[0])
-            if placement.put_grad is not None and args[1] is not None:
-                return placement.put_grad(placement.index, args[1])
+            if placement.set_grad is not None and args[1] is not None:
+                return placement.set_grad(placement.index, args[1])
         elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
             return args[0].to(*_kind_of(args[1:]), **kwargs)
         elif func in _SHAPED_AS and not isinstance(args[0], GuardedParameter):
@@ -161,7 +161,7 @@ class GuardedParameter(nn.Parameter):
             try:
                 for parameter in _guarded_in((args, kwargs)):
                     if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
-                        _make_whole(placement_of(parameter))
+                        _ensure_unsharded(placement_of(parameter))
             except BetweenStepsError:
                 if _wants_graph(func, args, kwargs):
                     raise
@@ -176,8 +176,8 @@ class GuardedParameter(nn.Parameter):
 
 
 @torch.compiler.disable
-def _make_whole(placement: Placement) -> None:
-    placement.make_whole(placement.name)
+def _ensure_unsharded(placement: Placement) -> None:
+    placement.ensure_unsharded(placement.name)
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _guarded_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
     )
 
 
-def point(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]) -> None:
+def set_plain_data(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]) -> None:
     """Makes the parameters of a bucket ordinary ones, whose `.data` are `targets`."""
     for parameter, target in zip(parameters, targets, strict=True):
         # First: what is put into a guarded one is taken for new values.
@@ -225,8 +225,8 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
 
     def get(self: nn.Parameter) -> Tensor:
         placement = self.__dict__.get(_ATTRIBUTE)
-        if placement is not None and placement.hand_out is not None:
-            placement.hand_out(placement.index)
+        if placement is not None and placement.on_data_read is not None:
+            placement.on_data_read(placement.index)
         data: Tensor = _GET_DATA(self)
         return data
 
@@ -265,7 +265,7 @@ def placement_of(parameter: Tensor) -> Placement:
 
 
 @contextmanager
-def as_plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, those that are guarded are plain: for code that moves modules, and reads no value."""
     guarded = [p for p in parameters if isinstance(p, GuardedParameter)]
     for parameter in guarded:
@@ -289,7 +289,7 @@ def has_placement(parameter: Tensor) -> bool:
     return _ATTRIBUTE in parameter.__dict__
 
 
-def has_foreign(module: nn.Module) -> bool:
+def has_unmanaged_parameters(module: nn.Module) -> bool:
     """Whether `module` has a trainable parameter that no engine holds.
 
     As `module.named_parameters()` would tell, at a tenth of its cost: this is asked in every step.
@@ -323,7 +323,7 @@ def _equal(input: Tensor, other: Tensor) -> bool:
     try:
         for parameter in _guarded_in((one, other)):
             if isinstance(parameter, GuardedParameter):
-                _make_whole(placement_of(parameter))
+                _ensure_unsharded(placement_of(parameter))
     except BetweenStepsError:
         return placement.bucket.equals(one, other)
     with torch._C.DisableTorchFunctionSubclass():
@@ -333,7 +333,7 @@ def _equal(input: Tensor, other: Tensor) -> bool:
 def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
     """`torch.autograd.backward`, which writes `.grad` of `inputs` and reads none of them."""
     for parameter in _guarded_in((tensors, kwargs)):
-        _make_whole(placement_of(parameter))
+        _ensure_unsharded(placement_of(parameter))
     if inputs is not None:
         with torch._C.DisableTorchFunctionSubclass():
             inputs = [get_gradient_edge(i) if _guarded_in(i) else i for i in inputs]
@@ -366,7 +366,9 @@ def _wants_graph(
         return False
     if is_writing(getattr(func, "__name__", "")) or func is Tensor.numpy:
         return True
-    is_other = [not isinstance(t, (GuardedParameter, ShardedTensor, FullValues)) for t in tensors]
+    is_other = [
+        not isinstance(t, (GuardedParameter, ShardedTensor, FullTensorView)) for t in tensors
+    ]
     return any(is_one and tensor.dim() for is_one, tensor in zip(is_other, tensors, strict=True))
 
 
@@ -380,11 +382,11 @@ def _beside_sharded(
         if not _guarded_in(value):
             return value
         placement = placement_of(value)
-        data = placement.bucket.look_at_rest(placement.index)
+        data = placement.bucket.sharded_data(placement.index)
         if not _guarded_in(value):  # its gather was under way, and is over
             return value
         if not isinstance(data, ShardedTensor):
-            _make_whole(placement)
+            _ensure_unsharded(placement)
             return value
         data.is_tracked = value.requires_grad
         given.append((data, value))

@@ -19,27 +19,27 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.tensors.guarded import Holder, Placement, guard, set_placement, unguard
+from lightning_zero.tensors.guarded import ParameterHolder, Placement, guard, set_placement, unguard
 
 __all__ = [
     "ConstantStates",
-    "await_values",
-    "awaited_values",
-    "check_none_left_out",
-    "expecting_values",
-    "forget_awaited",
-    "forget_left_out",
-    "give_memory",
-    "is_left_out",
-    "is_marked",
-    "leave_out",
-    "mark",
+    "set_pending_values",
+    "pending_values",
+    "check_none_dropped",
+    "accepting_pending_values",
+    "clear_pending_values",
+    "clear_dropped",
+    "swap_memory",
+    "is_dropped",
+    "has_sentinel",
+    "drop_parameter",
+    "fill_sentinel",
 ]
 
 _AWAITED = "_zero_awaited"
 
 
-def await_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+def set_pending_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Remembers where parameters and buffers on the meta device will get their values from.
 
     These are whole tensors by qualified name: kept, and read when an engine takes `module` over.
@@ -49,19 +49,19 @@ def await_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         named[name].__dict__[_AWAITED] = value
 
 
-def awaited_values(tensor: Tensor) -> Tensor | None:
-    """What `await_values` has kept for `tensor`."""
+def pending_values(tensor: Tensor) -> Tensor | None:
+    """What `set_pending_values` has kept for `tensor`."""
     value = tensor.__dict__.get(_AWAITED)
     return value if isinstance(value, Tensor) else None
 
 
-def forget_awaited(module: nn.Module) -> None:
+def clear_pending_values(module: nn.Module) -> None:
     """Drops what was kept: it is loaded, or will not be."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.__dict__.pop(_AWAITED, None)
 
 
-def give_memory(parameter: nn.Parameter, name: str, memory: Tensor) -> None:
+def swap_memory(parameter: nn.Parameter, name: str, memory: Tensor) -> None:
     """Makes a parameter on the meta device a view of `memory`, and back.
 
     The object stays the same, with its hooks and attributes, and so do the optimizer's groups and
@@ -85,24 +85,24 @@ def give_memory(parameter: nn.Parameter, name: str, memory: Tensor) -> None:
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
-def mark(tensor: Tensor) -> None:
+def fill_sentinel(tensor: Tensor) -> None:
     """Fills `tensor` with what nobody means, where its dtype has such a value."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
-    elif _has_mark(tensor):
+    elif _dtype_has_sentinel(tensor):
         tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
-def _has_mark(tensor: Tensor) -> bool:
+def _dtype_has_sentinel(tensor: Tensor) -> bool:
     """Whether the integers of its dtype include one that nobody means."""
     return tensor.dtype in (torch.int16, torch.int32, torch.int64)
 
 
-def is_marked(tensor: Tensor) -> bool:
-    """Whether any element is still as `mark` has left it."""
+def has_sentinel(tensor: Tensor) -> bool:
+    """Whether any element is still as `fill_sentinel` has left it."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
-    return _has_mark(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    return _dtype_has_sentinel(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 class ConstantStates(TorchFunctionMode):
@@ -154,17 +154,19 @@ class _Dropped:
         raise RuntimeError(_text(self._name))
 
 
-def leave_out(parameter: nn.Parameter, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
+def drop_parameter(
+    parameter: nn.Parameter, name: str, dtype: torch.dtype, shape: torch.Size
+) -> None:
     """Frees the values of a parameter that no bucket holds any more; the object stays."""
     try:
-        give_memory(parameter, name, torch.empty(shape, dtype=dtype, device="meta"))
+        swap_memory(parameter, name, torch.empty(shape, dtype=dtype, device="meta"))
     except RuntimeError:  # a graph still refers to it: then it cannot be loaded into
         parameter.data = torch.empty(0, dtype=dtype)
     parameter.__dict__[_DROPPED] = name, shape
     _guard(parameter)
 
 
-def is_left_out(parameter: nn.Parameter) -> bool:
+def is_dropped(parameter: nn.Parameter) -> bool:
     """Whether it has no values since the end of a run."""
     return _DROPPED in parameter.__dict__
 
@@ -177,18 +179,18 @@ def _guard(parameter: nn.Parameter) -> None:
         shape=shape,
         dtype=parameter.dtype,
         own_class=type(parameter),
-        bucket=cast("Holder", owner),
+        bucket=cast("ParameterHolder", owner),
         index=0,
-        make_whole=owner.refuse,
+        ensure_unsharded=owner.refuse,
     )
     set_placement(parameter, placement)
     guard([parameter])
 
 
 @contextmanager
-def expecting_values(module: nn.Module) -> Iterator[None]:
+def accepting_pending_values(module: nn.Module) -> Iterator[None]:
     """Around loading into `module`: what was left out may get values that it awaits."""
-    left_out = [parameter for parameter in module.parameters() if is_left_out(parameter)]
+    left_out = [parameter for parameter in module.parameters() if is_dropped(parameter)]
     for parameter in left_out:
         unguard(parameter)
         set_placement(parameter, None)
@@ -196,18 +198,18 @@ def expecting_values(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parameter in left_out:
-            if awaited_values(parameter) is None:
+            if pending_values(parameter) is None:
                 _guard(parameter)
 
 
-def check_none_left_out(module: nn.Module) -> None:
+def check_none_dropped(module: nn.Module) -> None:
     """Before an engine takes it over: what was left out has something to load, or ValueError."""
     for parameter in module.parameters():
-        if is_left_out(parameter) and awaited_values(parameter) is None:
+        if is_dropped(parameter) and pending_values(parameter) is None:
             raise ValueError(_text(parameter.__dict__[_DROPPED][0]))
 
 
-def forget_left_out(module: nn.Module) -> None:
+def clear_dropped(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.__dict__.pop(_DROPPED, None)
 
@@ -215,6 +217,6 @@ def forget_left_out(module: nn.Module) -> None:
 def _text(name: str) -> str:
     return (
         f"parameter {name} was left out when training ended: whole on every rank, the module was "
-        "too large (whole_after_fit). Load a checkpoint: Model.load_from_checkpoint(path) for a "
+        "too large (unshard_after_fit). Load a checkpoint: Model.load_from_checkpoint(path) for a "
         "whole module, ckpt_path=path for fit, validate, test and predict."
     )

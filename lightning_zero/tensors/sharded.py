@@ -5,7 +5,8 @@ tensor; the values here are a range of its row-major elements, possibly empty. W
 calls pointwise (a tag of its operators) runs on that range, together with whole tensors, of which
 the same range is taken after broadcasting, and with tensors that are sharded alike. Reductions over
 all elements are added up over ranks. Whatever else needs more than a part: of `p.data`, the values
-are gathered for it (tensors/full.py); of `p.grad` it is an error with the way to the whole tensor.
+are gathered for it (tensors/full_view.py);
+of `p.grad` it is an error with the way to the whole tensor.
 
 Collective, every rank calls them: reductions; `full_tensor`; what gathers; and where one that is
 cut at other places, or a plain tensor that is written to, has to be given whole values first.
@@ -26,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.tensors.cut import Cut, OwnPart, Part
-from lightning_zero.tensors.full import FullValues, is_writing
+from lightning_zero.tensors.full_view import FullTensorView, is_writing
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
+from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardSpec
 
 __all__ = ["ShardedTensor", "ShardedTensorError", "is_elementwise_operator"]
 
@@ -54,25 +55,29 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 class ShardedTensor(Tensor):
     """This rank's part of a tensor. See [Note: Sharded tensors]."""
 
-    cut: Cut  # which part
-    noun: str  # what it is of the parameter, p.grad or p.data, or was computed from
+    spec: ShardSpec  # which part
+    role: str  # what it is of the parameter, p.grad or p.data, or was computed from
     is_tracked: bool  # computed from what requires a gradient: see [Note: No gradient]
-    _part: Part
+    _part: LocalShard
 
     @staticmethod
     def of(
-        part: Part, cut: Cut, noun: str, like: Tensor, shape: Sequence[int] | None = None
+        part: LocalShard,
+        spec: ShardSpec,
+        role: str,
+        like: Tensor,
+        shape: Sequence[int] | None = None,
     ) -> ShardedTensor:
-        """`part`, the elements `cut.owned`, as a tensor of the whole shape; memory is shared.
+        """`part`, the elements `spec.owned`, as a tensor of the whole shape; memory is shared.
 
         `like` has their dtype and device; without a `shape` it is the parameter's.
         """
-        size = torch.Size(cut.slot.shape if shape is None else shape)
+        size = torch.Size(spec.slot.shape if shape is None else shape)
         sharded = Tensor._make_wrapper_subclass(
             ShardedTensor, size, dtype=like.dtype, device=like.device
         )
         assert isinstance(sharded, ShardedTensor)
-        sharded.cut, sharded.noun, sharded.is_tracked = cut, noun, False
+        sharded.spec, sharded.role, sharded.is_tracked = spec, role, False
         sharded._part = part
         return sharded
 
@@ -85,7 +90,7 @@ class ShardedTensor(Tensor):
         """Lets `write` change this rank's elements in place: 1-D and plain. Local."""
         self._part.change(write)
 
-    def is_of(self, part: Part | None) -> bool:
+    def is_view_of(self, part: LocalShard | None) -> bool:
         """Whether it shows `part`, as what was handed out with that does."""
         return self._part is part
 
@@ -93,7 +98,7 @@ class ShardedTensor(Tensor):
         """All elements, a new plain tensor. Collective: every rank."""
         return self._gather("full_tensor")
 
-    def full_values(self, name: str, dtype: torch.dtype | None = None) -> FullValues:
+    def full_view(self, name: str, dtype: torch.dtype | None = None) -> FullTensorView:
         """All elements, to be looked at or written to. Collective: every rank.
 
         Args:
@@ -101,9 +106,9 @@ class ShardedTensor(Tensor):
             dtype: None: this one's.
         """
         num_bytes = self.numel() * (dtype or self.dtype).itemsize
-        self._part.check_room(self._call_of(name), num_bytes)
+        self._part.check_memory(self._call_of(name), num_bytes)
         values = self._gather(name)
-        return FullValues.of(values if dtype is None else values.to(dtype), _Origin(self))
+        return FullTensorView.of(values if dtype is None else values.to(dtype), _Origin(self))
 
     def _gather(self, name: str) -> Tensor:
         local = self.local
@@ -111,24 +116,24 @@ class ShardedTensor(Tensor):
         words = 2 * -(-self.numel() * local.element_size() // 16)
         memory = torch.zeros(words, dtype=torch.int64, device=local.device)
         flat = memory.view(local.dtype)[: self.numel()]
-        owned = self.cut.owned
+        owned = self.spec.owned
         flat[owned.start : owned.stop] = local
-        self._add_up(memory, name)
+        self._all_reduce_sum(memory, name)
         return flat.view(self.shape)
 
-    def _add_up(self, values: Tensor, name: str) -> Tensor:
+    def _all_reduce_sum(self, values: Tensor, name: str) -> Tensor:
         """Sums over shards, in place. Collective."""
-        return self.cut.comm.sum_over_shards_(values, self._call_of(name))
+        return self.spec.comm.sum_over_shards_(values, self._call_of(name))
 
-    def _highest(self, values: Tensor, name: str) -> Tensor:
+    def _all_reduce_max(self, values: Tensor, name: str) -> Tensor:
         """The elementwise maximum over ranks, in place. Collective."""
-        return self.cut.comm.max_(values, self._call_of(name))
+        return self.spec.comm.max_(values, self._call_of(name))
 
     def _call_of(self, name: str) -> str:
-        return f"{self.noun}.{name}() of {self.cut.slot.name}"
+        return f"{self.role}.{name}() of {self.spec.slot.name}"
 
     def _refuse(self, name: str, why: str = "", *, needs_full: bool = True) -> NoReturn:
-        raise _error(self, name, why, needs_full=needs_full and self.noun == _DATA)
+        raise _error(self, name, why, needs_full=needs_full and self.role == _DATA)
 
     # ---------------------------------------------------------------- torch's two doors
 
@@ -142,7 +147,7 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Autograd's side of it; what torch makes of `func` arrives in `__torch_dispatch__`."""
         kwargs = kwargs or {}
-        if any(issubclass(other, (nn.Parameter, FullValues)) for other in types):
+        if any(issubclass(other, (nn.Parameter, FullTensorView)) for other in types):
             return NotImplemented  # they bring their own part, or values, and call again
         if func == _SET_DATA:
             return args[0].copy_(args[1])
@@ -223,10 +228,10 @@ class ShardedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._values_for("pickle").__reduce_ex__(protocol)
 
-    def _values_for(self, name: str) -> FullValues:
-        if self.noun != _DATA:
+    def _values_for(self, name: str) -> FullTensorView:
+        if self.role != _DATA:
             self._refuse(name)
-        return self.full_values(name)
+        return self.full_view(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copy = self.detach().clone()
@@ -243,8 +248,8 @@ class ShardedTensor(Tensor):
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"ShardedTensor({self.noun} of {self.cut.slot.name}, shape={tuple(self.shape)}, "
-            f"dtype={self.dtype}, {len(self.cut.owned)} elements on this rank)"
+            f"ShardedTensor({self.role} of {self.spec.slot.name}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, {len(self.spec.owned)} elements on this rank)"
         )
 
 
@@ -268,8 +273,9 @@ def _error(
 ) -> ShardedTensorError:
     why = why or "it would see only this rank's elements"
     error = ShardedTensorError(
-        f"{name!r} on {sharded.noun} of parameter {sharded.cut.slot.name}, which rests as a shard: "
-        f"{why}; {_WAYS[sharded.noun]}. Elementwise operations, and reductions over all elements "
+        f"{name!r} on {sharded.role} of parameter "
+        f"{sharded.spec.slot.name}, which rests as a shard: "
+        f"{why}; {_WAYS[sharded.role]}. Elementwise operations, and reductions over all elements "
         "on every rank, are answered as for the whole."
     )
     error.sharded, error.why, error.needs_full = sharded, why, needs_full
@@ -318,7 +324,7 @@ def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
         tracked: Tensor = _NoGradient.apply(value, anchor, sharded, name)
         return tracked
 
-    return value.tracked(track) if isinstance(value, FullValues) else track(value)
+    return value.tracked(track) if isinstance(value, FullTensorView) else track(value)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -343,20 +349,20 @@ _FROM_MEMORY |= {Tensor.untyped_storage}
 
 @dataclass(frozen=True)
 class _Origin:
-    """See `Origin`."""
+    """See `ShardedOrigin`."""
 
     sharded: ShardedTensor
 
     @property
     def name(self) -> str:
-        return f"{self.sharded.noun} of parameter {self.sharded.cut.slot.name}"
+        return f"{self.sharded.role} of parameter {self.sharded.spec.slot.name}"
 
     @property
-    def mark(self) -> int:
-        return self.sharded._part.mark
+    def version(self) -> int:
+        return self.sharded._part.version
 
     def write_back(self, values: Tensor) -> None:
-        owned = self.sharded.cut.owned
+        owned = self.sharded.spec.owned
         new = read_flat(values, owned.start, owned.stop)
 
         def write(own: Tensor) -> None:
@@ -379,8 +385,8 @@ def _with_full_values(
         if not isinstance(value, ShardedTensor):
             return value
         if id(value) not in full:
-            is_data = value.noun == _DATA
-            full[id(value)] = value.full_values(name) if is_data else value._gather(name)
+            is_data = value.role == _DATA
+            full[id(value)] = value.full_view(name) if is_data else value._gather(name)
             sharded[id(full[id(value)])] = value
         return full[id(value)]
 
@@ -492,17 +498,17 @@ def _part_for(value: Any, home: ShardedTensor, shape: torch.Size, own: Tensor) -
     if value is home:
         return own
     if isinstance(value, ShardedTensor):
-        if value.numel() == shape.numel() and value.cut.is_as(home.cut):
+        if value.numel() == shape.numel() and value.spec.matches(home.spec):
             return _moved(value.local, own.device)
         value = value.full_tensor()
     if value.dim() == 0 and shape:
         return _moved(value, own.device)  # in types, a number gives way
-    return _moved(_narrow(value, shape, home.cut), own.device)
+    return _moved(_narrow(value, shape, home.spec), own.device)
 
 
-def _narrow(whole: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
+def _narrow(whole: Tensor, shape: torch.Size, spec: ShardSpec) -> Tensor:
     expanded = whole if whole.shape == shape else whole.expand(shape)
-    return read_flat(expanded, cut.owned.start, cut.owned.stop)
+    return read_flat(expanded, spec.owned.start, spec.owned.stop)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -514,7 +520,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _result(part: Any, like: ShardedTensor, shape: torch.Size) -> Any:
     if not isinstance(part, Tensor):
         return part
-    return ShardedTensor.of(OwnPart(part), like.cut, like.noun, part, shape)
+    return ShardedTensor.of(InMemoryShard(part), like.spec, like.role, part, shape)
 
 
 def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -564,7 +570,7 @@ def _with_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     shape = func(like, *rest, **kwargs).shape
     if shape.numel() != sharded.numel():
         sharded._refuse(name)
-    return ShardedTensor.of(sharded._part, sharded.cut, sharded.noun, sharded, shape)
+    return ShardedTensor.of(sharded._part, sharded.spec, sharded.role, sharded, shape)
 
 
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -573,8 +579,8 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
     like = torch.zeros((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
     kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     whole = func(like, *rest, **kwargs)
-    own = _narrow(whole, sharded.shape, sharded.cut).clone()
-    return ShardedTensor.of(OwnPart(own), sharded.cut, sharded.noun, own, sharded.shape)
+    own = _narrow(whole, sharded.shape, sharded.spec).clone()
+    return ShardedTensor.of(InMemoryShard(own), sharded.spec, sharded.role, own, sharded.shape)
 
 
 # ---------------------------------------------------------------- reductions
@@ -610,7 +616,7 @@ def _sum(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "sum") ->
     dtype = given.get("dtype") or sharded.dtype
     local = sharded.local.to(dtype)
     own = local.sum(dtype=_wide(local)) if dtype.is_floating_point else local.sum()
-    total = sharded._add_up(own, name)
+    total = sharded._all_reduce_sum(own, name)
     return total.to(dtype) if dtype.is_floating_point else total
 
 
@@ -626,8 +632,8 @@ def _variance(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "var
     correction = given.get("correction", given.get("unbiased"))
     correction = 1 if correction is None else correction
     wide = sharded.local.to(_wide(sharded))
-    mean = sharded._add_up(wide.sum(), name) / sharded.numel()
-    squares = sharded._add_up((wide - mean).abs().square().sum(), name)
+    mean = sharded._all_reduce_sum(wide.sum(), name) / sharded.numel()
+    squares = sharded._all_reduce_sum((wide - mean).abs().square().sum(), name)
     return (squares / max(sharded.numel() - correction, 0)).to(sharded.dtype)
 
 
@@ -642,22 +648,22 @@ def _extreme(sign: int, name: str) -> Callable[..., Tensor]:
         local = sign * local.to(_wide(local) if is_float else torch.int64)
         lowest = -math.inf if is_float else torch.iinfo(torch.int64).min
         best = local.max() if local.numel() else local.new_full((), lowest)
-        return (sign * sharded._highest(best, name)).to(dtype)
+        return (sign * sharded._all_reduce_max(best, name)).to(dtype)
 
     return extreme
 
 
 def _any(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    return sharded._highest(sharded.local.any().to(torch.uint8), "any").bool()
+    return sharded._all_reduce_max(sharded.local.any().to(torch.uint8), "any").bool()
 
 
 def _all(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
     is_any_not = (~sharded.local.bool().all()).to(torch.uint8)
-    return sharded._highest(is_any_not, "all").logical_not()
+    return sharded._all_reduce_max(is_any_not, "all").logical_not()
 
 
 def _count_nonzero(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    return sharded._add_up(sharded.local.count_nonzero(), "count_nonzero")
+    return sharded._all_reduce_sum(sharded.local.count_nonzero(), "count_nonzero")
 
 
 def _norm(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
@@ -670,12 +676,12 @@ def _norm(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
 def _norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]:
     """The norm of each, in one all-reduce."""
     first = tensors[0]
-    device = first.cut.comm.device
+    device = first.spec.comm.device
     local = torch.stack([_power_sum(tensor.local, order).to(device) for tensor in tensors])
     if math.isinf(order):
         sign = 1 if order > 0 else -1
-        return list((sign * first._highest(sign * local, "norm")).unbind())
-    total = first._add_up(local, "norm")
+        return list((sign * first._all_reduce_max(sign * local, "norm")).unbind())
+    total = first._all_reduce_sum(local, "norm")
     total = total if order == 0 else total ** (1.0 / order)
     pairs = zip(total.unbind(), tensors, strict=True)
     return [norm.to(tensor.device) for norm, tensor in pairs]
@@ -734,14 +740,14 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What a GradScaler calls: an infinity in any part makes every rank leave out the step."""
     grads, found_inf, scale = args
     first = _first_of(grads)
-    if found_inf.device != first.cut.comm.device:
-        first.cut.comm.wait_for_copies()  # the scaler has sent these two without waiting
+    if found_inf.device != first.spec.comm.device:
+        first.spec.comm.wait_for_cpu_copies()  # the scaler has sent these two without waiting
     for grad in grads:
         if isinstance(grad, ShardedTensor):
             grad.change(lambda part: func([part], found_inf, scale))
         else:
             func([grad], found_inf, scale)
-    first._highest(found_inf, "unscale_")
+    first._all_reduce_max(found_inf, "unscale_")
 
 
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {

@@ -12,5 +12,5 @@ Imports record, layout and tensors.
 Begin with `storage`. A new tier for optimizer state is a `Tier` in layout/offload.py, which tells
 who gets it; one more class in the union `ShardStore`, made by `Storage`; where it is no memory, a
 way into and out of buffers in optim/chunks.py, and a word in engine/optimizers.py and in
-`Shards.stores`, which name NVMe; and its bytes in engine/counting.py and planner/resting.py.
+`Shards.stores`, which name NVMe; and its bytes in engine/counting.py and planner/memory.py.
 """

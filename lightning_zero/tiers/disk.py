@@ -28,14 +28,14 @@ from lightning_zero.tiers.memory import aligned_empty
 
 __all__ = [
     "allocate",
-    "explained",
+    "describe_io_error",
     "file_system_of",
     "free_bytes",
     "locked_directory",
     "machine",
     "mount_of",
     "remove_abandoned",
-    "takes_direct",
+    "supports_o_direct",
 ]
 
 _PREFIX = "lightning_zero"
@@ -152,7 +152,7 @@ def allocate(path: Path, nbytes: int) -> None:
         os.close(descriptor)
 
 
-def takes_direct(directory: Path) -> bool:
+def supports_o_direct(directory: Path) -> bool:
     """Whether a page can be written and read past the page cache; some refuse only then."""
     path = directory / "probe"
     array: Any = aligned_empty(PAGE_BYTES, pin=False).numpy()
@@ -172,7 +172,7 @@ def takes_direct(directory: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-def explained(error: OSError, path: Path, verb: str, offset: int, nbytes: int) -> OSError:
+def describe_io_error(error: OSError, path: Path, verb: str, offset: int, nbytes: int) -> OSError:
     """`error`, with what was tried on which bytes of which file."""
     reason = f"cannot {verb} {nbytes} bytes at offset {offset}: {error.strerror}"
     return OSError(error.errno, reason, str(path))

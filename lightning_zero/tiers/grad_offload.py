@@ -1,8 +1,8 @@
 """Where the mean gradient of a bucket rests when its optimizer shard is not stepped on the device.
 
 A mean travels while backward goes on: from the device to page-locked CPU memory on a side stream,
-from there to its file, if it has one. At most `MAX_MEANS_ON_THE_WAY` are under way at once;
-`settle` waits for one.
+from there to its file, if it has one. At most `MAX_GRADS_IN_FLIGHT` are under way at once;
+`wait` waits for one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY, Tier
+from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT, Tier
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import Scratch
+from lightning_zero.tensors.buffer import ScratchPool
 from lightning_zero.tiers.nvme import Transfer
-from lightning_zero.tiers.storage import InFile, InMemory, ShardStore, Storage
+from lightning_zero.tiers.storage import FileShardStore, MemoryShardStore, ShardStore, Storage
 
 __all__ = ["GradQueue", "OffloadedGrad"]
 
@@ -31,15 +31,15 @@ class GradQueue:
         self.storage = storage
         self._queue: list[OffloadedGrad] = []
         # CPU memory of means on their way: page-locking it anew takes longer than the copy.
-        self.scratch = Scratch(
-            torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_MEANS_ON_THE_WAY
+        self.scratch = ScratchPool(
+            torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_GRADS_IN_FLIGHT
         )
         self._stream = streams.make_stream(storage.device)
 
     def admit(self, grad: OffloadedGrad) -> None:
         """Makes room for `grad`: what is oldest must have landed."""
-        while len(self._queue) >= MAX_MEANS_ON_THE_WAY:
-            self._queue[0].settle()
+        while len(self._queue) >= MAX_GRADS_IN_FLIGHT:
+            self._queue[0].wait()
         self._queue.append(grad)
 
     def leave(self, grad: OffloadedGrad) -> None:
@@ -52,7 +52,7 @@ class GradQueue:
             target.copy_(source)
             return None
         self._stream.wait_stream(streams.current(source.device))
-        moving = self.storage.recorder.moving
+        moving = self.storage.recorder.copy_span
         with streams.on(self._stream):
             with moving(name, target.nbytes, source.device, target.device):
                 target.copy_(source, non_blocking=True)
@@ -91,50 +91,50 @@ class OffloadedGrad:
         """Where the mean rests; made for the first one."""
         storage = self._queue.storage
         if self._tier is Tier.NVME:
-            return storage.make_optim(f"{self._name}.grad", self._numel, self._dtype)
-        store = InMemory(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
+            return storage.make_optim_store(f"{self._name}.grad", self._numel, self._dtype)
+        store = MemoryShardStore(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
         self._num_own_users = _num_users(store.tensor)
         return store
 
     @cached_property
     def shard(self) -> Tensor:
         """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
-        return self.store.look(0, self._numel)
+        return self.store.view(0, self._numel)
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes at rest."""
         return self.store.nbytes if "store" in self.__dict__ else 0
 
-    def look(self, start: int, stop: int) -> Tensor:
-        return self.store.look(start, stop)
+    def view(self, start: int, stop: int) -> Tensor:
+        return self.store.view(start, stop)
 
     def put(self, mean: Tensor, *, is_added: bool) -> None:
         """Sends a mean on its way here, to be added to what rests here or to replace that.
 
         1-D, on the device; not to be written to any more.
         """
-        self.settle()
+        self.wait()
         self._queue.admit(self)
         values, is_staged = mean, False
-        if isinstance(self.store, InMemory) and not is_added:
+        if isinstance(self.store, MemoryShardStore) and not is_added:
             values = self.store.tensor
-        elif self._queue.storage.is_apart:
-            values, is_staged = self._queue.scratch.take(self._numel, self._dtype), True
+        elif self._queue.storage.has_device_memory:
+            values, is_staged = self._queue.scratch.acquire(self._numel, self._dtype), True
         event = None if values is mean else self._queue.copy(mean, values, self._name)
         self._transit = _Transit(values, mean, event, is_added, is_staged)
         if values is mean:
             self._land(self._transit)
 
-    def leave_held(self) -> None:
+    def drop_if_shared(self) -> None:
         """Leaves the memory of a mean that nobody needs to users who hold some of it, if any."""
         store = self.__dict__.get("store")
-        if isinstance(store, InMemory):
+        if isinstance(store, MemoryShardStore):
             self.__dict__.pop("shard", None)
             if _num_users(store.tensor) > self._num_own_users:
                 del self.__dict__["store"]
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until the mean rests here."""
         transit = self._end_transit()
         if transit is not None:
@@ -149,7 +149,7 @@ class OffloadedGrad:
         transit = self._end_transit()
         if transit is not None:
             if transit.transfer is not None:
-                transit.transfer.settle()
+                transit.transfer.wait_until_done()
             self._give_back(transit)
 
     def _end_transit(self) -> _Transit | None:
@@ -164,11 +164,11 @@ class OffloadedGrad:
 
     def _give_back(self, transit: _Transit) -> None:
         if transit.is_staged:
-            self._queue.scratch.give(transit.values)
+            self._queue.scratch.release(transit.values)
 
     def _land(self, transit: _Transit) -> None:
         store = self.store
-        if isinstance(store, InFile):
+        if isinstance(store, FileShardStore):
             values = transit.values
             if transit.is_added:
                 values = values.add_(store.fetch(0, self._numel))
@@ -178,7 +178,7 @@ class OffloadedGrad:
 
     def apply_(self, change: Callable[[Tensor], object], start: int, stop: int) -> None:
         """Changes elements [start, stop) in place."""
-        self.settle()
+        self.wait()
         values = self.store.fetch(start, stop)
         change(values)
         self.store.write(start, values)

@@ -134,10 +134,10 @@ def available_memory_bytes() -> int:
         available = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
     except (OSError, StopIteration):
         pass  # not Linux
-    return max(min([available, *cgroup_rooms()]), 0)
+    return max(min([available, *cgroup_free_bytes()]), 0)
 
 
-def cgroup_rooms(
+def cgroup_free_bytes(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
     """Bytes that each control group around this process has left, its cache of files counted in."""

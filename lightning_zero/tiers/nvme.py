@@ -36,11 +36,11 @@ from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.disk import (
     allocate,
-    explained,
+    describe_io_error,
     file_system_of,
     locked_directory,
     remove_abandoned,
-    takes_direct,
+    supports_o_direct,
 )
 
 __all__ = ["NvmeFile", "NvmeStore", "Transfer"]
@@ -86,7 +86,7 @@ class Transfer:
         if not blocks:
             self._finish()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """After an interrupt in `begin`: it is done, though a thread may still move a block."""
         self.cancel()
         with self._lock:  # a thread may end its last block at this moment
@@ -113,17 +113,17 @@ class Transfer:
         An OSError with the path, the offset and the bytes, if the transfer failed.
         """
         with self._recorder.span(*self._what, is_wait=True, on_host=True):
-            self.settle()
+            self.wait_until_done()
         if self.error is not None:
             raise self.error
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Return when the memory is free, whatever came of it."""
         with self._under_way:
             pass
 
     def cancel(self) -> None:
-        """Move no block that is not under way yet; `settle` says when the memory is free."""
+        """Move no block that is not under way yet; `wait_until_done` says when the memory is free."""
         self.is_cancelled = True
 
     def overlaps(self, other: Transfer) -> bool:
@@ -199,7 +199,7 @@ class NvmeFile:
                 self._in_flight.append(new)
                 new.begin(blocks, store.writing if is_write else store.reading)
             except BaseException:
-                new.give_up()  # nobody may wait for what was not begun
+                new.abandon()  # nobody may wait for what was not begun
                 raise
         return new
 
@@ -211,7 +211,7 @@ class NvmeFile:
         failure: Exception | None = None
         try:
             for other in () if transfer.is_cancelled else before:
-                other.settle()
+                other.wait_until_done()
             if transfer.is_cancelled:
                 raise OSError(errno.ECANCELED, "it was given up before it began")
             if transfer.is_write:
@@ -222,7 +222,7 @@ class NvmeFile:
             self._store.count(len(view), is_write=transfer.is_write)
         except OSError as error:
             verb = "write" if transfer.is_write else "read"
-            failure = explained(error, self.path, verb, offset, len(view))
+            failure = describe_io_error(error, self.path, verb, offset, len(view))
         except Exception as error:
             failure = error
         if transfer.is_write and (failure or self._broken):
@@ -326,10 +326,10 @@ class NvmeStore:
         # An inherited lock would outlive this process in the child.
         os.register_at_fork(after_in_child=partial(_close_all, self._descriptors))
         try:
-            self.is_direct = takes_direct(self.directory)
+            self.is_direct = supports_o_direct(self.directory)
         except OSError as error:
             self._finalizer()
-            raise explained(error, self.directory, "write", 0, PAGE_BYTES) from None
+            raise describe_io_error(error, self.directory, "write", 0, PAGE_BYTES) from None
         if not self.is_direct and _local_rank(rank) == 0:
             warnings.warn(
                 f"{path} ({file_system_of(Path(path))}) refuses O_DIRECT: its files pass through "

@@ -103,7 +103,7 @@ class _Slot:
     def finish_writes(self) -> list[Transfer]:
         """Those that this has waited for, be they good or not."""
         for transfer in self.writes:
-            transfer.settle()
+            transfer.wait_until_done()
         writes, self.writes = self.writes, []
         return writes
 
@@ -111,7 +111,7 @@ class _Slot:
         for transfer in self.reads:
             transfer.cancel()
         for transfer in self.reads:
-            transfer.settle()
+            transfer.wait_until_done()
         self.rest()
 
 

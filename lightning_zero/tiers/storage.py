@@ -26,7 +26,7 @@ from lightning_zero.layout.offload import (
     OffloadConfig,
     Tier,
     padded_bytes,
-    step_buffers,
+    step_buffer_config,
 )
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
@@ -37,10 +37,10 @@ from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore, Transfer
 from lightning_zero.tiers.pipeline import FileRange, Pipeline
 
-__all__ = ["InFile", "InMemory", "ParamReader", "ShardStore", "Storage"]
+__all__ = ["FileShardStore", "MemoryShardStore", "ParamReader", "ShardStore", "Storage"]
 
 
-class InMemory:
+class MemoryShardStore:
     """A tensor in the memory of a device or of the CPU."""
 
     def __init__(self, tensor: Tensor, tier: Tier) -> None:
@@ -63,10 +63,10 @@ class InMemory:
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
 
-    look = fetch  # elements to be shown to others: a view, or a LazyTensor
+    view = fetch  # elements to be shown to others: a view, or a LazyTensor
 
 
-class InFile:
+class FileShardStore:
     """A tensor in a file, padded to whole pages."""
 
     tier = Tier.NVME
@@ -92,7 +92,7 @@ class InFile:
         memory[own].view(self.dtype).copy_(values)
         self._file.write(first, memory).wait()
 
-    def look(self, start: int, stop: int) -> Tensor:
+    def view(self, start: int, stop: int) -> Tensor:
         def read(first: int, last: int) -> Tensor:
             return self.fetch(start + first, start + last)
 
@@ -125,7 +125,7 @@ class InFile:
         return aligned_empty(last - first, pin=False), first, own
 
 
-ShardStore = InMemory | InFile
+ShardStore = MemoryShardStore | FileShardStore
 
 
 class _Uploader:
@@ -166,7 +166,7 @@ class _Uploader:
 class ParamReader:
     """Reads one shard in chunks of at most one buffer, as far ahead as buffers are free."""
 
-    def __init__(self, store: InFile, pool: BufferPool, recorder: Recorder) -> None:
+    def __init__(self, store: FileShardStore, pool: BufferPool, recorder: Recorder) -> None:
         self._store = store
         self._recorder = recorder
         self._pool = pool
@@ -205,7 +205,7 @@ class ParamReader:
                     nbytes = (stop - start) * self._store.dtype.itemsize
                     way = (buffer.device, target.device)
                     part = buffer[:nbytes].view(self._store.dtype)
-                    with self._recorder.moving(self._store.name, nbytes, *way):
+                    with self._recorder.copy_span(self._store.name, nbytes, *way):
                         target[start:stop].copy_(part, non_blocking=is_pooled)
                     if has_streams:
                         left = streams.current(target.device).record_event()
@@ -229,7 +229,7 @@ class ParamReader:
     def cancel(self) -> None:
         """Gives buffers back whose content nobody will use."""
         for buffer, transfer in self._begun:
-            transfer.settle()
+            transfer.wait_until_done()
             self._pool.give(buffer)
         self._begun = []
 
@@ -239,7 +239,8 @@ class Storage:
 
     Attributes:
         device: Where the module computes.
-        is_apart: The CPU tier is other memory than the device's. See [Note: Apart or together].
+        has_device_memory: The CPU tier is other memory than the device's.
+            See [Note: Apart or together].
         buffer_bytes: Of the buffers through which files are read and written.
     """
 
@@ -253,19 +254,19 @@ class Storage:
         recorder: Recorder | None = None,
     ) -> None:
         self.device = device
-        self.is_apart = device.type != "cpu"
+        self.has_device_memory = device.type != "cpu"
         self.recorder = recorder or Recorder(device)
         self._rank = rank
         self._param = offload_param or OffloadConfig()
         self._optimizer = offload_optimizer or OffloadConfig()
-        self._step = step_buffers(offload_param, offload_optimizer)
+        self._step = step_buffer_config(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
         self.buffer_bytes = 0
         for config in (offload_param, offload_optimizer):
             if config is not None and config.device != "cpu":
                 self._store(config)
 
-    def check_room(self, param_bytes: int, optim_bytes: int, *, num_ranks: int) -> None:
+    def check_free_space(self, param_bytes: int, optim_bytes: int, *, num_ranks: int) -> None:
         """Refuses, by an OSError, a disk that is too small for what is certain to come.
 
         Bytes are those of this rank; `num_ranks` share the disk.
@@ -289,27 +290,27 @@ class Storage:
         """Where an optimizer shard that rests in `tier` is stepped."""
         return self.device if tier is Tier.DEVICE else torch.device("cpu")
 
-    def is_elsewhere(self, tier: Tier) -> bool:
-        return tier.is_elsewhere(is_apart=self.is_apart)
+    def is_offloaded(self, tier: Tier) -> bool:
+        return tier.is_offloaded(has_device_memory=self.has_device_memory)
 
-    def keep_param(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
+    def make_param_store(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
         """A store with these `values` (1-D), which it may take over."""
         return self._keep(f"{name}.param", values, tier, self._param)
 
-    def keep_master(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
-        """As `keep_param`."""
+    def make_main_store(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
+        """As `make_param_store`."""
         return self._keep(f"{name}.master", values, tier, self._optimizer)
 
-    def make_optim(self, name: str, numel: int, dtype: torch.dtype) -> InFile:
+    def make_optim_store(self, name: str, numel: int, dtype: torch.dtype) -> FileShardStore:
         """A file for an optimizer state or a gradient of `numel` elements."""
-        return InFile(self._store(self._optimizer), name, numel, dtype)
+        return FileShardStore(self._store(self._optimizer), name, numel, dtype)
 
     def cpu_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """CPU memory from and to which the device can copy beside its computation: 1-D."""
         return self._cpu_empty(numel, dtype, self._optimizer)
 
     def _cpu_empty(self, numel: int, dtype: torch.dtype, config: OffloadConfig) -> Tensor:
-        if not self.is_apart:
+        if not self.has_device_memory:
             return torch.empty(numel, dtype=dtype)
         pin = config.pin_memory and self.device.type == "cuda"
         return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
@@ -319,21 +320,21 @@ class Storage:
 
         `name` is the bucket's.
         """
-        target = store.tensor.device if isinstance(store, InMemory) else torch.device("cpu")
+        target = store.tensor.device if isinstance(store, MemoryShardStore) else torch.device("cpu")
         if target.type != "cuda" or values.device.type == "cuda":
-            with self.recorder.moving(name, values.nbytes, values.device, target):
+            with self.recorder.copy_span(name, values.nbytes, values.device, target):
                 store.write(start, values)
             return
         self._uploader.send(values, store.fetch(start, start + values.numel()), name)
 
     def _keep(self, name: str, values: Tensor, tier: Tier, config: OffloadConfig) -> ShardStore:
         if tier is Tier.NVME:
-            store = InFile(self._store(config), name, values.numel(), values.dtype)
+            store = FileShardStore(self._store(config), name, values.numel(), values.dtype)
             store.write(0, values)
             return store
-        if tier is Tier.CPU and self.is_apart:
+        if tier is Tier.CPU and self.has_device_memory:
             values = self._cpu_empty(values.numel(), values.dtype, config).copy_(values)
-        return InMemory(values, tier)
+        return MemoryShardStore(values, tier)
 
     def _store(self, config: OffloadConfig) -> NvmeStore:
         folder = config.folder
@@ -360,12 +361,12 @@ class Storage:
     @property
     def step_buffer_bytes(self) -> int:
         """Of one buffer of `pipeline`."""
-        return self._step.bytes_of_a_buffer
+        return self._step.buffer_size_bytes
 
     def _buffers(self, config: OffloadConfig) -> list[Tensor]:
         pin = config.pin_memory and self.device.type == "cuda"
-        self.buffer_bytes += config.bytes_of_buffers
-        return make_buffers(config.buffer_count, config.bytes_of_a_buffer, pin=pin)
+        self.buffer_bytes += config.total_buffer_bytes
+        return make_buffers(config.buffer_count, config.buffer_size_bytes, pin=pin)
 
     @property
     def bytes_read(self) -> int:

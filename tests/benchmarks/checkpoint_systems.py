@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 import lightning_zero
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer, open_checkpoint
-from lightning_zero.checkpoint.source import raise_damage_of_any
+from lightning_zero.checkpoint.source import raise_damage_on_any_rank
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.saving import Saving
@@ -158,7 +158,7 @@ class _Ours:
 
     def load(self, path: Path) -> None:
         comm = self.engine.comm
-        raise_damage_of_any(path, comm.rank, comm.size, comm.control.gather_objects)
+        raise_damage_on_any_rank(path, comm.rank, comm.size, comm.control.gather_objects)
         opened = open_checkpoint(path)
         load_module(self.engine.module, opened["state_dict"])
         load_optimizer(self.engine, self.optimizer, opened["optimizer_states"][0])

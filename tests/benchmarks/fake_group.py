@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.cli.plan import of_arguments
+from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.layout.offload import Tier
-from lightning_zero.planner import Choice, Job, Machine, take_inventory, trace_step
-from lightning_zero.planner.timeline import replay
+from lightning_zero.planner import Choice, Job, Machine, make_memory_estimator, trace_step
+from lightning_zero.planner.simulation import simulate_step
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
 
@@ -78,7 +78,7 @@ class Compared:
 def compare(case: Case) -> Compared:
     """Plans, builds and trains; forms a process group, so it wants a process of its own."""
     args = argparse.Namespace(model=case.model, batch=1, context=case.num_tokens, overrides=())
-    source = of_arguments(args)
+    source = source_from_arguments(args)
     assert source.step is not None
     return compare_module(case, source.module, source.step)
 
@@ -106,17 +106,19 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
 
 def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     """Bytes at rest and at the most. Of a device that talks over NCCL, but for its memory."""
-    is_apart = case.device != "cpu"
+    has_device_memory = case.device != "cpu"
     choice = Choice("", "", ZeroConfig(stage=case.stage))
     job = Job(module, [torch.optim.AdamW(module.parameters())])
-    inventory = take_inventory(
-        choice, job, Machine(case.num_ranks, min(case.num_ranks, 8), is_apart=is_apart)
+    estimator = make_memory_estimator(
+        choice,
+        job,
+        Machine(case.num_ranks, min(case.num_ranks, 8), has_device_memory=has_device_memory),
     )
-    trace = trace_step(module, step, units=[unit.name for unit in inventory.plan.units])
-    most = replay(inventory.plan, choice.config, trace, is_apart=is_apart)
-    resting = inventory.resting()
-    states = sum(resting.tier_bytes(tier) for tier in Tier)
-    return states, states + resting.module_buffer_bytes + most.total_bytes
+    trace = trace_step(module, step, units=[unit.name for unit in estimator.plan.units])
+    most = simulate_step(estimator.plan, choice.config, trace, has_device_memory=has_device_memory)
+    memory = estimator.rank_memory()
+    states = sum(memory.tier_bytes(tier) for tier in Tier)
+    return states, states + memory.module_buffer_bytes + most.total_bytes
 
 
 def _form_group(case: Case) -> None:

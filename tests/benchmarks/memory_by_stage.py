@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import lightning_zero
 from examples.gpt import GPT
-from lightning_zero.layout.sizes import unit_of
+from lightning_zero.layout.sizes import byte_unit
 from lightning_zero.layout.stage import STAGES, State
 from lightning_zero.observe.plots import INK, STATE_COLOURS, blank_figure
 from tests.benchmarks.report import SIZES
@@ -146,7 +146,7 @@ def draw(
     title: str,
 ) -> None:
     """A thin bar for each rank, and around those of a stage the formula's outline."""
-    unit, size = unit_of(max(one.live for one in found[0]))
+    unit, size = byte_unit(max(one.live for one in found[0]))
     with blank_figure(args.picture, (9.0, 4.2), dpi=115) as figure:
         axes = figure.add_axes((0.115, 0.17, 0.86, 0.7))
         for place, (stage, ranks) in enumerate(found.items()):

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_zero.observe.monitor import Wanted, Watch, Watched
+from lightning_zero.observe.monitor import FitMonitor, MonitorConfig, RecordedStep
 from tests.benchmarks.report import BATCH, SIZES
 from tests.benchmarks.systems import ADAMW
 from tests.distributed.ranks import run_ranks
@@ -120,9 +120,9 @@ class Turns(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.watches = {
-            mode: Watch(
+            mode: FitMonitor(
                 trainer.strategy,
-                Wanted(every),
+                MonitorConfig(every),
                 folder=Path("zero"),
                 progress=(0, 0),
             )
@@ -159,7 +159,7 @@ class Turns(Callback):
         if batch_idx % TURN == TURN - 1:
             self._log(trainer, watch.last())
 
-    def _log(self, trainer: Any, watched: Watched | None) -> None:
+    def _log(self, trainer: Any, watched: RecordedStep | None) -> None:
         if watched is not None:
             trainer.logger.log_metrics(watched.metrics, step=watched.num_batches)
 

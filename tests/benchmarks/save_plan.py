@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_zero import ZeroConfig
-from lightning_zero.checkpoint.dcp_metadata import without_collector
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.dcp_metadata import gc_paused
 from lightning_zero.checkpoint.dcp_writer import merged, rank_file
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.planner.shapes import SHAPES, Decoder
 
@@ -80,11 +80,11 @@ def _measured(plan: Plan) -> Iterator[str]:
             continue
         sent = pickle.dumps((own, _written(rank, own)))
         sent_bytes += len(sent)
-        with timed("unpickle"), without_collector():
+        with timed("unpickle"), gc_paused():
             everyone.append(pickle.loads(sent))
-    with timed("merge"), without_collector():
+    with timed("merge"), gc_paused():
         metadata = merged(first, everyone)
-    with timed("pickle"), without_collector():
+    with timed("pickle"), gc_paused():
         content = pickle.dumps(metadata)
     with timed("later"):
         assert first.create_local_plan() == everyone[0][0]
@@ -103,14 +103,16 @@ def _write(content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _shards(plan: Plan, rank: int) -> dict[str, ShardTensor]:
+def _shards(plan: Plan, rank: int) -> dict[str, CheckpointShard]:
     found = {}
     for bucket in plan.buckets:
         for slot in bucket.layout.slots:
             owned = bucket.layout.owned(slot, rank)
             for entry in ENTRIES:
                 name = entry.format(slot.name)
-                found[name] = ShardTensor.of(name, slot.shape, torch.float32, owned, _never_read)
+                found[name] = CheckpointShard.of(
+                    name, slot.shape, torch.float32, owned, _never_read
+                )
     return found
 
 

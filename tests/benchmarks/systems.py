@@ -174,7 +174,7 @@ class LightningZero:
         self.model = model
         optimizer = AdamW(model.parameters(), **ADAMW)
         self.engine = lightning_zero.Engine(model, optimizers=[optimizer], config=config)
-        self.gathers_after_step = config.states.gathers_after_step
+        self.all_gathers_after_step = config.states.all_gathers_after_step
 
     def step(self, ids: Tensor, targets: Tensor, lap: Lap) -> Tensor:
         self.engine.zero_grad()
@@ -189,9 +189,9 @@ class LightningZero:
     def settle(self) -> None:
         if self.settings.get("overlap_step"):
             self.engine.memory_report()  # waits for the steps
-        if self.gathers_after_step:  # `gathered` would look at the values, too
+        if self.all_gathers_after_step:  # `gathered` would look at the values, too
             for bucket in self.engine.buckets:
-                bucket.settle()
+                bucket.wait_for_update()
 
     def close(self) -> None:
         self.engine.close()

@@ -32,9 +32,9 @@ def sample(dtype, shape=(3, 5)):
 
 
 def write_and_load(tree, path, **options):
-    with patch.object(torch_file, "replacing", wraps=torch_file.replacing) as replacing:
+    with patch.object(torch_file, "atomic_write", wraps=torch_file.atomic_write) as atomic_write:
         write_torch_file(tree, path)
-    _, reserved_bytes = replacing.call_args.args
+    _, reserved_bytes = atomic_write.call_args.args
     assert path.stat().st_size <= reserved_bytes
     assert not find_damage(path)
     return torch.load(path, **{"weights_only": True, **options})

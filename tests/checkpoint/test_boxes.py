@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.checkpoint.shard_tensor import Box, boxes_of_range
+from lightning_zero.checkpoint.checkpoint_shard import Box, boxes_of_range
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
 
@@ -38,7 +38,7 @@ def test_there_are_at_most_two_ragged_ends_for_each_dimension_but_one(case):
     assert len(boxes_of_range(shape, start, stop)) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_whole_tensor_is_one_box():
+def test_the_full_tensor_is_one_box():
     assert boxes_of_range((4, 6), 0, 24) == [Box((0, 0), (4, 6), 0)]
     assert boxes_of_range((), 0, 1) == [Box((), (), 0)]
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_zero import open_checkpoint
-from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.source import find_damage
-from lightning_zero.checkpoint.torch_file import silent, write_torch_file
+from lightning_zero.checkpoint.torch_file import no_progress, write_torch_file
 from lightning_zero.tensors.lazy import LazyTensor
 from tests.deepspeed_format import write_deepspeed
 from tests.test_deepspeed_checkpoint import trained
@@ -33,7 +33,7 @@ def _write(form, path):
     if form == "file":
         write_torch_file(_content(), path)
     elif form == "sharded":
-        plan(_content(), "dcp").write(path, silent)
+        plan_export(_content(), "dcp").write(path, no_progress)
     elif form == "safetensors":
         path = path.with_suffix(".safetensors")
         save_file(_content()["state_dict"], path)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero.checkpoint.dcp_reader import find_damage, is_sharded, open_sharded
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
-from tests.checkpoint.test_shard_tensor import SHAPES, shard, values
+from tests.checkpoint.test_checkpoint_shard import SHAPES, shard, values
 from tests.distributed.ranks import run_ranks
 
 
@@ -88,7 +88,7 @@ def test_a_flat_range_reads_its_own_bytes_only(tmp_path):
     assert _bytes_read() - before < 10_000
 
 
-def test_an_object_is_read_whole_where_the_system_gives_less_at_once(tmp_path, monkeypatch):
+def test_an_object_is_read_completely_despite_short_reads(tmp_path, monkeypatch):
     save({"big": "x" * 100_000, "w": values((2, 2))}, tmp_path)
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 2**14), at))
@@ -149,7 +149,7 @@ def test_what_is_missing_is_named(tmp_path):
         open_sharded(tmp_path)
 
 
-def test_metadata_that_is_cut_or_foreign_is_an_error_and_runs_nothing(tmp_path):
+def test_truncated_or_foreign_metadata_is_an_error_and_runs_nothing(tmp_path):
     save({"x": values((4, 6))}, tmp_path)
     size = (tmp_path / ".metadata").stat().st_size
     os.truncate(tmp_path / ".metadata", size // 2)

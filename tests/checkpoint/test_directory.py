@@ -8,18 +8,18 @@ import pytest
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
-    Draft,
+    StagedDirectory,
+    atomic_write,
     find_damage,
-    put_in_place,
     recover,
     remove,
-    replacing,
+    replace_atomically,
     write_checksums,
 )
 
 
 def make(target, text):
-    draft = Draft(target)
+    draft = StagedDirectory(target)
     (draft.folder / "part").write_text(text)
     write_checksums(draft.folder, ["part"])
     return draft
@@ -38,7 +38,7 @@ def two_renames(monkeypatch):
     monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
 
 
-def test_nothing_is_at_the_place_until_it_is_whole(tmp_path):
+def test_the_target_appears_only_when_complete(tmp_path):
     target = tmp_path / "deep" / "a.ckpt"
     draft = make(target, "new")
     assert not target.exists()
@@ -48,7 +48,7 @@ def test_nothing_is_at_the_place_until_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("old", ["directory", "file", "link to a file", "link to a directory"])
-def test_whatever_is_there_is_replaced(old, exchanges, tmp_path):
+def test_any_existing_target_is_replaced(old, exchanges, tmp_path):
     target = tmp_path / "a.ckpt"
     other = tmp_path / "other"
     if old == "directory":
@@ -73,7 +73,7 @@ def test_whatever_is_there_is_replaced(old, exchanges, tmp_path):
 def test_a_file_replaces_a_directory(exchanges, tmp_path):
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
-    with replacing(target, 3) as file:
+    with atomic_write(target, 3) as file:
         file.write(b"new")
     assert target.read_text() == "new"
     assert os.listdir(tmp_path) == ["a.ckpt"]
@@ -86,7 +86,7 @@ def test_a_file_replaces_a_file_or_a_link_at_once(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "other")
     for name in ("file", "link"):
         (tmp_path / "new").write_text("new")
-        put_in_place(tmp_path / "new", tmp_path / name)
+        replace_atomically(tmp_path / "new", tmp_path / name)
         assert (tmp_path / name).read_text() == "new"
         assert not (tmp_path / name).is_symlink()
     assert (tmp_path / "other").read_text() == "other"
@@ -119,7 +119,7 @@ def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_where_the_new_one_cannot_take_the_place_the_old_one_comes_back(
+def test_the_old_one_is_restored_if_the_new_one_cannot_replace_it(
     two_renames, tmp_path, monkeypatch
 ):
     target = tmp_path / "a.ckpt"

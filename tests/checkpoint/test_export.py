@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.source import find_damage
-from lightning_zero.checkpoint.torch_file import silent, write_torch_file
+from lightning_zero.checkpoint.torch_file import no_progress, write_torch_file
 from lightning_zero.tensors.lazy import LazyTensor
 from tests.deepspeed_format import write_deepspeed
 from tests.full_disk import mounted_tmpfs
@@ -65,7 +65,7 @@ def place(folder, form):
 
 
 def export(checkpoint, form, path, **options):
-    planned = plan(checkpoint, form, **options)
+    planned = plan_export(checkpoint, form, **options)
     told = []
     planned.write(path, told.append)
     assert sum(told) >= planned.nbytes * 0.9
@@ -164,9 +164,9 @@ def test_a_part_is_exported_under_its_own_names(checkpoint, tmp_path):
     inside = {k[5:]: v for k, v in checkpoint["state_dict"].items() if k.startswith("norm.")}
     assert_equal(opened["state_dict"], inside)
     with pytest.raises(ValueError, match="got nor; there are embedding, head, norm"):
-        plan(checkpoint, "safetensors", part="nor")
+        plan_export(checkpoint, "safetensors", part="nor")
     with pytest.raises(ValueError, match="--part is for safetensors, not ckpt"):
-        plan(checkpoint, "ckpt", part="norm")
+        plan_export(checkpoint, "ckpt", part="norm")
 
 
 def test_the_library_reads_every_dtype(tmp_path):
@@ -191,9 +191,11 @@ def test_the_library_reads_every_dtype(tmp_path):
 
 
 def test_a_dtype_that_safetensors_does_not_have_is_an_error(tmp_path):
-    planned = plan({"state_dict": {"z": torch.zeros(2, dtype=torch.complex128)}}, "safetensors")
+    planned = plan_export(
+        {"state_dict": {"z": torch.zeros(2, dtype=torch.complex128)}}, "safetensors"
+    )
     with pytest.raises(ValueError, match=r"z is torch\.complex128, which safetensors does not"):
-        planned.write(tmp_path / "x.safetensors", silent)
+        planned.write(tmp_path / "x.safetensors", no_progress)
     assert not os.listdir(tmp_path)
 
 
@@ -241,9 +243,9 @@ def test_a_directory_of_deepspeed_is_exported(form, tmp_path):
 
 def test_a_cast_that_would_give_infinity_is_an_error(tmp_path):
     state = {"big": torch.tensor([1e5]), "already": torch.tensor([float("inf")])}
-    planned = plan({"state_dict": state}, "ckpt", dtype=torch.float16)
+    planned = plan_export({"state_dict": state}, "ckpt", dtype=torch.float16)
     with pytest.raises(ValueError, match=r"big has values up to 1e\+05.*use --dtype bf16"):
-        planned.write(tmp_path / "x.ckpt", silent)
+        planned.write(tmp_path / "x.ckpt", no_progress)
     assert not os.listdir(tmp_path)
 
 
@@ -269,7 +271,7 @@ def test_without_asking_the_trained_weights_are_exported_and_both_stay_in_a_chec
     checkpoint, tmp_path
 ):
     both = averaged(checkpoint)
-    planned = plan(both, "safetensors")
+    planned = plan_export(both, "safetensors")
     assert "also holds averaged ones" in planned.notes[0]
     opened = export(both, "safetensors", tmp_path / "out.safetensors")
     assert_equal(opened["state_dict"], both["current_model_state"])
@@ -279,13 +281,13 @@ def test_without_asking_the_trained_weights_are_exported_and_both_stay_in_a_chec
 
 def test_no_averaged_weights_is_an_error(checkpoint):
     with pytest.raises(ValueError, match="holds no averaged weights"):
-        plan(checkpoint, "safetensors", is_averaged=True)
+        plan_export(checkpoint, "safetensors", is_averaged=True)
 
 
 def test_what_is_no_tensor_is_named(checkpoint):
     checkpoint["state_dict"]["norm._extra_state"] = {"a": 1}
-    assert "norm._extra_state" in plan(checkpoint, "safetensors").notes[0]
-    assert not plan(checkpoint, "ckpt").notes
+    assert "norm._extra_state" in plan_export(checkpoint, "safetensors").notes[0]
+    assert not plan_export(checkpoint, "ckpt").notes
 
 
 def test_optimizer_states_by_name_become_those_of_torch(checkpoint, tmp_path):
@@ -322,9 +324,9 @@ def test_an_error_while_reading_leaves_what_was_there(form, tmp_path):
     state = {"good": torch.rand(4), "bad": bad}
     (tmp_path / "out").write_bytes(b"before")
     options = {"max_shard_bytes": 100} if form == "safetensors" else {}
-    planned = plan({"state_dict": state}, form, **options)
+    planned = plan_export({"state_dict": state}, form, **options)
     with pytest.raises(OSError, match="the disk broke"):
-        planned.write(tmp_path / "out", silent)
+        planned.write(tmp_path / "out", no_progress)
     assert (tmp_path / "out").read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["out"]
 
@@ -337,9 +339,11 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_full_disk_names_path_and_bytes_and_leaves_nothing(form, small_disk):
     options = {"max_shard_bytes": 10**5} if form == "safetensors" else {}
-    planned = plan({"state_dict": {str(i): torch.rand(20_000) for i in range(5)}}, form, **options)
+    planned = plan_export(
+        {"state_dict": {str(i): torch.rand(20_000) for i in range(5)}}, form, **options
+    )
     with pytest.raises(OSError, match=r"disk/out was not written: it needs 4\d{5} bytes"):
-        planned.write(small_disk / "out", silent)
+        planned.write(small_disk / "out", no_progress)
     assert os.listdir(small_disk) == []
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.export import plan
-from lightning_zero.checkpoint.torch_file import silent
+from lightning_zero.checkpoint.export import plan_export
+from lightning_zero.checkpoint.torch_file import no_progress
 from lightning_zero.tensors.lazy import LazyTensor
 
 MIB = 1024**2
@@ -87,7 +87,7 @@ def write_checkpoint(size, form, path):
     }
     optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": list(shapes)}]}
     tree = {"state_dict": state, "optimizer_states": [optimizer], "epoch": 0, "global_step": 1}
-    plan(tree, form).write(path, silent)
+    plan_export(tree, form).write(path, no_progress)
     return state
 
 

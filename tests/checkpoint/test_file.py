@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from lightning_zero.checkpoint.atomic import replacing
+from lightning_zero.checkpoint.atomic import atomic_write
 from lightning_zero.checkpoint.torch_file import find_damage, write_torch_file
 from tests.full_disk import mounted_tmpfs
 
@@ -22,27 +22,27 @@ def small_disk(tmp_path):
 
 
 def write(path, data=b"new"):
-    with replacing(path, len(data)) as file:
+    with atomic_write(path, len(data)) as file:
         file.write(data)
 
 
 def write_and_fail(path):
-    with replacing(path, 3) as file:
+    with atomic_write(path, 3) as file:
         file.write(b"ne")
         raise KeyError
 
 
 def write_too_much(path):
-    with replacing(path, 10) as file:
+    with atomic_write(path, 10) as file:
         for _ in range(40):
             file.write(bytes(2**16))
             os.fsync(file)
 
 
-def test_a_file_appears_when_the_block_ends_and_takes_the_place_of_another(tmp_path):
+def test_a_file_appears_when_the_block_ends_and_replaces_another(tmp_path):
     path = tmp_path / "a.ckpt"
     write(path, b"old")
-    with replacing(path, 3) as file:
+    with atomic_write(path, 3) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
@@ -55,7 +55,7 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
 
 
 def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path):
-    with replacing(tmp_path / "a", 10_000) as file:
+    with atomic_write(tmp_path / "a", 10_000) as file:
         file.write(b"short")
     assert (tmp_path / "a").stat().st_size == 5
 
@@ -99,7 +99,7 @@ def test_a_full_disk_is_known_before_anything_is_written(small_disk):
     path = small_disk / "a.ckpt"
     write(path, b"old")
     match = r"a\.ckpt was not written: it needs 2097152"
-    with pytest.raises(OSError, match=match) as caught, replacing(path, 2**21):
+    with pytest.raises(OSError, match=match) as caught, atomic_write(path, 2**21):
         raise AssertionError("the block was entered")
     assert caught.value.errno == errno.ENOSPC
     assert "bytes (0.00 GiB) are free" in str(caught.value)
@@ -116,7 +116,7 @@ def test_a_disk_that_gets_full_while_writing_is_the_same_error(small_disk):
     assert os.listdir(small_disk) == []
 
 
-def test_a_write_of_which_the_system_takes_a_part_is_continued(tmp_path):
+def test_a_short_write_is_continued(tmp_path):
     process = multiprocessing.Process(target=_write_beyond_a_limit, args=(tmp_path / "a",))
     process.start()
     process.join(30)
@@ -127,22 +127,22 @@ def test_a_write_of_which_the_system_takes_a_part_is_continued(tmp_path):
 def _write_beyond_a_limit(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the first 1000 bytes are taken
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises(OSError, match="was not written"), replacing(path, 0) as file:
+    with pytest.raises(OSError, match="was not written"), atomic_write(path, 0) as file:
         file.write(bytes(1500))
 
 
-def _write_forever(path, is_at_work):
-    with replacing(path, 3) as file:
+def _write_endlessly(path, is_at_work):
+    with atomic_write(path, 3) as file:
         file.write(b"never")
         is_at_work.set()
         time.sleep(60)
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+def test_leftovers_of_a_killed_writer_are_deleted_and_files_of_a_live_one_stay(tmp_path):
     path = tmp_path / "a.ckpt"
     write(path, b"old")
     is_at_work = multiprocessing.Event()
-    process = multiprocessing.Process(target=_write_forever, args=(path, is_at_work))
+    process = multiprocessing.Process(target=_write_endlessly, args=(path, is_at_work))
     process.start()
     assert is_at_work.wait(30)
     write(path, b"one")

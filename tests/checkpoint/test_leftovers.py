@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import Draft, beside, replacing, tidy
+from lightning_zero.checkpoint.atomic import (
+    StagedDirectory,
+    atomic_write,
+    delete_leftovers,
+    temporary_path,
+)
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.comm.control import Channel
 
@@ -20,11 +25,11 @@ OLD_ID = "0123abcd"  # of earlier versions
 
 
 def save_directory(path):
-    Draft(path).publish()
+    StagedDirectory(path).publish()
 
 
 def save_file(path):
-    with replacing(path, 4) as file:
+    with atomic_write(path, 4) as file:
         file.write(b"whole")
 
 
@@ -33,7 +38,7 @@ def leave(folder, kind, age, unique=None):
 
     Its name has characters that a pattern would not take literally.
     """
-    path = beside(Path(folder, "old [1].ckpt"), kind)
+    path = temporary_path(Path(folder, "old [1].ckpt"), kind)
     if unique is not None:
         path = path.with_name(path.name.rpartition("-")[0] + f"-{unique}")
     path.mkdir()
@@ -45,15 +50,17 @@ def leave(folder, kind, age, unique=None):
     return path
 
 
-@pytest.mark.parametrize("start", [save_directory, save_file, lambda path: tidy(path.parent)])
-def test_what_a_killed_job_left_goes_with_the_next_save_or_start_in_the_folder(start, tmp_path):
+@pytest.mark.parametrize(
+    "start", [save_directory, save_file, lambda path: delete_leftovers(path.parent)]
+)
+def test_leftovers_of_a_killed_job_are_deleted_by_the_next_save_or_start(start, tmp_path):
     process = multiprocessing.get_context("fork").Process(target=_die_while_saving, args=[tmp_path])
     process.start()
     process.join()
     leave(tmp_path, "removed", age=0)
     assert len(os.listdir(tmp_path)) == 3
-    alive = Draft(tmp_path / "b.ckpt")
-    with replacing(tmp_path / "c.ckpt", 3) as file:
+    alive = StagedDirectory(tmp_path / "b.ckpt")
+    with atomic_write(tmp_path / "c.ckpt", 3) as file:
         start(tmp_path / "a.ckpt")
         left = {path.name for path in tmp_path.iterdir()} - {"a.ckpt"}
         assert len(left) == 2
@@ -64,8 +71,8 @@ def test_what_a_killed_job_left_goes_with_the_next_save_or_start_in_the_folder(s
 
 
 def _die_while_saving(folder):
-    Draft(folder / "a.ckpt").folder.joinpath("__0_0.distcp").touch()
-    with replacing(folder / "b.ckpt", 3):
+    StagedDirectory(folder / "a.ckpt").folder.joinpath("__0_0.distcp").touch()
+    with atomic_write(folder / "b.ckpt", 3):
         os._exit(9)
 
 
@@ -84,57 +91,57 @@ def of_unknown_kind(path):
         (OLD_ID, of_unknown_kind, False),
     ],
 )
-def test_where_a_lock_may_be_of_one_machine_only_the_others_have_a_day(
+def test_without_shared_locks_leftovers_of_other_machines_stay_for_a_day(
     unique, mount, goes_at_once, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(atomic, "mount_of", mount)
     path = leave(tmp_path, "incomplete", 0.9 * DAY, unique)
-    tidy(tmp_path)
+    delete_leftovers(tmp_path)
     assert path.exists() == (not goes_at_once)
     shutil.rmtree(path, ignore_errors=True)
     path = leave(tmp_path, "incomplete", 1.1 * DAY, unique)
     (path / "__1_0.distcp").touch()
-    tidy(tmp_path)
+    delete_leftovers(tmp_path)
     assert path.exists() == (not goes_at_once)
     shutil.rmtree(path, ignore_errors=True)
     path = leave(tmp_path, "incomplete", 1.1 * DAY, unique)
-    tidy(tmp_path)
+    delete_leftovers(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_where_there_are_no_locks_saves_go_well_and_left_overs_have_a_day(tmp_path, monkeypatch):
+def test_without_locks_saves_succeed_and_leftovers_stay_for_a_day(tmp_path, monkeypatch):
     def refuse(descriptor, how):
         raise OSError(95, "not supported")
 
     monkeypatch.setattr(atomic.fcntl, "flock", refuse)
-    under_way = Draft(tmp_path / "a.ckpt")
+    under_way = StagedDirectory(tmp_path / "a.ckpt")
     save_directory(tmp_path / "a.ckpt")
     save_file(tmp_path / "b.ckpt")
     under_way.publish()
     leave(tmp_path, "incomplete", 0.9 * DAY)
     leave(tmp_path, "incomplete", 1.1 * DAY)
-    tidy(tmp_path)
+    delete_leftovers(tmp_path)
     assert len(os.listdir(tmp_path)) == 3
 
 
-def test_what_is_found_free_before_it_is_locked_is_begun_anew(tmp_path, monkeypatch):
-    is_held, calls = atomic._is_held, []
+def test_a_directory_deleted_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
+    is_held, calls = atomic._lock_new_file, []
 
     def disturbed(lock, path):
         calls.append(path)
         if len(calls) == 1:
-            tidy(tmp_path)  # another process
+            delete_leftovers(tmp_path)  # another process
         return is_held(lock, path)
 
     for number, save in enumerate((save_directory, save_file)):
         calls.clear()
-        monkeypatch.setattr(atomic, "_is_held", disturbed)
+        monkeypatch.setattr(atomic, "_lock_new_file", disturbed)
         save(tmp_path / f"{number}.ckpt")
         assert len(calls) == 2
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt"]
 
 
-def test_what_was_set_aside_comes_back_and_what_only_looks_alike_stays(tmp_path):
+def test_a_replaced_checkpoint_is_restored_and_similar_names_stay(tmp_path):
     names = {".old.ckpt.incomplete-mine", "old.removed-0123abcd", ".removed-0123abcd"}
     for name in names | {".old.ckpt.replaced-0123abcd", ".new.ckpt.replaced-0123abcd", "new.ckpt"}:
         (tmp_path / name).mkdir()
@@ -151,7 +158,7 @@ def test_an_error_of_writing_names_the_file(tmp_path):
 
 
 def _write_and_fail(path):
-    with replacing(path, 3) as file:
+    with atomic_write(path, 3) as file:
         file.write(b"new")
         raise OSError(5, "Input/output error")
 

@@ -57,7 +57,7 @@ def test_what_is_incomplete_or_weights_alone_is_left_out(tmp_path):
     assert {str(one.message).split(" is left out")[0] for one in warned} == named
 
 
-def test_a_checkpoint_that_was_set_aside_by_a_save_that_was_killed_counts(tmp_path):
+def test_a_checkpoint_renamed_by_a_killed_save_counts(tmp_path):
     save_full(tmp_path / "a.ckpt", 1)
     save_sharded(tmp_path / "b.ckpt", 2)
     os.rename(tmp_path / "b.ckpt", tmp_path / ".b.ckpt.replaced-0123abcd")

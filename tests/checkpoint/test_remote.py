@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from lightning_zero import open_checkpoint
 from lightning_zero.checkpoint import remote
 from lightning_zero.checkpoint.atomic import locate
-from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
-from lightning_zero.checkpoint.torch_file import silent, write_torch_file
+from lightning_zero.checkpoint.torch_file import no_progress, write_torch_file
 from lightning_zero.cli import main
 from lightning_zero.strategy.saving import Saving, is_download
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
@@ -127,9 +127,9 @@ def test_damage_at_an_address_is_found(tmp_path, memory):
 
 def test_a_file_is_there_only_when_all_of_it_was_written(memory):
     path = RemotePath("memory://run/a.ckpt")
-    with path.replacing(3) as file:
+    with path.atomic_write(3) as file:
         file.write(b"old")
-    with pytest.raises(RuntimeError, match="on the way"), path.replacing(3) as file:  # noqa: PT012
+    with pytest.raises(RuntimeError, match="on the way"), path.atomic_write(3) as file:  # noqa: PT012
         file.write(b"new")
         raise RuntimeError("on the way")
     assert path.open().read() == b"old"
@@ -171,9 +171,9 @@ def test_an_export_that_fails_leaves_nothing_at_an_address(memory):
         raise OSError("no answer")
 
     tensors = {"a": torch.ones(8), "b": LazyTensor.of((8,), torch.float32, lost)}
-    planned = plan({"state_dict": tensors}, "safetensors", max_shard_bytes=64)
+    planned = plan_export({"state_dict": tensors}, "safetensors", max_shard_bytes=64)
     with pytest.raises(OSError, match="no answer"):
-        planned.write(RemotePath("memory://run/out"), silent)
+        planned.write(RemotePath("memory://run/out"), no_progress)
     assert not RemotePath("memory://run/out").exists()
 
 
@@ -192,7 +192,7 @@ def test_a_protocol_that_is_not_known_is_named_with_its_address():
         RemotePath("S4://b/a.ckpt")
 
 
-def test_what_storage_raises_is_told_in_one_line(memory, monkeypatch, capsys):
+def test_storage_errors_are_reported_in_one_line(memory, monkeypatch, capsys):
     def refuse(*_, **__):
         raise LookupError("no\n credentials")  # as botocore's, no OSError
 
@@ -205,7 +205,7 @@ def test_what_storage_raises_is_told_in_one_line(memory, monkeypatch, capsys):
 def test_files_of_two_saves_at_an_address_are_refused(memory):
     for number in range(2):
         content = {"state_dict": {"a": torch.full((3, 3), number)}, "epoch": number}
-        plan(content, "dcp").write(locate(f"memory://run/{number}"), silent)
+        plan_export(content, "dcp").write(locate(f"memory://run/{number}"), no_progress)
     (first, second) = (f"/run/{number}" for number in range(2))
     (of_first,) = (f for f in memory.find(first) if f.endswith(".distcp"))
     (of_second,) = (f for f in memory.find(second) if f.endswith(".distcp"))

@@ -23,8 +23,8 @@ from lightning_zero.checkpoint.dcp_reader import open_sharded
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli import main
 from tests.checkpoint import fuzz
+from tests.checkpoint.test_checkpoint_shard import values
 from tests.checkpoint.test_dcp import save
-from tests.checkpoint.test_shard_tensor import values
 from tests.distributed.ranks import run_ranks
 from tests.test_source import write_indexed
 
@@ -213,7 +213,7 @@ def test_metadata_takes_no_more_memory_or_time_than_its_length(bomb):
 
 
 @pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "a/../../secret.bin"])
-def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path, name):
     index = write_indexed(tmp_path / "model", ".bin")
     torch.save({"weight": torch.zeros(1)}, tmp_path / "secret.bin")
     index.write_text(json.dumps({"weight_map": {"weight": name}}))
@@ -223,7 +223,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
         raise_damage(index.parent, find_damage(index.parent))
 
 
-def test_neither_a_tag_nor_a_checksum_is_looked_for_elsewhere(tmp_path):
+def test_tags_and_checksums_cannot_name_files_outside_the_folder(tmp_path):
     (tmp_path / "out").mkdir()
     run = tmp_path / "run"
     run.mkdir()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.layout.recompute import checkpointed, find_checkpointed, outermost
+from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed, outermost
 from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit_ranks, fit_reference, settings
@@ -95,7 +95,7 @@ def test_a_run_of_the_trainer_equals_ddp():
 )
 def test_what_runs_again_is_chosen_as_units_are(wanted, names):
     config = ZeroConfig(activation_checkpointing=wanted)
-    assert find_checkpointed(Net(), config.runs_again) == names
+    assert find_checkpointed(Net(), config.checkpointed_modules) == names
 
 
 def test_what_cannot_run_again_is_refused_with_what_to_do():
@@ -109,10 +109,12 @@ def test_what_cannot_run_again_is_refused_with_what_to_do():
 
 def test_lists_stand_for_their_members_and_nothing_for_none():
     for wanted in ("blocks", [nn.Module], ["blocks", Block]):
-        found = find_checkpointed(Net(), ZeroConfig(activation_checkpointing=wanted).runs_again)
+        found = find_checkpointed(
+            Net(), ZeroConfig(activation_checkpointing=wanted).checkpointed_modules
+        )
         assert [name for name in found if name != "first"] == ["blocks.0", "blocks.1", "blocks.2"]
     for nothing in (None, [], set(), False):
-        assert ZeroConfig(activation_checkpointing=nothing).runs_again is False
+        assert ZeroConfig(activation_checkpointing=nothing).checkpointed_modules is False
     many = [f"layers.{i}.experts.{j}" for i in range(100) for j in range(60)]
     assert outermost([*many, "layers.7"])[-1] == "layers.7"
     assert len(outermost([*many, "layers.7"])) == len(many) - 60 + 1
@@ -162,15 +164,15 @@ def test_copies_have_their_own_forward_alone():
     engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
     assert str(signature(net.blocks[0].forward)) == "(x, *, scale=1.0)"
     other = copy.deepcopy(Net())
-    end = checkpointed(other, find_checkpointed(other, True))
+    end = apply_checkpointing(other, find_checkpointed(other, True))
     other = copy.deepcopy(other)
     engine.close()
     again = Engine(other, [torch.optim.SGD(other.parameters(), lr=0.1)], config)
     again.backward(other(torch.ones(2, 8)))
     again.close()
     end()
-    end = checkpointed(net, ["blocks.0"])
-    checkpointed(net, ["blocks.0"])
+    end = apply_checkpointing(net, ["blocks.0"])
+    apply_checkpointing(net, ["blocks.0"])
     loaded = pickle.loads(pickle.dumps(net))
     Block.num_calls = 0
     loaded(torch.ones(1, 8)).backward()
@@ -182,7 +184,7 @@ def test_copies_have_their_own_forward_alone():
 def test_a_copy_runs_its_own_forward_and_a_forward_of_the_users_comes_back():
     net = Net()
     net.blocks[0].forward = own = lambda x, scale: 2 * x
-    end = checkpointed(net, find_checkpointed(net, True))
+    end = apply_checkpointing(net, find_checkpointed(net, True))
     other = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -203,7 +205,7 @@ def test_a_compiled_block_runs_again():
     net(x).backward()
     expected = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    end = checkpointed(net, find_checkpointed(net, True))
+    end = apply_checkpointing(net, find_checkpointed(net, True))
     for block in net.blocks:
         block.compile(backend="aot_eager")
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def _evaluated(rank, world_size):
     return before, arrays(module.state_dict())
 
 
-def test_weights_that_nobody_has_trained_are_given_back_without_a_checkpoint():
+def test_untrained_weights_are_returned_without_a_checkpoint():
     for before, after in run_ranks(2, _evaluated, has_group=False):
         assert all(np.array_equal(after[name], before[name]) for name in before)
 
@@ -106,7 +106,7 @@ def _false(rank, world_size, stage):
     checkpoints = ModelCheckpoint(dirpath="checkpoints", save_top_k=-1, every_n_train_steps=2)
     options = {"callbacks": [average, checkpoints], "enable_checkpointing": True}
     after_fit.available_memory_bytes = lambda: 0
-    module, trainer, told = _fit(settings(stage, whole_after_fit=False), world_size, **options)
+    module, trainer, told = _fit(settings(stage, unshard_after_fit=False), world_size, **options)
     assert not told
     assert all(TEXT in text for text in _refusals(module, trainer))
     with pytest.raises(RuntimeError, match=TEXT):
@@ -131,7 +131,7 @@ class WithStatistics(GPTModule):
 def _left_out_with_statistics(rank, world_size):
     module = WithStatistics(ranks=world_size)
     weight = module.norm.weight
-    spec = settings(3, whole_after_fit=False)
+    spec = settings(3, unshard_after_fit=False)
     make_trainer(spec, sync_batchnorm=True, limit_train_batches=0).fit(module)
     assert not isinstance(module.norm, torch.nn.SyncBatchNorm)
     assert module.norm.weight is weight
@@ -162,7 +162,7 @@ def _states(rank, world_size, folder):
         engine.step()
         room = int(2 * nbytes / world_size + share * nbytes)
         attached.available_memory_bytes = lambda: 2 * attached.local_world_size() * room  # noqa: B023
-        engine.close(torch.device("cpu"), keeps_optimizer_shards=True)
+        engine.close(torch.device("cpu"), keep_optimizer_shards=True)
         engine.comm.close()
         kept.append(bool(engine.optimizers[0].state))
         if not kept[-1]:
@@ -177,8 +177,8 @@ def test_states_in_files_are_kept_where_they_fit_beside_the_module(tmp_path):
 
 @pytest.mark.parametrize("value", ["yes", None, 1])
 def test_other_choices_are_refused(value):
-    with pytest.raises(ValueError, match="whole_after_fit must be True, False or"):
-        ZeroStrategy(whole_after_fit=value)
+    with pytest.raises(ValueError, match="unshard_after_fit must be True, False or"):
+        ZeroStrategy(unshard_after_fit=value)
 
 
 def _pickle_trainer(rank, world_size, spec):

@@ -321,7 +321,7 @@ def _refused(rank, world_size):
 @pytest.mark.refuses(
     "an averaging function that is not elementwise", because="each rank averages its shards"
 )
-def test_an_averaging_function_that_looks_at_whole_tensors_is_refused():
+def test_an_averaging_function_that_needs_full_tensors_is_refused():
     run_ranks(2, _refused, has_group=False)
 
 
@@ -353,7 +353,7 @@ def _look(rank, world_size):
     assert "state_dict" not in vars(callback._average_model)
 
 
-def test_an_average_is_seen_whole_only_when_gathered():
+def test_an_average_has_full_values_only_while_unsharded():
     run_ranks(2, _look, has_group=False)
 
 

@@ -20,8 +20,10 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
-ELSEWHERE = "RanksApartError: this rank has come to "
-IN_VAIN = "RanksApartError: a rank waits in its backward for gradients that another does not reduce"
+ELSEWHERE = "DesynchronizedError: this rank has come to "
+IN_VAIN = (
+    "DesynchronizedError: a rank waits in its backward for gradients that another does not reduce"
+)
 ABORTED = "PeerAbortedError: "
 
 

@@ -139,7 +139,7 @@ def _look_between(rank, world_size):
     engine.close()
 
 
-def test_ranks_meet_between_forward_and_backward_whatever_way_they_took():
+def test_ranks_can_run_collectives_between_forward_and_backward_after_different_branches():
     run_ranks(2, _look_between)
 
 

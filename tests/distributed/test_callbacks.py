@@ -149,7 +149,7 @@ def _prune(rank, world_size, specs):
 
 
 @pytest.mark.shows("ModelPruning", stages=(1, 2))
-def test_pruning_equals_ddp_where_parameters_rest_whole():
+def test_pruning_equals_ddp_where_parameters_are_replicated():
     specs = ["ddp", settings(1), settings(2)]
     results = run_ranks(2, _prune, specs, has_group=False, timeout_s=180)
     reference, *ours = zip(*results, strict=True)
@@ -165,7 +165,7 @@ def test_pruning_equals_ddp_where_parameters_rest_whole():
 @pytest.mark.refuses(
     "ModelPruning", stages=(3,), because="it ranks the elements of whole parameters"
 )
-def test_pruning_of_parameters_that_rest_as_shards_is_refused_by_name():
+def test_pruning_of_sharded_parameters_is_refused_by_name():
     with pytest.raises(ValueError, match=r"ModelPruning .* in stage 3 they rest as shards"):
         run_one_trainer(ModelPruning("l1_unstructured", amount=0.3))
 
@@ -367,6 +367,6 @@ def test_a_callback_that_looks_on_sees_what_it_sees_under_ddp(name, stage):
             torch.testing.assert_close(ours, other)
 
 
-def test_the_summary_counts_the_whole_model():
+def test_the_summary_counts_the_full_model():
     for seen in _watched():
         assert {seen[stage]["total"] for stage in STAGES} == {8 * 13 + 13 + 13 * 3 + 3}

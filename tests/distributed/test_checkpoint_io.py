@@ -128,7 +128,7 @@ def _custom(rank, world_size, stage, is_async):
 
 
 @pytest.mark.parametrize(("stage", "is_async"), [(1, True), (2, False), (3, True), (3, False)])
-def test_a_checkpoint_io_of_ones_own_writes_and_reads(stage, is_async):
+def test_a_custom_checkpoint_io_writes_and_reads(stage, is_async):
     results = run_ranks(2, _custom, stage, is_async, has_group=False)
     for rank, (complete, saved, loaded, global_step) in enumerate(results):
         assert complete
@@ -159,5 +159,5 @@ def _kept(rank, world_size, spec):
     return module.kept.tolist()
 
 
-def test_what_a_hook_takes_from_the_file_is_its_own():
+def test_a_hook_gets_its_own_copy_of_loaded_values():
     assert run_ranks(2, _kept, settings(3), has_group=False) == [[0, 1, 2, 3, 4]] * 2

@@ -221,7 +221,7 @@ def test_one_tier_resumes_another(order, is_async):
 
 
 @pytest.mark.parametrize(("order", "stage"), [("sharded to full", 3), ("full to sharded", 1)])
-def test_the_forms_resume_each_other_and_overwrite_each_other(stage, order, tmp_path):
+def test_full_and_sharded_resume_and_overwrite_each_other(stage, order, tmp_path):
     specs = [sharded(stage), settings(stage, checkpoint="full")]
     if order == "full to sharded":
         specs.reverse()
@@ -285,7 +285,7 @@ def _bf16_uninterrupted(rank, world_size, spec):
     return arrays(module.state_dict())
 
 
-def test_several_optimizers_are_kept_apart(tmp_path):
+def test_several_optimizers_are_saved_separately(tmp_path):
     run_ranks(2, _save, sharded(3), partial(GANModule, ranks=2), str(tmp_path), has_group=False)
     states = open_checkpoint(tmp_path)["optimizer_states"]
     assert len(states) == 2
@@ -458,7 +458,7 @@ def _save_again(rank, world_size, spec):
     make_trainer(spec, max_steps=4).fit(Again(ranks=world_size), ckpt_path="2.ckpt")
 
 
-def test_what_is_saved_where_is_agreed_on_once():
+def test_the_save_plan_is_agreed_on_once():
     run_ranks(2, _save_again, sharded(3), has_group=False)
 
 
@@ -467,7 +467,7 @@ class Reading(MLPModule):
         next(iter(checkpoint["state_dict"].values())).norm()
 
 
-def test_a_hook_that_reads_values_is_told_how():
+def test_a_hook_that_reads_values_gets_a_helpful_error():
     with pytest.raises(AssertionError, match=r'ZeroStrategy\(checkpoint="full"\)'):
         run_ranks(2, _save_at_end, sharded(3), partial(Reading, ranks=2), "a.ckpt", has_group=False)
 
@@ -570,7 +570,7 @@ def _load_with_hyperparameters(rank, world_size, path):
         assert torch.equal(loaded.state_dict()[name], value)
 
 
-def test_a_link_to_what_is_not_complete_is_warned_of():
+def test_a_link_to_an_incomplete_checkpoint_is_warned_of():
     from lightning_zero import ZeroStrategy
 
     strategy = ZeroStrategy(checkpoint="sharded", async_save=True)
@@ -604,7 +604,7 @@ def test_a_callback_that_would_lose_checkpoints_is_refused_at_set_up(options, te
 @pytest.mark.parametrize(
     "options", [{"filename": "best"}, {"filename": "{step}", "save_top_k": -1}, {}]
 )
-def test_a_callback_that_keeps_its_checkpoints_apart_is_accepted(options, tmp_path):
+def test_a_callback_with_unique_checkpoint_names_is_accepted(options, tmp_path):
     callback = ModelCheckpoint(tmp_path, every_n_train_steps=1, **options)
     spec = sharded(1, async_save=True)
     trainer = make_trainer(spec, enable_checkpointing=True, callbacks=[callback], devices=1)
@@ -741,7 +741,7 @@ def _ask(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_who_asks_for_the_weights_gets_whole_tensors_and_the_checkpoint_its_shards(stage):
+def test_state_dict_has_full_tensors_and_the_checkpoint_has_shards(stage):
     run_ranks(2, _ask, stage, has_group=False)
 
 
@@ -775,7 +775,7 @@ def _save_by_default(rank, world_size, options):
     return grown[0], Path("auto.ckpt").is_dir()
 
 
-def test_an_offloaded_run_is_saved_in_the_sharded_form_without_the_model_in_memory():
+def test_an_offloaded_run_saves_a_sharded_checkpoint_without_the_model_in_memory():
     nvme = {"device": "nvme", "nvme_path": "."}
     options = {"offload_optimizer": nvme, "offload_param": nvme}
     ((grown, is_sharded),) = run_ranks(1, _save_by_default, options, has_group=False)

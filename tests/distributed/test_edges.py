@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
-from lightning_zero.core.schedule import Moment
+from lightning_zero.core.schedule import TrainingState
 from tests.cells import ANY_STAGE, SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 
@@ -456,20 +456,20 @@ def _put_wrong_data(rank, world_size):
         module[0].weight.data = torch.zeros(3)
         with pytest.raises(ValueError, match=r"0\.weight"):
             use()
-        assert engine.schedule.moment is Moment.IDLE
+        assert engine.schedule.training_state is TrainingState.IDLE
         with gathered(module, writeback=True):  # refused in the middle of a step
             nn.init.constant_(module[0].weight, 0.5)
         engine.backward(use())
         engine.step()
         engine.zero_grad()
-        assert engine.schedule.moment is Moment.IDLE
+        assert engine.schedule.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
-        assert engine.buckets[0].owns(module[0].weight.data)
+        assert engine.buckets[0].aliases(module[0].weight.data)
     engine.close()
 
 
-def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_is_whole():
+def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_one_succeeds():
     run(_put_wrong_data)
 
 
@@ -502,7 +502,7 @@ def _put_parameter(rank, world_size, stage):
     for _ in range(2):
         with engine.no_sync():
             engine.backward(module(x, "a"))
-    assert engine.schedule.reducing.is_mid_step
+    assert engine.schedule.reducer.is_mid_step
     engine.step()
     module.c = nn.Linear(4, 3)
     with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was put into the module"):
@@ -537,8 +537,8 @@ def _fail_with_wrong_data(rank, world_size):
             pytest.raises(ArithmeticError),
         ):
             use_and_spoil()
-        assert engine.schedule.moment is Moment.IDLE
-        assert not any(bucket.is_whole for bucket in engine.buckets)
+        assert engine.schedule.training_state is TrainingState.IDLE
+        assert not any(bucket.is_unsharded for bucket in engine.buckets)
         engine.backward(module(x).sum())
         engine.step()
         engine.zero_grad()
@@ -549,7 +549,7 @@ def _fail_with_wrong_data(rank, world_size):
     assert module(x).shape == x.shape
 
 
-def test_data_of_a_wrong_shape_keeps_nothing_from_its_rest_after_an_exception_or_at_the_end():
+def test_data_of_a_wrong_shape_does_not_prevent_resharding_after_an_exception_or_at_the_end():
     run(_fail_with_wrong_data)
 
 
@@ -602,13 +602,13 @@ def _want_some(rank, world_size, stage):
         assert found == [False, False, True, False, False, True, False, False]
         for p, q in ((module[1].weight, plain[1].weight), (module[2].bias, plain[2].bias)):
             torch.testing.assert_close(full_grad(p), q.grad)
-        assert not any(b.is_whole for b in engine.buckets if b.is_gathered_before_use)
+        assert not any(b.is_unsharded for b in engine.buckets if b.shards_params)
         engine.zero_grad()
         plain.zero_grad()
-        assert not any(unit.is_held for unit in engine.schedule.units[1:])
+        assert not any(unit.stays_unsharded for unit in engine.schedule.units[1:])
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_a_backward_to_chosen_parameters_gives_these_gradients_and_keeps_nothing_whole(stage):
+def test_a_backward_to_chosen_parameters_gives_these_gradients_and_reshards_everything(stage):
     torch.manual_seed(0)
     run(_want_some, stage)

@@ -260,7 +260,7 @@ def _gathered(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
-def test_gathered_shows_whole_parameters_and_writes_back_when_asked(stage):
+def test_unsharded_parameters_are_full_and_written_back_on_request(stage):
     run_ranks(2, _gathered, stage)
 
 
@@ -285,7 +285,7 @@ def _gathered_between_steps(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
-def test_gathering_between_backward_and_step_changes_nothing(stage):
+def test_unsharding_between_backward_and_step_changes_nothing(stage):
     assert_same(run_ranks(2, _gathered_between_steps, stage), reference(2))
 
 
@@ -432,7 +432,7 @@ def _go_on_after_exception(rank, world_size, stage, place):
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_after_an_exception_nothing_stays_gathered_and_training_goes_on_as_ddp(place, stage):
+def test_after_an_exception_nothing_stays_unsharded_and_training_goes_on_as_ddp(place, stage):
     assert_same(run_ranks(2, _go_on_after_exception, stage, place), reference(2))
 
 
@@ -442,7 +442,7 @@ def _without_group(rank, world_size):
         engine_for(module, [optimizer], 3)
 
 
-def test_ranks_without_a_process_group_are_an_error_that_says_so():
+def test_ranks_without_a_process_group_are_an_error():
     run_ranks(2, _without_group, has_group=False)
 
 

@@ -237,7 +237,7 @@ def _traces(module):
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_after_fit_the_module_has_whole_tensors_of_its_own(stage):
+def test_after_fit_the_module_has_full_tensors_of_its_own(stage):
     for text in run_ranks(2, _check_after_fit, settings(stage), has_group=False):
         assert text == "good"
 

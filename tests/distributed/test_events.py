@@ -67,7 +67,7 @@ def events(stage, container=nn.Sequential, **settings):
 SMALL = {"reduce_bucket_size": 100}  # a bucket for each layer, named root[0] to root[2]
 
 
-def test_stage_0_reduces_whole_gradients_from_the_last_bucket_on():
+def test_stage_0_reduces_unsharded_gradients_from_the_last_bucket_on():
     assert events(0, **SMALL) == [
         FORWARD,
         BACKWARD,
@@ -77,7 +77,7 @@ def test_stage_0_reduces_whole_gradients_from_the_last_bucket_on():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_stages_1_and_2_reduce_in_backward_and_gather_in_the_step(stage):
+def test_stages_1_and_2_reduce_in_backward_and_all_gather_in_the_step(stage):
     assert events(stage, **SMALL) == [
         FORWARD,
         BACKWARD,
@@ -97,7 +97,7 @@ def test_buckets_step_in_the_order_in_which_the_next_forward_needs_them():
     ]
 
 
-def test_stage_3_gathers_before_each_use_and_keeps_the_last_unit():
+def test_stage_3_unshards_before_each_use_and_keeps_the_last_unit():
     assert events(3, prefetch_bucket_size=0) == [
         FORWARD,
         *(f"all_gather {i}" for i in (0, 1, 2)),
@@ -111,7 +111,7 @@ def test_stage_3_gathers_before_each_use_and_keeps_the_last_unit():
     ]
 
 
-def test_stage_3_without_resharding_gathers_once():
+def test_stage_3_without_resharding_unshards_once():
     assert events(3, reshard_after_forward=False) == [
         FORWARD,
         *(f"all_gather {i}" for i in (0, 1, 2)),
@@ -121,7 +121,7 @@ def test_stage_3_without_resharding_gathers_once():
     ]
 
 
-def test_stage_3_with_persistent_parameters_gathers_them_after_the_step():
+def test_stage_3_all_gathers_persistent_parameters_after_the_step():
     assert events(3, param_persistence_threshold=10**6) == [
         FORWARD,
         BACKWARD,
@@ -131,7 +131,7 @@ def test_stage_3_with_persistent_parameters_gathers_them_after_the_step():
     ]
 
 
-def test_prefetch_gathers_the_next_unit_before_the_one_in_use_is_reduced():
+def test_prefetch_unshards_the_next_unit_before_the_one_in_use_is_reduced():
     ahead, without = events(3), events(3, prefetch_bucket_size=0)
     assert sorted(ahead) == sorted(without)
     backward = ahead[ahead.index(BACKWARD) :]

@@ -41,16 +41,16 @@ def test_a_transfer_whose_wait_was_interrupted_can_be_waited_for_again():
 
 def _unequal_parts(rank, world_size):
     exchange = GlooBackend(dist.new_group(), rank, world_size)
-    cuts = [1, 4, 2]
-    start = sum(cuts[:rank])
+    split_sizes = [1, 4, 2]
+    start = sum(split_sizes[:rank])
     whole = torch.zeros(7)
-    whole[start : start + cuts[rank]] = rank + 1
-    exchange.all_gather(whole, cuts=cuts).wait()
+    whole[start : start + split_sizes[rank]] = rank + 1
+    exchange.all_gather(whole, split_sizes=split_sizes).wait()
     sent = torch.zeros(7)
-    exchange.fill(sent, torch.full((cuts[rank],), rank + 1.0), cuts)
-    exchange.all_gather(sent, cuts=cuts).wait()
-    mean = torch.empty(cuts[rank])
-    exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, cuts=cuts).wait()
+    exchange.fill(sent, torch.full((split_sizes[rank],), rank + 1.0), split_sizes)
+    exchange.all_gather(sent, split_sizes=split_sizes).wait()
+    mean = torch.empty(split_sizes[rank])
+    exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, split_sizes=split_sizes).wait()
     return whole.tolist(), sent.tolist(), mean.tolist()
 
 
@@ -116,7 +116,7 @@ def _upload(rank, world_size):
 
 def test_a_shard_that_is_taken_to_the_device_is_recorded_with_its_name():
     (spans,) = run_ranks(1, _upload, has_group=False)
-    assert sorted(spans, key=str) == [(Kind.GATHER, "a"), (Kind.TO_DEVICE, "a")]
+    assert sorted(spans, key=str) == [(Kind.ALL_GATHER, "a"), (Kind.TO_DEVICE, "a")]
 
 
 CONTROL = {
@@ -147,6 +147,6 @@ def _abort_before_each(rank, world_size, is_early):
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_an_abort_is_told_apart_wherever_the_peers_wait(is_early):
+def test_an_abort_is_the_cause_that_peers_raise_wherever_they_wait(is_early):
     for seconds in run_ranks(3, _abort_before_each, is_early, timeout_s=30):
         assert max(seconds.values()) < 2.0, seconds

@@ -266,5 +266,5 @@ def _refuse(rank, world_size, spec):
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_what_all_ranks_raise_alike_is_raised_on_each_and_the_next_fit_works(stage):
+def test_an_exception_of_all_ranks_is_raised_on_each_and_the_next_fit_works(stage):
     assert run_ranks(2, _refuse, settings(stage), has_group=False) == [11, 11]

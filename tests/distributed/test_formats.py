@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from safetensors.torch import save_file
 
 import lightning_zero
-from lightning_zero.checkpoint.export import plan
+from lightning_zero.checkpoint.export import plan_export
 from tests.cells import SHARDED_STAGE
 from tests.deepspeed_format import write_deepspeed
 from tests.distributed.ranks import RankError, run_ranks
@@ -306,7 +306,7 @@ def test_load_from_checkpoint_moves_tensors_and_nothing_else(tmp_path):
     module = ExtraModule()
     module.extra = {"n": 3}
     checkpoint = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.1"}
-    plan(checkpoint, "dcp").write(tmp_path / "a.ckpt", lambda nbytes: None)
+    plan_export(checkpoint, "dcp").write(tmp_path / "a.ckpt", lambda nbytes: None)
     loaded = ExtraModule.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
     assert loaded.extra == {"n": 3}
     assert torch.equal(loaded.layer.weight, module.layer.weight)

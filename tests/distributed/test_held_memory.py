@@ -56,7 +56,7 @@ def _alias(rank, world_size, stage, overlaps):
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (1, True)])
-def test_what_shows_a_whole_parameter_shows_all_new_values_when_the_step_returns(stage, overlaps):
+def test_views_of_an_unsharded_parameter_show_the_new_values_when_the_step_returns(stage, overlaps):
     run_ranks(2, _alias, stage, overlaps)
 
 
@@ -92,7 +92,7 @@ def _keep_of_a_step(rank, world_size):
     return between
 
 
-def test_what_is_kept_of_a_unit_keeps_the_values_of_its_step_with_one_warning():
+def test_views_of_a_unit_keep_the_values_of_their_step_with_one_warning():
     for between in run_ranks(2, _keep_of_a_step):
         assert not any(value == 0 for value in between)  # values or NaN
 
@@ -127,7 +127,7 @@ def _keep_of_gathered(rank, world_size, is_in_step):
 
 
 @pytest.mark.parametrize("is_in_step", [False, True])
-def test_what_is_kept_of_gathered_keeps_its_values_and_can_be_saved(is_in_step):
+def test_views_taken_inside_gathered_keep_their_values_and_can_be_saved(is_in_step):
     run_ranks(2, _keep_of_gathered, is_in_step)
 
 
@@ -143,11 +143,11 @@ def _leave_nothing(rank, world_size):
     found = {}
 
     def measure(kind, net, engine, train):
-        buffers = [bucket.whole.tensor for bucket in engine.buckets]
+        buffers = [bucket.unsharded_params.tensor for bucket in engine.buckets]
         held = [train() for _ in range(3)]
         pairs = zip(buffers, engine.buckets, strict=True)
-        found[kind] = [one is bucket.whole.tensor for one, bucket in pairs]
-        found[kind] += [not bucket.whole.is_allocated for bucket in engine.buckets]
+        found[kind] = [one is bucket.unsharded_params.tensor for one, bucket in pairs]
+        found[kind] += [not bucket.unsharded_params.is_allocated for bucket in engine.buckets]
         del held
         engine.close()
 
@@ -181,7 +181,7 @@ def _leave_nothing(rank, world_size):
     return found
 
 
-def test_training_leaves_no_memory_to_anybody():
+def test_training_frees_and_reuses_each_unsharded_buffer():
     for found in run_ranks(2, _leave_nothing):
         for kind, kept in found.items():
             assert all(kept), kind
@@ -269,7 +269,7 @@ def _swap_and_look(rank, world_size, stage):
     engine = Engine(net, [torch.optim.AdamW(net.parameters(), lr=0.01)], config)
     engine.backward(net(X.bfloat16()))
     engine.step()
-    before = [bucket.masters.exact().clone() for bucket in engine.buckets]
+    before = [bucket.masters.fetch().clone() for bucket in engine.buckets]
     backup = {name: p.data for name, p in net.named_parameters()}
     for p in net.parameters():
         p.data = p.data * 0.7
@@ -278,7 +278,7 @@ def _swap_and_look(rank, world_size, stage):
     for name, p in net.named_parameters():
         p.data = backup[name]
     is_same = [
-        torch.equal(b.masters.exact(), m) for b, m in zip(engine.buckets, before, strict=True)
+        torch.equal(b.masters.fetch(), m) for b, m in zip(engine.buckets, before, strict=True)
     ]
     engine.close()
     return all(is_same)
@@ -296,7 +296,7 @@ def _count_holders(rank, world_size, settings, dtype):
     counts = []
     for _ in range(2):
         with gathered(net):  # unsharded, shown by their parameters
-            counts += [b.num_holders(num_shown=len(b.parameters)) for b in engine.buckets]
+            counts += [b.num_holders(num_params=len(b.parameters)) for b in engine.buckets]
         engine.backward(net(X.to(dtype)))
         engine.step()
         engine.zero_grad()
@@ -319,6 +319,6 @@ NVME = {"device": "nvme", "nvme_path": "."}
         {"stage": 3, "sharding_group_size": 1},
     ],
 )
-def test_nothing_but_what_is_known_holds_the_unsharded_buffers(settings, dtype):
+def test_only_known_tensors_hold_the_unsharded_buffers(settings, dtype):
     for counts in run_ranks(2, _count_holders, settings, dtype):
         assert set(counts) == {0}, counts

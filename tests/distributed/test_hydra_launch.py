@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from lightning_zero.strategy.children import Untouched
+from lightning_zero.strategy.children import ProcessSnapshot
 from lightning_zero.strategy.hydra import check_launch
 from tests.distributed.ranks import free_port
 from tests.distributed.test_launch import ROOT, run_script, start
@@ -100,7 +100,7 @@ def test_variables_threads_and_process_group_of_a_launch_go_with_it(monkeypatch,
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("MASTER_PORT", "7")
     threads = torch.get_num_threads()
-    before, hook = Untouched.now(), sys.excepthook
+    before, hook = ProcessSnapshot.take(), sys.excepthook
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert sys.excepthook is not hook
     _set_num_threads_if_needed(2)

@@ -117,7 +117,7 @@ def _fit_devices(rank, world_size, spec, devices):
 
 
 @pytest.mark.parametrize("devices", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 1)])
-def test_a_second_trainer_with_other_devices_is_told_that_a_script_starts_its_ranks_once(devices):
+def test_a_second_trainer_with_other_devices_is_an_error(devices):
     with start(SCRIPTS / "two_trainers.py", "zero3", *devices) as process:
         output, _ = process.communicate(timeout=200)
     assert process.returncode != 0

@@ -15,7 +15,7 @@ from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_wei
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
 from lightning_zero.core.bucket import Masters
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tensors.meta import await_values
+from lightning_zero.tensors.meta import set_pending_values
 from tests.cells import ANY_STAGE
 from tests.distributed.ranks import run_ranks
 
@@ -135,7 +135,7 @@ def test_every_rank_reads_its_own_elements_and_masters_follow(stage):
 
 def _errors(rank, world_size, stage):
     engine, module, _ = start(stage)
-    before = {name: value.clone() for name, value in _whole(engine).items()}
+    before = {name: value.clone() for name, value in _full(engine).items()}
     state = values_for(Net())
     del state["blocks.1.linear.bias"], state["blocks.2.norm.running_var"]
     state["blocks.0.linear.bias"] = torch.zeros(4)
@@ -144,7 +144,7 @@ def _errors(rank, world_size, stage):
     with pytest.raises(RuntimeError) as caught:
         load_module(module, state)
     text = str(caught.value)
-    for name, value in _whole(engine).items():
+    for name, value in _full(engine).items():
         assert torch.equal(value, before[name]), name
     step(engine, module)
     del state["blocks.0.linear.bias"], state["blocks.1.norm.running_mean"]
@@ -154,13 +154,13 @@ def _errors(rank, world_size, stage):
     return text
 
 
-def _whole(engine):
+def _full(engine):
     with gathered(engine.module):
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
-def test_all_that_does_not_fit_is_one_error_and_nothing_changes(stage):
+def test_all_mismatches_are_one_error_and_nothing_changes(stage):
     texts = run(_errors, stage)
     assert texts[0] == texts[1]
     lines = texts[0].split("\n\t")
@@ -258,15 +258,15 @@ def _own_code(stage, net, kind):
         state = OrderedDict((f"net.{name}", value) for name, value in state.items())
         state._metadata = expected._metadata
     gathered_names = []
-    gather_whole = Masters.gather_whole
+    all_gather = Masters.all_gather
 
     def noted(masters):
         gathered_names.extend(slot.name for slot in masters._bucket.plan.layout.slots)
-        return gather_whole(masters)
+        return all_gather(masters)
 
-    Masters.gather_whole = noted
+    Masters.all_gather = noted
     load_module(module, stored(state))
-    Masters.gather_whole = gather_whole
+    Masters.all_gather = all_gather
     assert_state(engine, expected)
     assert torch.equal(module.layers[1].total, expected["layers.1.total"])
     if net is OverridingNet:
@@ -283,7 +283,7 @@ OWN_CODE = [
 
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
-def test_only_modules_with_loading_code_of_their_own_are_gathered(stage):
+def test_only_modules_with_custom_loading_are_unsharded(stage):
     renaming, transposing, looking, overriding = run(_own_codes, stage)[0]
     assert not renaming
     for names in (transposing, looking):
@@ -386,7 +386,7 @@ def _optimizer_in_files(rank, world_size, dtype):
     other.close()
 
 
-def test_states_and_masters_that_rest_in_files_are_loaded_into_them():
+def test_states_and_masters_on_nvme_are_loaded_there():
     for dtype in (None, "bfloat16"):
         run(_optimizer_in_files, dtype)
 
@@ -417,7 +417,7 @@ def test_a_state_that_does_not_fit_the_optimizer_is_an_error_and_changes_nothing
     run(_optimizer_errors)
 
 
-def test_parameters_without_memory_are_loaded_when_they_have_some():
+def test_meta_parameters_are_loaded_when_materialized():
     with torch.device("meta"):
         module = Net()
     expected = values_for(Net())
@@ -427,7 +427,7 @@ def test_parameters_without_memory_are_loaded_when_they_have_some():
     load_module(module, expected, awaited=awaited)
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     assert awaited.keys() == named.keys()
-    await_values(module, awaited)
+    set_pending_values(module, awaited)
     engine = Engine(module, device=torch.device("cpu"))
     engine.close()
     for name, tensor in module.state_dict().items():
@@ -525,7 +525,7 @@ def _load_damaged(rank, world_size, path):
     return texts
 
 
-def test_damaged_weights_are_refused_on_every_rank_unless_they_are_not_to_be_verified(tmp_path):
+def test_damaged_weights_are_refused_on_every_rank_unless_verify_is_off(tmp_path):
     first, second = run(_load_damaged, str(tmp_path / "weights.pt"))
     assert first == second
     assert all("weights/data/1" in text for text in first)

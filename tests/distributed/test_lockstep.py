@@ -359,7 +359,9 @@ LOOKS = [
 
 
 @pytest.mark.parametrize(("hook", "look"), LOOKS)
-def test_one_rank_that_looks_at_weights_gets_an_error_with_the_cure_and_the_others_end(hook, look):
+def test_one_rank_that_looks_at_weights_gets_an_error_with_the_remedy_and_the_others_end(
+    hook, look
+):
     first, second = run_ranks(2, _fit_beside, hook, look, has_group=False)
     assert "lightning_zero.gathered(module)" in first[0].splitlines()[-1]
     for text, _ in (first, second):

@@ -13,7 +13,7 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.checkpoint import load_optimizer, open_checkpoint
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.state import optimizer_state_dict
-from lightning_zero.tensors.composite import plain_tensors, take_apart
+from lightning_zero.tensors.composite import flatten_composites, plain_tensors
 from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.low_bit import KINDS, LIBRARIES, BlockModule, Blocks, builder_of
@@ -30,7 +30,7 @@ X = torch.linspace(-2, 2, 48).view(6, 8)
 
 def assert_equal_bits(one, other):
     """Two trees of states, with what is inside of quantised tensors."""
-    one, other = take_apart(one), take_apart(other)
+    one, other = flatten_composites(one), flatten_composites(other)
     if isinstance(other, dict):
         assert set(one) == set(other)
         for key, value in other.items():
@@ -130,7 +130,7 @@ def _opened(path, kind):
 
 
 @LIBRARY
-def test_a_run_goes_on_from_either_form_with_the_same_states(tmp_path, library):
+def test_a_run_resumes_from_full_and_sharded_checkpoints_with_the_same_states(tmp_path, library):
     torch.serialization.add_safe_globals([Blocks])
     kinds, source = KINDS[library][:2], None
     for epoch, (stage, world_size, form) in enumerate(CHAIN):
@@ -154,7 +154,7 @@ def test_a_run_goes_on_from_either_form_with_the_same_states(tmp_path, library):
             np.testing.assert_allclose(results[0][kind][key], value, atol=2e-3, err_msg=key)
 
 
-def test_an_optimizer_that_is_promised_to_be_elementwise_and_is_not_ends_with_its_name():
+def test_an_optimizer_wrongly_promised_elementwise_fails_with_its_name():
     run_ranks(2, _break_promise)
 
 

@@ -274,7 +274,7 @@ def _peak(rank, world_size):
     return max(seen) - before, rest - before
 
 
-def test_one_unit_is_whole_at_a_time_beside_the_root():
+def test_one_unit_is_unsharded_at_a_time_beside_the_root():
     shapes = on_meta(lambda: GPT(MODEL))
     total, block = (sum(p.numel() for p in m.parameters()) for m in (shapes, shapes.blocks[0]))
     root = total - MODEL.num_layers * block

@@ -47,11 +47,11 @@ class UnitWitness(Callback):
                     parameter.register_post_accumulate_grad_hook(self.count)
 
     def count(self, *_):
-        self.most = max(self.most, sum(unit.is_whole for unit in self.units))
+        self.most = max(self.most, sum(unit.is_unsharded for unit in self.units))
 
     def on_after_backward(self, trainer, pl_module):
         if self.num_units:
-            self.after_backward += sum(unit.is_whole for unit in self.units)
+            self.after_backward += sum(unit.is_unsharded for unit in self.units)
 
 
 @cache

@@ -190,7 +190,7 @@ def test_a_late_rank_is_the_straggler_and_every_step_has_the_same_keys(watched, 
     assert len({tuple(sorted(row)) for row in steps}) == 1
     for row in steps[1:]:
         assert row["zero/straggler/rank"] == 1
-        assert 0.02 <= row["zero/straggler/wait_s"] <= 0.5
+        assert 0.02 <= row["zero/straggler/skew_s"] <= 0.5
         assert row["zero/time/step_s/min"] >= SLEEP_S
         assert row["zero/time/forward_s/max_rank"] in (0, 1)
         assert 0 < row["zero/time/optimizer_s/mean"] < row["zero/time/step_s/mean"]
@@ -227,9 +227,7 @@ def test_bytes_and_norms_of_a_step_are_those_of_the_stage(watched, stage):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_end_of_a_job_tells_memory_speed_and_communication_and_where_the_files_are(
-    watched, stage
-):
+def test_the_end_of_a_job_prints_memory_throughput_communication_and_files(watched, stage):
     case = watched[f"stage {stage}"]
     printed = case["printed"]
     assert "plain data parallel" in printed
@@ -262,7 +260,7 @@ def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(wa
     assert sum(gathered) == pytest.approx(8 * watched["beside"]["numel"] * 4 / RANKS / GIB)
 
 
-def test_after_an_exception_in_a_step_the_next_fit_is_watched_as_the_first(watched):
+def test_after_an_exception_in_a_step_the_next_fit_is_monitored_as_the_first(watched):
     case = watched["failing"]
     assert [row["step"] for row in case["before"]] == [0, 1]
     assert [row["step"] for row in case["rows"]] == [0, 1, 2, 3]
@@ -279,10 +277,10 @@ def test_a_traced_step_is_written_for_every_rank_without_a_logger(watched):
     assert (first.rank, second.rank) == (0, 1)
     steps = list(first.of(Kind.STEP))
     assert len(steps) >= 2
-    assert first.nbytes(Kind.REDUCE) == second.nbytes(Kind.REDUCE) > 0
+    assert first.nbytes(Kind.REDUCE_SCATTER) == second.nbytes(Kind.REDUCE_SCATTER) > 0
 
 
-def test_no_file_that_cannot_be_written_ends_a_training_or_leaves_a_rank_waiting(watched):
+def test_a_file_that_cannot_be_written_neither_stops_training_nor_hangs_a_rank(watched):
     said = [text for text in watched["unwritable"]["warnings"] if "not written" in text]
     assert said == [
         "the recording was not written: ValueError: embedded null byte",
@@ -291,7 +289,7 @@ def test_no_file_that_cannot_be_written_ends_a_training_or_leaves_a_rank_waiting
     assert "plain data parallel" in watched["unwritable"]["printed"]
 
 
-def test_the_trainer_says_how_often_and_no_report_is_written_where_none_is_wanted(watched):
+def test_the_trainer_sets_the_interval_and_the_report_can_be_disabled(watched):
     case = watched["seldom"]
     assert [row["step"] for row in case["rows"]] == [2, 5]
     assert case["printed"] == ""
@@ -331,7 +329,7 @@ def _leave(rank, world_size):
     trainer.fit(MLPModule(ranks=world_size))
 
 
-def test_a_rank_that_fails_before_numbers_are_gathered_leaves_nobody_waiting():
+def test_a_rank_that_fails_before_metrics_are_gathered_does_not_hang_the_others():
     start = time.monotonic()
     with pytest.raises(
         RankError, match="rank 0 stops because rank 1 raised ArithmeticError"

@@ -181,7 +181,7 @@ def _compare_apart(rank, world_size, stage, dtype):
 
     def make_apart(self, *args, **kwargs):
         make_storage(self, *args, **kwargs)
-        self.is_apart = True
+        self.has_device_memory = True
 
     Storage.__init__ = make_apart
     _compare(rank, world_size, stage, 2, 0.1, 4, param_dtype=dtype)

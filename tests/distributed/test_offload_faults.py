@@ -116,13 +116,13 @@ def _break_files(rank, world_size, path, how):
         return str(error)
 
 
-def test_a_file_cut_short_under_us_is_an_error_that_names_it(tmp_path):
+def test_a_file_truncated_by_another_process_is_an_error_that_names_it(tmp_path):
     texts = run_ranks(2, _break_files, str(tmp_path), "truncated", timeout_s=60)
     assert all(isinstance(text, str) for text in texts), texts
     assert any(str(tmp_path) in text and "4096 bytes" in text for text in texts), texts
 
 
-def test_a_file_unlinked_under_us_is_still_ours(tmp_path):
+def test_an_unlinked_file_stays_usable(tmp_path):
     found = run_ranks(2, _break_files, str(tmp_path), "removed")
     whole = run_ranks(2, _break_files, str(tmp_path), "removed")
     assert found == whole

@@ -66,7 +66,7 @@ def part_memories():
 
     def make_apart(self, *args, **kwargs):
         make_storage(self, *args, **kwargs)
-        self.is_apart = True
+        self.has_device_memory = True
 
     Storage.__init__ = make_apart
 

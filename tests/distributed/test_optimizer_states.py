@@ -126,7 +126,7 @@ def _edit(rank, world_size, stage, options, edits):
 
 
 @pytest.mark.parametrize(("stage", "options"), TIERS)
-def test_what_is_done_to_states_between_steps_is_done_to_whole_states(stage, options):
+def test_edits_of_states_between_steps_apply_to_the_full_states(stage, options):
     expected = []
     for edit in EDITS:
         alone = Loop(adam)
@@ -168,7 +168,7 @@ def _look(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_states_are_shown_whole_and_saved_by_the_ways_that_are_named(stage):
+def test_states_are_seen_as_full_tensors_and_saved_as_the_errors_recommend(stage):
     run_ranks(2, _look, stage)
 
 

@@ -214,7 +214,7 @@ def _train(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", slow_but((3,), (1, 2, 3)))
-def test_what_is_done_in_place_to_outputs_and_inputs_of_units_trains_as_in_plain_torch(stage):
+def test_in_place_changes_of_unit_inputs_and_outputs_train_as_in_plain_torch(stage):
     run_ranks(2, _train, stage)
 
 
@@ -225,12 +225,14 @@ def _units_left_whole(rank: int, world_size: int) -> list[str]:
     x = torch.ones(2, 3, WIDTH, requires_grad=True)
     loss = module(x * 2)
     seen: list[str] = []
-    x.register_hook(lambda _: seen.extend(u.name for u in engine.schedule.units[1:] if u.is_whole))
+    x.register_hook(
+        lambda _: seen.extend(u.name for u in engine.schedule.units[1:] if u.is_unsharded)
+    )
     for _ in range(2):
         engine.backward(loss, retain_graph=True)
     engine.close()
     return seen
 
 
-def test_a_unit_that_writes_to_its_input_is_freed_when_each_backward_has_left_it():
+def test_a_unit_that_writes_to_its_input_is_resharded_after_each_backward():
     assert run_ranks(1, _units_left_whole) == [[]]

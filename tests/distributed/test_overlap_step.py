@@ -82,7 +82,7 @@ def _gathers_travel(rank, world_size):
     net, optimizer, engine = build(2, overlap_step=False)
     backward(rank, net, engine)
     engine.step()
-    assert {bucket.phase for bucket in engine.buckets} == {Phase.GATHERING}
+    assert {bucket.phase for bucket in engine.buckets} == {Phase.UNSHARDING}
     engine.close()
 
 
@@ -132,7 +132,7 @@ def _in_fewer_calls(rank, world_size, stage, overlap_step):
     expected = parameters_after(rank, stage, look, overlap_step=overlap_step)
     num_apart = SlowSGD.num_calls
     numel = sum(p.numel() for p in Net().parameters())
-    with mock.patch.dict(step.MOST_TOGETHER, cpu=numel // world_size // 2):
+    with mock.patch.dict(step.MAX_NUMEL_PER_CALL, cpu=numel // world_size // 2):
         found = parameters_after(rank, stage, look, overlap_step=overlap_step)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)

@@ -211,7 +211,7 @@ def _texts_of_a_plain_call(rank, world_size):
     engine.close()
 
 
-def test_a_setting_without_effect_is_said():
+def test_a_setting_without_effect_warns():
     spec = settings(3, keep_float32="net.0")
     assert run_ranks(1, _warnings_of_a_fit, spec, has_group=False)[0] == 1
 

@@ -92,7 +92,7 @@ def _change_options(rank, world_size):
         engine.step()
 
 
-def test_an_option_that_is_switched_on_in_a_run_is_looked_at():
+def test_an_option_switched_on_in_a_run_is_probed():
     run_ranks(2, _change_options)
 
 
@@ -110,5 +110,5 @@ def _call_closure_twice(rank, world_size):
         optimizer.step(closure)
 
 
-def test_a_closure_is_not_run_a_second_time_without_a_word():
+def test_a_second_call_of_the_closure_is_an_error():
     run_ranks(2, _call_closure_twice)

@@ -110,23 +110,23 @@ def test_spans_and_bytes_of_a_step_are_those_of_the_stage(recorded, case):
         for number, recording in enumerate(found):
             assert (recording.rank, recording.world_size) == (rank, RANKS)
             assert recording.step == 2 + number
-            assert len(begun(recording, Kind.GATHER)) == gathers
-            assert len(begun(recording, Kind.REDUCE)) == reductions
-            assert len(begun(recording, Kind.AVERAGE)) == averages
-            assert recording.nbytes(Kind.GATHER) == gathers * half
-            assert recording.nbytes(Kind.REDUCE) == reductions * half
-            assert recording.nbytes(Kind.AVERAGE) == averages * 2 * half
+            assert len(begun(recording, Kind.ALL_GATHER)) == gathers
+            assert len(begun(recording, Kind.REDUCE_SCATTER)) == reductions
+            assert len(begun(recording, Kind.ALL_REDUCE)) == averages
+            assert recording.nbytes(Kind.ALL_GATHER) == gathers * half
+            assert recording.nbytes(Kind.REDUCE_SCATTER) == reductions * half
+            assert recording.nbytes(Kind.ALL_REDUCE) == averages * 2 * half
 
 
-def test_averages_over_replicas_are_counted_apart(recorded):
+def test_all_reduces_over_replicas_are_counted_separately(recorded):
     for recording in (r for found in recorded["replicas"] for r in found):
-        assert recording.nbytes(Kind.AVERAGE) == LAYERS * 2 * LAYER * 4 * (RANKS - 1) // RANKS
-        assert recording.nbytes(Kind.REDUCE) == recording.nbytes(Kind.GATHER) == 0
+        assert recording.nbytes(Kind.ALL_REDUCE) == LAYERS * 2 * LAYER * 4 * (RANKS - 1) // RANKS
+        assert recording.nbytes(Kind.REDUCE_SCATTER) == recording.nbytes(Kind.ALL_GATHER) == 0
 
 
 def test_every_wait_for_a_collective_lies_within_it(recorded):
     for recording in (r for case in recorded.values() for found in case for r in found):
-        for kind in (Kind.GATHER, Kind.REDUCE, Kind.AVERAGE):
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
             flights = [s for s in recording.spans if s.kind is kind and not s.is_wait]
             for wait in (s for s in recording.spans if s.kind is kind and s.is_wait):
                 assert any(
@@ -138,13 +138,15 @@ def test_every_wait_for_a_collective_lies_within_it(recorded):
 @pytest.mark.parametrize("case", ["stage 1", "stage 2"])
 def test_gathers_after_the_step_are_waited_for_in_the_next_window(recorded, case):
     for first, second in recorded[case]:
-        assert len(list(second.of(Kind.GATHER, is_wait=True))) == LAYERS
-        across = [s for s in second.spans if s.kind is Kind.GATHER and s.start_s < 0]
-        unended = [s for s in first.spans if s.kind is Kind.GATHER and s.stop_s == first.seconds]
+        assert len(list(second.of(Kind.ALL_GATHER, is_wait=True))) == LAYERS
+        across = [s for s in second.spans if s.kind is Kind.ALL_GATHER and s.start_s < 0]
+        unended = [
+            s for s in first.spans if s.kind is Kind.ALL_GATHER and s.stop_s == first.seconds
+        ]
         assert {s.name for s in across if not s.is_wait} == {s.name for s in unended}
 
 
-def test_prefetch_hits_what_was_gathered_ahead(recorded):
+def test_prefetched_units_count_as_hits(recorded):
     for found in recorded["stage 3"]:
         for recording in found:
             # The first layer is asked for when it is needed; no gather follows the last use.
@@ -167,7 +169,7 @@ def test_layers_compute_one_after_another_within_forward_and_backward(recorded):
             assert layers[-1].stop_s <= whole.stop_s
 
 
-def test_a_straggler_waits_for_nobody(recorded):
+def test_a_straggler_waits_for_no_rank(recorded):
     (prompt,), (slow,) = recorded["straggler"]
     assert prompt.waited_s > slow.waited_s + 0.5 * PAUSE_S
 
@@ -175,9 +177,9 @@ def test_a_straggler_waits_for_nobody(recorded):
 def test_without_overlap_nothing_is_hidden(recorded):
     (prompt,), _ = recorded["no overlap"]
     assert prompt.waited_s > 0.5 * PAUSE_S  # for a rank that comes later
-    assert prompt.hidden_s(Kind.REDUCE) < 0.5 * PAUSE_S
-    waits = list(prompt.of(Kind.REDUCE, is_wait=True))
-    reductions = list(prompt.of(Kind.REDUCE))
+    assert prompt.hidden_s(Kind.REDUCE_SCATTER) < 0.5 * PAUSE_S
+    waits = list(prompt.of(Kind.REDUCE_SCATTER, is_wait=True))
+    reductions = list(prompt.of(Kind.REDUCE_SCATTER))
     assert [(s.name, s.stop_s) for s in reductions] == [(s.name, s.stop_s) for s in waits]
     assert all(a.stop_s <= b.start_s for a, b in pairwise(reductions))
 
@@ -272,7 +274,7 @@ def _goes_on(rank):
     engine.recorder.begin(4)
     step(rank, module, engine, 4)
     recording = engine.recorder.end()
-    assert [len(begun(recording, k)) for k in (Kind.GATHER, Kind.REDUCE)] == [7, 4]
+    assert [len(begun(recording, k)) for k in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)] == [7, 4]
     whole = [s.kind for s in recording.spans if s.name == "" and s.kind.is_compute]
     assert whole == [Kind.FORWARD, Kind.BACKWARD]
     assert all(span.stop_s <= recording.seconds for span in recording.spans)
@@ -328,7 +330,7 @@ def _all_norms(rank, world_size):
     _norms(rank, 3, offload_optimizer=files)
 
 
-def test_the_norm_of_each_bucket_is_that_of_its_whole_mean_gradient():
+def test_the_norm_of_each_bucket_is_that_of_its_unsharded_mean_gradient():
     run_ranks(RANKS, _all_norms)
 
 
@@ -343,9 +345,9 @@ def _fake(rank, world_size):
     recording = window(rank, module, engine, 2)
     padded = sum(bucket.layout.numel for bucket in engine.plan.buckets)
     engine.close()
-    assert recording.nbytes(Kind.REDUCE) == padded * 4 * 7 // 8
-    assert len(begun(recording, Kind.GATHER)) == 2 * LAYERS - 1
-    assert recording.hidden_s(Kind.REDUCE) > 0  # it is over when it has been issued
+    assert recording.nbytes(Kind.REDUCE_SCATTER) == padded * 4 * 7 // 8
+    assert len(begun(recording, Kind.ALL_GATHER)) == 2 * LAYERS - 1
+    assert recording.hidden_s(Kind.REDUCE_SCATTER) > 0  # it is over when it has been issued
 
 
 def test_one_process_that_stands_for_eight_records_too():

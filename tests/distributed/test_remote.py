@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import lightning_zero
 from lightning_zero import Engine, ZeroConfig, open_checkpoint
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.cli import main
@@ -39,7 +39,7 @@ def _fit(factory, spec, ckpt_path=None, **options):
     return trainer, module
 
 
-def _assert_alike(state, other):
+def _assert_equal(state, other):
     assert all(torch.equal(value, other[name]) for name, value in state.items())
 
 
@@ -66,21 +66,21 @@ def _train_at_an_address(rank, world_size, form):
     trainer, resumed = _fit(factory, spec, ckpt_path="memory://run/last.ckpt", max_epochs=3)
     _, straight = _fit(factory, spec, max_epochs=3)
     assert trainer.global_step == 12
-    _assert_alike(resumed.state_dict(), straight.state_dict())
+    _assert_equal(resumed.state_dict(), straight.state_dict())
 
     loaded = factory()
     lightning_zero.load_weights(loaded, path)
-    _assert_alike(loaded.state_dict(), module.state_dict())
+    _assert_equal(loaded.state_dict(), module.state_dict())
     again = GPTModule.load_from_checkpoint(path, ranks=1, is_tied=True)
-    _assert_alike(again.state_dict(), module.state_dict())
+    _assert_equal(again.state_dict(), module.state_dict())
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-def test_a_run_keeps_the_form_of_the_checkpoint_at_an_address_that_it_goes_on_from(form):
-    run_ranks(1, _go_on_in_the_form, form, has_group=False)
+def test_a_run_resumed_at_an_address_keeps_its_kind_of_checkpoint(form):
+    run_ranks(1, _resume_and_keep_kind, form, has_group=False)
 
 
-def _go_on_in_the_form(rank, world_size, form):
+def _resume_and_keep_kind(rank, world_size, form):
     factory, path = partial(MLPModule, ranks=1), "memory://run/last.ckpt"
     first, _ = _fit(factory, settings(2, checkpoint=form), limit_train_batches=1)
     first.save_checkpoint(path)
@@ -117,7 +117,7 @@ def _read_parts(rank, world_size, form):
     lightning_zero.load_weights(held, "store://run/a.ckpt", verify=False)
     assert nbytes / 2 <= Store.num_read < nbytes / 2 + 2**19
     engine.close()
-    _assert_alike(held.state_dict(), module.state_dict())
+    _assert_equal(held.state_dict(), module.state_dict())
 
 
 class SavingTwice(Callback):
@@ -268,9 +268,9 @@ def _train_on_s3(rank, world_size, form, variables):
         callbacks=callbacks(),
     )
     _, straight = _fit(factory, spec, max_epochs=3)
-    _assert_alike(resumed.state_dict(), straight.state_dict())
+    _assert_equal(resumed.state_dict(), straight.state_dict())
     path = RemotePath("s3://bucket/run/last.ckpt")
-    with pytest.raises(RuntimeError, match="on the way"), path.replacing(3) as file:  # noqa: PT012
+    with pytest.raises(RuntimeError, match="on the way"), path.atomic_write(3) as file:  # noqa: PT012
         file.write(bytes(2**25))
         raise RuntimeError("on the way")
     trainer.strategy.barrier()
@@ -327,7 +327,7 @@ def _save_until_request(rank, world_size, form, address, number, last, variables
         write_torch_file(content, RemotePath(address))
         return
     read = partial(_part_of, weights)
-    shard = ShardTensor.of("w", weights.shape, weights.dtype, range(1000), read)
+    shard = CheckpointShard.of("w", weights.shape, weights.dtype, range(1000), read)
     content = {"global_step": number, "state_dict": {"w": shard}}
     ShardedSave.prepare(content, RemotePath(address), {"w": shard}, Channel(0, 1, None)).run()
 

@@ -209,7 +209,7 @@ def _clip(rank, world_size, stage, param_dtype):
                 written(net).data.abs()
             for parameter in net.parameters():
                 parameter.data.clamp_(-0.01, 0.01)
-        held = sum(bucket.is_whole for bucket in engine.buckets if bucket.is_gathered_before_use)
+        held = sum(bucket.is_unsharded for bucket in engine.buckets if bucket.shards_params)
     del used[:-3]
     with gathered(net):
         largest = max(p.abs().max().item() for p in net.parameters())
@@ -219,7 +219,7 @@ def _clip(rank, world_size, stage, param_dtype):
 
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_keeps_nothing_whole(
+def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_reshards_everything(
     stage, param_dtype
 ):
     for held, used, largest in run_ranks(2, _clip, stage, param_dtype):
@@ -320,7 +320,7 @@ def _fail(rank, world_size):
     with pytest.raises(KeyError), pytest.warns(UserWarning, match="keeps its shape"):  # noqa: SIM117
         with engine.forward_context():
             fail()
-    assert not any(bucket.is_whole for bucket in engine.buckets)
+    assert not any(bucket.is_unsharded for bucket in engine.buckets)
     for _ in range(2):
         engine.backward(net(torch.ones(2, 12)))
         engine.step()
@@ -328,7 +328,7 @@ def _fail(rank, world_size):
     return all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def test_a_step_that_fails_with_data_of_a_wrong_shape_leaves_the_engine_at_rest():
+def test_a_step_that_fails_with_data_of_a_wrong_shape_leaves_the_engine_idle():
     assert run_ranks(2, _fail) == [True, True]
 
 

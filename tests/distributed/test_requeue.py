@@ -187,7 +187,7 @@ def _not_queued(rank, world_size):
     return len(witness.losses), [str(warning.message) for warning in seen]
 
 
-def test_a_job_that_cannot_be_requeued_says_why_and_trains_on():
+def test_a_job_that_cannot_be_requeued_logs_the_reason_and_trains_on():
     (num_losses, warned), (other, _) = run_ranks(2, _not_queued, has_group=False)
     assert num_losses == other == 12
     (told,) = [text for text in warned if "not requeued" in text]

@@ -19,37 +19,37 @@ from tests.distributed.ranks import run_ranks
 
 def _say_and_hear(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
-    rounds.widen(world_size)
+    rounds.reserve(world_size)
     mask = bytes(rank + 1 if place == rank else 0 for place in range(world_size))
     same = random.Random(0)  # on every rank
     for number in range(60):
         said = [same.randrange(100) - 50 for _ in range(world_size)]
         expected = ([min(said), -max(said)], bytes(range(1, world_size + 1)))
         if number % 3:
-            heard = rounds.say([said[rank], -said[rank]], mask)
+            heard = rounds.run_round([said[rank], -said[rank]], mask)
         else:  # it goes on meanwhile, sometimes to the next one
             begun = rounds.begin([said[rank], -said[rank]], mask)
             if same.random() < 0.5:
-                rounds.say([0])
+                rounds.run_round([0])
             heard = begun.result()
         assert (heard.numbers, heard.mask) == expected
     rounds.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_all_hear_the_lowest_number_and_every_bit(world_size):
+def test_all_ranks_receive_the_lowest_number_and_every_bit(world_size):
     run_ranks(world_size, _say_and_hear)
 
 
 def _judge(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
-    rounds.widen(8)
+    rounds.reserve(8)
 
     def judge(heard):
-        others = rounds.say([], b"%d" % rank).mask  # one more round, in the same thread
+        others = rounds.run_round([], b"%d" % rank).mask  # one more round, in the same thread
         return ValueError(f"{heard.numbers} {others[:1]!r} {threading.current_thread().name}")
 
-    found = [rounds.begin([rank], judge=judge).result(), rounds.say([rank], judge=judge)]
+    found = [rounds.begin([rank], judge=judge).result(), rounds.run_round([rank], judge=judge)]
     assert [str(heard.error) for heard in found] == [
         "[0] b'2' zero-rounds",
         "[0] b'2' MainThread",
@@ -57,7 +57,7 @@ def _judge(rank, world_size):
     rounds.close()
 
 
-def test_a_judge_may_ask_for_more():
+def test_a_round_check_may_run_further_rounds():
     run_ranks(3, _judge)
 
 
@@ -152,7 +152,7 @@ def _fall_behind(rank, world_size):
     return seconds
 
 
-def test_a_forward_that_gathers_nothing_waits_for_nobody():
+def test_a_forward_without_all_gathers_waits_for_no_rank():
     early, _ = run_ranks(2, _fall_behind)
     assert early < 0.5
 

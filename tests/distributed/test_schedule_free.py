@@ -202,7 +202,7 @@ TIERS = [
 
 
 @pytest.mark.parametrize(("stage", "options"), TIERS)
-def test_methods_of_an_optimizer_run_on_whole_parameters_or_are_refused(stage, options):
+def test_methods_of_an_optimizer_act_on_full_parameters_or_are_refused(stage, options):
     alone, _, _ = _train_with_methods(stage, lambda net, optimizer: None, None)
     for found in run_ranks(2, _methods, stage, options):
         torch.testing.assert_close(found, list(alone.parameters()), rtol=1e-6, atol=1e-7)

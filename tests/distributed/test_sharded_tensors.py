@@ -154,7 +154,7 @@ def _answer(rank, world_size, stage, options):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_asked_of_gradients_and_data_is_answered_for_the_whole(stage):
+def test_operations_on_gradients_and_data_act_on_the_full_tensor(stage):
     assert run_ranks(WORLD_SIZE, _answer, stage, {}) == [[]] * WORLD_SIZE
 
 
@@ -163,7 +163,7 @@ def _answer_from_files(rank, world_size):
     return _answer(rank, world_size, 3, {"offload_param": files, "offload_optimizer": files})
 
 
-def test_what_is_asked_of_gradients_and_data_in_files_is_answered_for_the_whole():
+def test_operations_on_gradients_and_data_in_files_act_on_the_full_tensor():
     assert run_ranks(2, _answer_from_files) == [[]] * 2
 
 
@@ -184,7 +184,7 @@ def _mixed(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_of_16_bit_parameters_are_those_of_the_whole(stage):
+def test_gradients_of_16_bit_parameters_equal_the_full_gradients(stage):
     run_ranks(2, _mixed, stage)
 
 
@@ -245,7 +245,7 @@ def _refuse(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_a_part_cannot_answer_is_an_error_that_names_parameter_and_remedy(stage):
+def test_an_unsupported_operation_names_parameter_and_remedy(stage):
     for texts in run_ranks(2, _refuse, stage):
         for (title, way), text in texts.items():
             assert way in text, (title, text)
@@ -453,7 +453,7 @@ def _differentiate(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_backward_through_a_sharded_gradient_is_an_error_and_no_loss_without_it(stage):
+def test_a_backward_through_a_sharded_gradient_is_an_error(stage):
     run_ranks(2, _differentiate, stage)
 
 

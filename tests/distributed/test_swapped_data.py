@@ -301,7 +301,7 @@ def _assert_equal(found, tolerance):
 
 
 @pytest.mark.parametrize(("config", "param_dtype"), CONFIGS)
-def test_programs_that_assign_data_and_keep_what_it_was_train_as_a_plain_module(
+def test_programs_that_assign_data_and_keep_the_old_values_train_as_a_plain_module(
     config, param_dtype
 ):
     found = run_ranks(2, _run, config, param_dtype, None)
@@ -309,7 +309,7 @@ def test_programs_that_assign_data_and_keep_what_it_was_train_as_a_plain_module(
 
 
 @pytest.mark.slow
-def test_swaps_of_what_rests_in_files_train_as_a_plain_module(tmp_path):
+def test_swaps_of_parameters_in_files_train_as_a_plain_module(tmp_path):
     offload = OffloadConfig("nvme", nvme_path=str(tmp_path))
     config = ZeroConfig(stage=3, offload_param=offload, offload_optimizer=offload)
     _assert_equal(run_ranks(2, _run, config, torch.float32, None), 1e-5)

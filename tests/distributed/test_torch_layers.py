@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
 
 import lightning_zero
-from lightning_zero.layout.kept import AUTOCAST, kept_parameters
+from lightning_zero.layout.keep_float32 import AUTOCAST, float32_parameters
 from tests.distributed.ranks import run_ranks
 
 WIDTH = 8
@@ -274,5 +274,5 @@ def test_every_layer_that_runs_under_ddp_and_autocast_runs_here_with_the_same_gr
 def test_what_older_norms_compute_a_weight_from_stays_as_it_is(norm):
     """Such modules cannot be copied, so they are not in the table."""
     module = nn.Sequential(norm(nn.Linear(WIDTH, 6)), nn.Linear(6, 1))
-    kept = kept_parameters(dict(module.named_modules()), [AUTOCAST])
+    kept = float32_parameters(dict(module.named_modules()), [AUTOCAST])
     assert kept == set(module[0].parameters())

@@ -118,7 +118,7 @@ def _transform(rank, world_size, stage):
         backward(vmap(model)(torch.ones(3, 4)).square().sum())
     for p, q in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full_grad(p), q.grad)
-    assert not any(bucket.is_whole for bucket in engine.buckets if bucket.is_gathered_before_use)
+    assert not any(bucket.is_unsharded for bucket in engine.buckets if bucket.shards_params)
     engine.step()
     engine.close()
     return found

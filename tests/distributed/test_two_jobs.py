@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.communicator import Communicator
@@ -36,13 +36,13 @@ def _save_again_and_again(rank, world_size, path, numbers, forms):
         def read(start, stop, number=number):
             return torch.full((stop - start,), float(number))
 
-        shard = ShardTensor.of("w", (NUMEL,), torch.float32, owned, read)
+        shard = CheckpointShard.of("w", (NUMEL,), torch.float32, owned, read)
         content = {"global_step": number, "state_dict": {"w": shard}}
         with channel.session():
             ShardedSave.prepare(content, path, {"w": shard}, channel).run()
 
 
-def _look(path, has_ended):
+def _open_repeatedly(path, has_ended):
     """Looks until the jobs have ended; the number of looks."""
     count = 0
     while not has_ended.is_set():
@@ -70,7 +70,7 @@ def test_every_look_finds_a_complete_checkpoint_while_two_jobs_save(num_saves, f
     write_torch_file({"global_step": 0, "state_dict": {"w": torch.zeros(NUMEL)}}, path)
     has_ended = threading.Event()
     with ThreadPoolExecutor(4) as threads:
-        readers = [threads.submit(_look, path, has_ended) for _ in range(2)]
+        readers = [threads.submit(_open_repeatedly, path, has_ended) for _ in range(2)]
         try:
             jobs = [
                 threads.submit(

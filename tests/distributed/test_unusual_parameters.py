@@ -205,7 +205,7 @@ def test_elementwise_optimizers_equal_ddp(optimizer, stage):
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 @pytest.mark.parametrize("optimizer", list(LOOK_AT_WHOLE_TENSORS))
-def test_optimizers_of_whole_tensors_are_exact_or_refused_by_name_before_training(optimizer, stage):
+def test_full_tensor_optimizers_are_exact_or_refused_by_name_before_training(optimizer, stage):
     factory = partial(OptimizerModule, LOOK_AT_WHOLE_TENSORS[optimizer], ranks=2, num_batches=5)
     results = run_ranks(2, fit_or_refusal, settings(stage), factory, has_group=False)
     if isinstance(results[0], tuple):

@@ -21,14 +21,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.comm.peers import Peers, how_ended, store_of_ranks
-from lightning_zero.comm.reports import Doing, is_one_way, report, user_frames
+from lightning_zero.comm.peers import Peers, connect_to_store, describe_exit
+from lightning_zero.comm.reports import RankStatus, is_one_way, report, user_frames
 from lightning_zero.comm.watchdog import (
+    DesynchronizedError,
     PeerAbortedError,
-    RanksApartError,
     Watchdog,
 )
-from lightning_zero.comm.world import WaitLimits, cut_connections
+from lightning_zero.comm.world import WaitLimits, disconnect_groups
 from lightning_zero.layout import order
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
@@ -220,7 +220,7 @@ def _cut_while_waiting(rank, world_size):
     group = dist.new_group()
     dist.barrier(group=group)
     if rank == 0:
-        threading.Timer(1.0, cut_connections, [[group]]).start()
+        threading.Timer(1.0, disconnect_groups, [[group]]).start()
         outcome = _error_of(lambda: dist.all_reduce(torch.ones(1), group=group))
     else:
         time.sleep(5)
@@ -229,7 +229,7 @@ def _cut_while_waiting(rank, world_size):
     return outcome
 
 
-def test_connections_of_a_group_with_a_backend_for_each_kind_of_device_are_cut():
+def test_a_group_with_a_backend_for_each_device_type_is_disconnected():
     (error, seconds), _ = run_ranks(2, _cut_while_waiting, has_group=False)
     assert error.startswith("RuntimeError")
     assert seconds < 4
@@ -380,7 +380,7 @@ def _barrier_beside_broadcast(rank, world_size):
         with watchdog.waiting("an object of rank 0", is_one_way=True):
             time.sleep(4)  # it loads, say
         dist.barrier()
-    return watchdog.verdict
+    return watchdog.failure
 
 
 def test_a_barrier_after_a_broadcast_that_others_have_not_done_with_is_no_mutual_wait():
@@ -402,8 +402,10 @@ def test_calls_of_the_package_are_not_the_users():
     assert "test_calls_of_the_package_are_not_the_users" in frames[-1]
 
 
-def test_a_report_tells_ranks_that_do_the_same_together():
-    same = Doing("in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",))
+def test_a_report_groups_ranks_with_equal_status():
+    same = RankStatus(
+        "in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",)
+    )
     text = report("what:", [same, same, None, same])
     assert text.splitlines() == [
         "what:",
@@ -483,7 +485,7 @@ def _know(rank, world_size):
     if rank == 0:
         time.sleep(0.3)  # the others are there first
     peers = Peers()
-    peers.announce(rank, store_of_ranks(rank, peers.is_rank_0_gone))
+    peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
     known = [peer.rank for peer in peers._peers]
     peers.close()
     return known
@@ -523,12 +525,12 @@ def _write_nonsense(rank, world_size):
         for key in ("nonsense/news/0", "nonsense/news/1", "ends/0"):
             store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
         store.set("lightning_zero/nonsense/news/2", '{"kind": "dead"}')
-        store.set(f"{Peers()._roll._key}/0", f"7 {2**70}")
+        store.set(f"{Peers()._pid_log._key}/0", f"7 {2**70}")
     dist.barrier()
     watchdog = Watchdog("nonsense", rank=rank, size=world_size)
     if rank == 1:
         watchdog.abort(ArithmeticError("out of luck"))
-    error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
+    error, _ = _error_of(lambda: _wait_for_failure(watchdog))
     watchdog.stop()
     return error, "".join(shown.lines)
 
@@ -541,12 +543,12 @@ def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
     assert "not readable and is skipped" in logged
 
 
-def _stop_and_wait(rank, world_size, stopped, lost_after_s):
+def _stop_and_wait(rank, world_size, stopped, heartbeat_timeout_s):
     """One rank is stopped, rank 0 with the store; the other one lets it go on in the end."""
     dist.init_process_group("gloo")
     shown = _Lines()
     logging.getLogger("lightning_zero.comm").addHandler(shown)
-    limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=lost_after_s)
+    limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=heartbeat_timeout_s)
     watchdog = Watchdog("stopped", rank=rank, size=world_size, limits=limits)
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
@@ -559,83 +561,85 @@ def _stop_and_wait(rank, world_size, stopped, lost_after_s):
     timer.start()
     start = time.monotonic()
     with watchdog.waiting("the other rank"):
-        while watchdog.verdict is None and timer.is_alive():
+        while watchdog.failure is None and timer.is_alive():
             time.sleep(0.05)
-    seconds, verdict = time.monotonic() - start, watchdog.verdict
+    seconds, failure = time.monotonic() - start, watchdog.failure
     timer.join()
     watchdog.stop()
-    return seconds, verdict and verdict.text, "\n".join(shown.lines)
+    return seconds, failure and failure.text, "\n".join(shown.lines)
 
 
 def test_a_stopped_rank_is_lost_after_the_time_that_was_given():
     (seconds, text, _), _ = run_ranks(2, _stop_and_wait, 1, 1.0, has_group=False)
     assert seconds < 3.5
-    assert text.startswith("rank 1 has been silent for 1 s (lost_after_s): its process is stopped")
+    assert text.startswith(
+        "rank 1 has been silent for 1 s (heartbeat_timeout_s): its process is stopped"
+    )
 
 
-@pytest.mark.parametrize("lost_after_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_rank_whose_store_does_not_answer_reports_so_itself(lost_after_s):
-    _, (_, text, logged) = run_ranks(2, _stop_and_wait, 0, lost_after_s, has_group=False)
+@pytest.mark.parametrize("heartbeat_timeout_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rank_whose_store_does_not_answer_reports_so_itself(heartbeat_timeout_s):
+    _, (_, text, logged) = run_ranks(2, _stop_and_wait, 0, heartbeat_timeout_s, has_group=False)
     assert re.search(r"the ranks' store \(.+:\d+, in the process of rank 0\) has not", logged)
     assert "waits for the other rank" in logged
-    if lost_after_s is None:
+    if heartbeat_timeout_s is None:
         assert text is None
     else:
-        assert "has not answered for 1 s (lost_after_s)" in text
+        assert "has not answered for 1 s (heartbeat_timeout_s)" in text
 
 
-def _rally_late(rank, world_size):
+def _regroup_late(rank, world_size):
     watchdog = Watchdog("late", rank=rank, size=world_size)
     if rank == 1:
         time.sleep(1.5)  # until long after the deadline of the other
     watchdog.abort(ArithmeticError("out of luck") if rank == 0 else None)
-    outcome = watchdog.rally(timedelta(seconds=0.5))
+    outcome = watchdog.regroup(timedelta(seconds=0.5))
     watchdog.stop()
     return outcome
 
 
-def test_a_rank_that_comes_to_a_rally_too_late_does_not_believe_that_all_came():
-    assert run_ranks(2, _rally_late) == [False, False]
+def test_a_regroup_that_one_rank_enters_too_late_fails_on_all():
+    assert run_ranks(2, _regroup_late) == [False, False]
 
 
-def _rally_alone(rank, world_size):
+def _regroup_alone(rank, world_size):
     watchdog = Watchdog("alone", rank=rank, size=world_size)
     if rank == 1:
         watchdog.end_with_process()
         return None
     watchdog.abort(ArithmeticError("out of luck"))
     start = time.monotonic()
-    outcome = watchdog.rally(timedelta(seconds=20))
+    outcome = watchdog.regroup(timedelta(seconds=20))
     watchdog.stop()
     return outcome, time.monotonic() - start
 
 
-def test_nobody_rallies_with_a_rank_whose_script_is_over():
-    (outcome, seconds), _ = run_ranks(2, _rally_alone)
+def test_no_rank_regroups_with_a_rank_whose_script_has_ended():
+    (outcome, seconds), _ = run_ranks(2, _regroup_alone)
     assert not outcome
     assert seconds < 5
 
 
-def _rally(rank, world_size):
+def _regroup(rank, world_size):
     watchdog = Watchdog("twice", rank=rank, size=world_size)
     outcomes = []
     for _ in range(2):
         if rank == 1:
             watchdog.abort(ArithmeticError("out of luck"))
-        error, _ = _error_of(lambda: _wait_for_verdict(watchdog))
-        outcomes.append((error, watchdog.rally(timedelta(seconds=20))))
+        error, _ = _error_of(lambda: _wait_for_failure(watchdog))
+        outcomes.append((error, watchdog.regroup(timedelta(seconds=20))))
     watchdog.stop()
     return outcomes
 
 
-def _wait_for_verdict(watchdog):
+def _wait_for_failure(watchdog):
     with watchdog.waiting("the other rank"):
-        watchdog.await_verdict(20)
+        watchdog.wait_for_failure(20)
         raise RuntimeError("Connection closed by peer")
 
 
-def test_ranks_rally_again_and_again_and_start_afresh_each_time():
-    first, second = run_ranks(2, _rally)
+def test_ranks_regroup_repeatedly_and_start_afresh_each_time():
+    first, second = run_ranks(2, _regroup)
     for error, has_rallied in first:
         assert error == (
             "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
@@ -644,17 +648,17 @@ def test_ranks_rally_again_and_again_and_start_afresh_each_time():
     assert all(has_rallied for _, has_rallied in second)
 
 
-def test_statuses_are_told_in_words():
-    assert how_ended(-9) == "was killed by SIGKILL"
-    assert how_ended(-40) == "was killed by signal 40"
-    assert how_ended(3) == "ended with exit code 3"
+def test_exit_codes_are_described_in_words():
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-40) == "was killed by signal 40"
+    assert describe_exit(3) == "ended with exit code 3"
 
 
-def test_an_error_of_this_rank_alone_is_not_told_as_one_of_others_that_do_not_come():
+def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
     watchdog = Watchdog("alone", rank=0, size=1)
     with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
         raise RecursionError("too deep")
-    with pytest.raises(RanksApartError, match="in vain"), watchdog.waiting("an object"):
+    with pytest.raises(DesynchronizedError, match="in vain"), watchdog.waiting("an object"):
         raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 

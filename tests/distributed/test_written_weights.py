@@ -127,7 +127,7 @@ def _write_from(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_rank_that_is_asked_for_writes_for_all(stage):
+def test_from_rank_writes_for_all_ranks(stage):
     run_ranks(2, _write_from, stage)
     if stage == 3:
         run_ranks(1, _write_from, stage)

@@ -52,8 +52,8 @@ def test_spans_of_streams_and_of_the_host_share_one_clock(backend, stage, offloa
         assert 0 <= forward.start_s < forward.stop_s <= backward.start_s + SLACK_S
         assert backward.stop_s <= recording.seconds + SLACK_S
         assert recording.in_flight_s(Kind.STEP) > 0
-        assert recording.nbytes(Kind.REDUCE) == reduced
-        for kind in (Kind.GATHER, Kind.REDUCE):
+        assert recording.nbytes(Kind.REDUCE_SCATTER) == reduced
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
             assert any(span.kind is kind and not span.is_wait for span in recording.spans)
             assert recording.exposed_s(kind) <= recording.in_flight_s(kind) + SLACK_S
         assert (recording.nbytes(Kind.TO_CPU) > 0) == (offload == "cpu")

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import ZeroStrategy
 from lightning_zero.cli import main
-from lightning_zero.cli.plan import of_arguments
+from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.planner import SHAPES, Decoder, shape_of_hugging_face
 from tests.planned import MODELS
 from tests.test_conf import composed
@@ -40,7 +40,7 @@ def choice(found, zero, offload="none"):
 
 
 def rest(one, tier):
-    return sum(one["rest_bytes_per_rank"].get(tier, {}).values())
+    return sum(one["state_bytes_per_rank"].get(tier, {}).values())
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_llama_2_70b_does_not_fit_eight_devices_of_24_gib_without_offload(llama)
     assert not stage3["fits_with_checkpointing"]
 
 
-def test_it_fits_with_everything_in_files_and_the_plan_says_what_that_takes(llama):
+def test_it_fits_with_everything_on_nvme_and_the_plan_has_the_bytes(llama):
     in_memory = choice(llama, "stage3", "cpu")
     assert in_memory["host_bytes_per_node"] == pytest.approx(16 * 68.98e9, rel=0.001)  # 1.1 TB
     assert "host memory" in in_memory["missing_bytes"]
@@ -107,7 +107,7 @@ def test_checkpointing_lowers_activations_only(capsys):
     assert saved < one["peak_bytes"]["activations"]
 
 
-def test_the_printed_line_says_that_blocks_run_again_where_only_so_it_fits(capsys):
+def test_the_printed_strategy_enables_checkpointing_where_only_that_fits(capsys):
     more = [*SMALL, "--batch", "64"]
     least = min(one["device_bytes"] for one in plan(capsys, *more)["choices"])
     best = plan(capsys, *more, "--device-memory", f"{least // 1024 - 1}KiB")["best"]
@@ -131,7 +131,7 @@ def test_presets_have_the_parameters_of_the_example(name):
     model = composed(f"model={name}", "data.context=1024").model
     with torch.device("meta"):
         theirs = instantiate(model).gpt
-    ours = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
+    ours = source_from_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
     assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
 
 
@@ -139,7 +139,7 @@ def test_presets_have_the_parameters_of_the_example(name):
 def test_a_llama_of_the_example_is_the_published_one(size):
     shapes = []
     for name in (f"llama_{size}", f"llama2_{size}"):
-        source = of_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
+        source = source_from_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
         shapes.append([p.shape for p in source.module.parameters()])
     assert shapes[0] == shapes[1]
 
@@ -184,7 +184,9 @@ def test_the_parameters_of_a_kind_are_those_of_transformers(kind, tmp_path):
     more, numel = KINDS[kind]
     config = AutoConfig.for_model(**{**HUGGING_FACE, **more, "model_type": kind})
     config.save_pretrained(tmp_path)
-    ours = of_arguments(Namespace(model=str(tmp_path), batch=1, context=8, overrides=())).module
+    ours = source_from_arguments(
+        Namespace(model=str(tmp_path), batch=1, context=8, overrides=())
+    ).module
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in theirs.parameters()) == numel
@@ -214,7 +216,7 @@ def test_a_model_is_a_config_of_hugging_face_or_a_folder_that_holds_it(capsys, t
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide 4 heads, got 3"),
     ],
 )
-def test_a_config_that_says_no_known_shape_is_an_error(content, text, capsys, tmp_path):
+def test_a_config_without_a_known_shape_is_an_error(content, text, capsys, tmp_path):
     content = content if isinstance(content, str) else json.dumps(HUGGING_FACE | content)
     (tmp_path / "config.json").write_text(content)
     assert main(["plan", "--model", str(tmp_path), "--ranks", "2"]) == 2
@@ -257,7 +259,7 @@ def test_a_configuration_is_planned_with_its_overrides():
     assert found["parameters"] == numel
 
 
-def test_people_get_a_table_and_a_verdict(capsys):
+def test_the_text_has_a_table_and_a_verdict(capsys):
     assert main(["plan", *SMALL, "--device-memory", "1GiB"]) == 0
     text = capsys.readouterr().out
     assert "tiny, batch 1 x 32 tokens" in text
@@ -269,7 +271,7 @@ def test_people_get_a_table_and_a_verdict(capsys):
     assert text.splitlines()[2].startswith("MiB")  # of which there are some in each column
 
 
-def test_what_is_too_small_stands_in_its_row(capsys):
+def test_a_row_names_the_memory_that_is_too_small(capsys):
     limits = ["--device-memory", "4MiB", "--host-memory", "64MiB"]
     assert main(["plan", *SMALL, "--optimizer", "adafactor", "--average", "cpu", *limits]) == 0
     text = capsys.readouterr().out
@@ -278,25 +280,25 @@ def test_what_is_too_small_stands_in_its_row(capsys):
     assert "Ranks own whole tensors and differ: the numbers are of the one with most." in text
 
 
-def test_least_and_most_of_ranks_are_told(capsys):
+def test_min_and_max_over_ranks_are_in_the_plan(capsys):
     found = plan(capsys, *SMALL, "--optimizer", "adafactor", "--average", "device")
     one = choice(found, "stage2")
-    least, most = one["least_and_most_of_ranks"]["device"]
+    least, most = one["min_and_max_bytes_of_ranks"]["device"]
     assert least < most == rest(one, "device")
     assert one["average_bytes"] > 0
     even = choice(plan(capsys, *SMALL, "--optimizer", "muon"), "stage2")
-    even = even["least_and_most_of_ranks"]["device"]  # the matrices of a block even out
+    even = even["min_and_max_bytes_of_ranks"]["device"]  # the matrices of a block even out
     assert even[0] == even[1]
 
 
-def test_the_status_is_1_where_nothing_fits_and_says_what_is_missing(capsys):
+def test_the_status_is_1_where_nothing_fits_and_the_missing_bytes_are_printed(capsys):
     assert main(["plan", *SMALL, "--device-memory", "1MiB", "--host-memory", "1MiB"]) == 1
     text = capsys.readouterr().out
     assert "nothing fits; nearest" in text
     assert "of device memory" in text
 
 
-def test_a_picture_is_drawn(capsys, tmp_path):
+def test_a_plot_is_drawn(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="an optional extra, plot")
     path = tmp_path / "plan.png"
     assert main(["plan", *SMALL, "--device-memory", "1GiB", "--plot", str(path)]) == 0
@@ -304,7 +306,7 @@ def test_a_picture_is_drawn(capsys, tmp_path):
     assert f"plot: {path}" in capsys.readouterr().err
 
 
-def test_a_picture_shows_what_the_verdict_means_and_no_bar_twice(capsys, tmp_path, monkeypatch):
+def test_a_plot_marks_the_cheapest_choice_and_draws_equal_bars_once(capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="an optional extra, plot")
     from matplotlib.figure import Figure
 
@@ -326,7 +328,7 @@ def test_a_picture_shows_what_the_verdict_means_and_no_bar_twice(capsys, tmp_pat
     assert len(bars) == len(set(bars)) < len(names) == 13
 
 
-def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(capsys, monkeypatch):
+def test_a_plot_without_matplotlib_is_an_error_that_names_the_package(capsys, monkeypatch):
     monkeypatch.setattr("lightning_zero.observe.plots.find_spec", lambda name: None)
     assert main(["plan", *SMALL, "--plot", "x.png"]) == 2
     assert 'pip install "lightning-zero[plot]"' in capsys.readouterr().err
@@ -404,7 +406,7 @@ def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):
     assert text in " ".join(capsys.readouterr().err.split())
 
 
-def test_inputs_that_do_not_fit_leave_activations_out_and_say_so(capsys):
+def test_inputs_of_a_wrong_shape_leave_activations_out_with_a_note(capsys):
     assert main(["plan", "--module", VIT, "--input", "4x7", "--ranks", "2"]) == 0
     assert (
         "activations are not counted: one step of ViT cannot be traced" in capsys.readouterr().out

@@ -3,31 +3,31 @@
 import torch
 from torch import nn
 
-from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.planner.optimizers import OptimizerStates
 
 
-def test_a_matrix_is_not_counted_as_a_vector_that_adafactor_keeps_whole():
+def test_adafactor_states_of_a_matrix_are_not_those_of_a_vector():
     matrix, vector = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40))
-    states = KeptStates([torch.optim.Adafactor([matrix, vector])])
+    states = OptimizerStates([torch.optim.Adafactor([matrix, vector])])
     assert states.of(matrix, torch.float32).element_bytes == 0
     assert states.of(vector, torch.float32).element_bytes == 4
 
 
 def test_muon_which_refuses_vectors_is_counted_for_matrices():
     matrix = nn.Parameter(torch.zeros(40, 30))
-    states = KeptStates([torch.optim.Muon([matrix])])
+    states = OptimizerStates([torch.optim.Muon([matrix])])
     assert states.of(matrix, torch.float32).element_bytes == 4
 
 
-def test_states_that_follow_sizes_are_counted_for_the_sizes_there_are():
+def test_states_that_depend_on_sizes_are_counted_for_the_parameters_sizes():
     matrix, kernel = nn.Parameter(torch.zeros(400, 300)), nn.Parameter(torch.zeros(6, 5, 4, 3, 2))
-    states = KeptStates([torch.optim.Adafactor([matrix, kernel])])
+    states = OptimizerStates([torch.optim.Adafactor([matrix, kernel])])
     for parameter, rows, columns in ((matrix, 400, 300), (kernel, 6 * 5 * 4 * 3, 6 * 5 * 4 * 2)):
         found = states.of(parameter, torch.float32)
-        assert found.whole_bytes(tuple(parameter.shape)) == 4 * (rows + columns + 1)
+        assert found.full_bytes(tuple(parameter.shape)) == 4 * (rows + columns + 1)
 
 
-def test_a_matrix_is_tried_at_a_size_from_which_optimizers_factor():
+def test_a_matrix_is_probed_at_a_size_that_optimizers_factor():
     class FromOneHundredAndTwentyEight(torch.optim.SGD):
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
@@ -35,6 +35,6 @@ def test_a_matrix_is_tried_at_a_size_from_which_optimizers_factor():
                 self.state[p]["rows"] = torch.zeros(p.shape[0]) if is_large else torch.zeros_like(p)
 
     large, small = nn.Parameter(torch.zeros(200, 150)), nn.Parameter(torch.zeros(200, 50))
-    states = KeptStates([FromOneHundredAndTwentyEight([large, small])])
-    assert states.of(large, torch.float32).whole_bytes((200, 150)) == 4 * 200
-    assert states.of(small, torch.float32).whole_bytes((200, 50)) == 4 * 200 * 50
+    states = OptimizerStates([FromOneHundredAndTwentyEight([large, small])])
+    assert states.of(large, torch.float32).full_bytes((200, 150)) == 4 * 200
+    assert states.of(small, torch.float32).full_bytes((200, 50)) == 4 * 200 * 50

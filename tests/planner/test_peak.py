@@ -12,8 +12,8 @@ import torch
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import make_plan
-from lightning_zero.planner.resting import Inventory
-from lightning_zero.planner.timeline import replay
+from lightning_zero.planner.memory import MemoryEstimator
+from lightning_zero.planner.simulation import simulate_step
 from lightning_zero.planner.trace import trace_step
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
@@ -68,15 +68,19 @@ def planned_peak(name, stage, offload, world_size):
         module = MODELS[name].build(WIDTH)
     trained = [p for p in module.parameters() if p.requires_grad]
     plan = make_plan(module, config, world_size=world_size, optimizer_of=dict.fromkeys(trained, 0))
-    inventory = Inventory(
-        plan, module, [torch.optim.AdamW(trained)], offloads=config.offloads, is_apart=False
+    estimator = MemoryEstimator(
+        plan,
+        module,
+        [torch.optim.AdamW(trained)],
+        offloads=config.offloads,
+        has_device_memory=False,
     )
-    rest = inventory.resting()
+    rest = estimator.rank_memory()
     step = partial(loss_of, batch=MODELS[name].batch())
     trace = trace_step(module, step, units=[unit.name for unit in plan.units])
-    peak = replay(plan, config, trace, on_gloo=True, is_apart=False)
+    peak = simulate_step(plan, config, trace, on_gloo=True, has_device_memory=False)
     in_memory = rest.tier_bytes(Tier.DEVICE) + rest.tier_bytes(Tier.CPU)
-    return in_memory + rest.pool_bytes + rest.module_buffer_bytes + peak.total_bytes
+    return in_memory + rest.nvme_buffer_bytes + rest.module_buffer_bytes + peak.total_bytes
 
 
 def check(cases, world_size):

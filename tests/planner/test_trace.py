@@ -9,7 +9,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero import ZeroConfig
 from lightning_zero.layout.plan import make_plan
-from lightning_zero.planner import Decoder, DecoderShape, find_repeats, stretched, trace_step
+from lightning_zero.planner import (
+    Decoder,
+    DecoderShape,
+    extrapolate_trace,
+    find_repeated_blocks,
+    trace_step,
+)
 from lightning_zero.planner.trace import Event
 from tests.planned import MODELS, loss_of
 
@@ -31,7 +37,7 @@ def trace(module, step=None, gone=(), checkpointed=()):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_what_is_kept_for_backward_is_what_autograd_saves(name):
+def test_saved_bytes_are_those_that_autograd_saves(name):
     module = MODELS[name].build()
     own = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
     batch = MODELS[name].batch()
@@ -68,8 +74,8 @@ def test_every_gradient_comes_once_and_units_begin_and_end_in_turn():
     moments = trace(module).moments
     grads = [m.name for m in moments if m.event is Event.GRAD]
     assert sorted(grads) == sorted(name for name, _ in module.named_parameters())
-    forward = [m.name for m in moments if m.event is Event.FORWARD]
-    backward = [m.name for m in moments if m.event is Event.BACKWARD]
+    forward = [m.name for m in moments if m.event is Event.PRE_FORWARD]
+    backward = [m.name for m in moments if m.event is Event.PRE_BACKWARD]
     assert forward == ["blocks.0", "blocks.1", "blocks.2"] == backward[::-1]
 
 
@@ -90,9 +96,9 @@ def test_a_deep_model_is_traced_from_four_blocks_to_the_byte(is_gated, is_checkp
     module = a_decoder(11, is_gated)
     units = units_of(module)
     checkpointed = [name for name in units if name] if is_checkpointed else []
-    repeats = find_repeats(module, units)
+    repeats = find_repeated_blocks(module, units)
     assert repeats.container == "blocks"
-    short = stretched(
+    short = extrapolate_trace(
         module, repeats, lambda gone: trace(module, gone=gone, checkpointed=checkpointed)
     )
     assert short == trace(module, checkpointed=checkpointed)
@@ -102,7 +108,7 @@ def test_a_deep_model_is_traced_from_four_blocks_to_the_byte(is_gated, is_checkp
 def test_blocks_that_differ_are_all_run():
     module = a_decoder(9)
     module.blocks[5].up = nn.Linear(32, 7, device="meta")
-    assert find_repeats(module, units_of(module)) is None
+    assert find_repeated_blocks(module, units_of(module)) is None
 
     class Growing(Decoder):
         """Keeps more and more."""
@@ -117,5 +123,5 @@ def test_blocks_that_differ_are_all_run():
 
     with torch.device("meta"):
         module = Growing(DecoderShape(32, 9, 4, 67))
-    repeats = find_repeats(module, units_of(module))
-    assert stretched(module, repeats, lambda gone: trace(module, gone=gone)) is None
+    repeats = find_repeated_blocks(module, units_of(module))
+    assert extrapolate_trace(module, repeats, lambda gone: trace(module, gone=gone)) is None

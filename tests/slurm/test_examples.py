@@ -77,7 +77,7 @@ def test_the_script_with_torchrun_trains_on_two_nodes(slurm, tmp_path):
     assert len(list((run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
 
 
-def test_every_script_is_correct_shell_and_says_how_it_is_used():
+def test_every_script_is_correct_shell_and_documents_its_use():
     assert [path.stem for path in SCRIPTS] == [
         *("array_sweep", "multi_node", "offload_nvme", "single_node", "torchrun")
     ]

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 
 import lightning_zero
 from lightning_zero import activations
-from lightning_zero.comm.control import Control
+from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.core import step_worker
 from lightning_zero.engine import optimizers
 from lightning_zero.record import streams
@@ -293,10 +293,10 @@ class FakeCuda:
             setattr(streams, name, getattr(self, name))
         streams.current, streams.on = self.current_stream, self.on_stream
         for name in ("min_ints", "union", "broadcast_object", "gather_objects", "gather_floats"):
-            setattr(Control, name, _on_real_tensors(getattr(Control, name)))
+            setattr(GlooControlPlane, name, _on_real_tensors(getattr(GlooControlPlane, name)))
         optimizers.probe = _probe_on_cpu(optimizers.probe)
         memory._map = self._map
-        nvme.takes_direct = lambda folder: False
+        nvme.supports_o_direct = lambda folder: False
         nvme.NvmeFile._begin = _begin_transfer(self)
         step_worker.ThreadPoolExecutor = _AtOnce
 
@@ -492,14 +492,14 @@ def _probe_on_cpu(probe: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_transfer(cuda: FakeCuda) -> Callable[..., Any]:
-    """A file's read or write: a stream that begins now, and that `settle` waits for."""
+    """A file's read or write: a stream that begins now, and that `wait_until_done` waits for."""
 
     class Transfer(nvme.Transfer):
         number: int  # of its event
         memory: Tensor | None  # alive until it is done
 
-        def settle(self) -> None:
-            super().settle()
+        def wait_until_done(self) -> None:
+            super().wait_until_done()
             cuda.clocks.wait_on_host(self.number, None)
             self.memory = None
 

@@ -73,7 +73,9 @@ def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], dict[int,
         Waits of the host in the last step, and launches by stream.
     """
     _break(scenario.broken)
-    step.MOST_TOGETHER["cuda"] = 1500  # two blocks of a rank; the embedding and the head have more
+    step.MAX_NUMEL_PER_CALL["cuda"] = (
+        1500  # two blocks of a rank; the embedding and the head have more
+    )
     training = _Training(scenario)
     for number in range(_NUM_STEPS):
         is_last = number == _NUM_STEPS - 1
@@ -130,7 +132,7 @@ class _Training:
         else:
             self._engine.step()
         if self._shadow is not None:
-            with self._shadow.shown(writes=False), torch.no_grad():
+            with self._shadow.shard_views(write_back=False), torch.no_grad():
                 pairs = zip(
                     self._shadow.module.parameters(), self._module.parameters(), strict=True
                 )
@@ -172,13 +174,13 @@ class _Training:
         """After the last step."""
         assert bool(self._offload.nbytes) == ("activations" in self._options)
         if self._shadow is not None:
-            with self._shadow.shown(writes=True), torch.no_grad():
+            with self._shadow.shard_views(write_back=True), torch.no_grad():
                 pairs = zip(
                     self._shadow.module.parameters(), self._module.parameters(), strict=True
                 )
                 for average, parameter in pairs:
                     parameter.copy_(average)
-            self._shadow.give_back(None)
+            self._shadow.unwrap(None)
         self._engine.close()
         for parameter in self._module.parameters():
             parameter.data.add_(1.0)
@@ -209,13 +211,13 @@ def _break(what: str) -> None:
     elif what == "drain":
         StepWorker.drain = lambda self: None
     elif what == "forget":
-        Communicator.forget = lambda self, pending: None
+        Communicator.discard = lambda self, pending: None
     elif what == "copies":
-        Communicator.wait_for_copies = lambda self: None
+        Communicator.wait_for_cpu_copies = lambda self: None
     elif what == "numbers":
-        clone.numbers_on_cpu = dict
+        clone.scalars_to_cpu = dict
     elif what == "numbers at once":
-        step.numbers_on_cpu = dict
+        step.scalars_to_cpu = dict
     elif what == "arrival":
         begin = chunks.ChunkStep.begin
 

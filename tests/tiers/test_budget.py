@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.tiers.memory import available_memory_bytes, cgroup_rooms
+from lightning_zero.tiers.memory import available_memory_bytes, cgroup_free_bytes
 
 MIB = 2**20
 
@@ -21,8 +21,8 @@ def test_the_smallest_group_around_this_process_counts(tmp_path):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 1\ninactive_file 20\n")
-    assert list(cgroup_rooms(tmp_path / "cgroup", tmp_path / "mount")) == [50, 920]
-    assert list(cgroup_rooms(tmp_path / "none", tmp_path / "mount")) == []
+    assert list(cgroup_free_bytes(tmp_path / "cgroup", tmp_path / "mount")) == [50, 920]
+    assert list(cgroup_free_bytes(tmp_path / "none", tmp_path / "mount")) == []
 
 
 def test_a_process_in_a_limited_group_sees_its_limit():

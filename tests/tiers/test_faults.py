@@ -47,7 +47,7 @@ def fails_clearly(file, pattern):
         pipeline.cancel()
 
 
-def test_a_full_disk_says_how_many_bytes_were_asked_and_are_free(mounted, filled):
+def test_a_full_disk_is_an_error_with_the_bytes_requested_and_free(mounted, filled):
     disk = mounted("-t", "tmpfs", "-o", "size=8m", "tmpfs")
     store = NvmeStore(disk, rank=0)
     kept = store.create("kept", 2 * MIB)
@@ -113,7 +113,7 @@ def test_a_file_system_without_o_direct_is_used_and_named_once(mounted, filled, 
         store.close()
 
 
-def test_a_file_that_was_cut_is_an_error_and_never_read_as_zeros(store, filled):
+def test_a_truncated_file_is_an_error_and_never_read_as_zeros(store, filled):
     file = store.create("state", 64 * PAGE)
     file.write(0, filled(64 * PAGE, 1)).wait()
     os.truncate(file.path, 16 * PAGE)

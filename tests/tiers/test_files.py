@@ -139,7 +139,7 @@ def test_nothing_is_left_when_the_process_ends_without_closing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_that_nobody_holds_goes(tmp_path):
+def test_an_unreferenced_store_is_removed(tmp_path):
     NvmeStore(tmp_path, rank=0)
     import gc
 
@@ -221,7 +221,7 @@ def test_what_another_user_may_have_put_there_is_neither_followed_nor_removed(tm
     assert (elsewhere / ".lock").exists()
 
 
-def test_the_name_tells_the_job_and_the_rank(tmp_path, monkeypatch):
+def test_the_directory_is_named_after_the_job_and_the_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     store = NvmeStore(tmp_path, rank=3)
     assert store.directory.name.startswith("lightning_zero.4711.")

@@ -183,7 +183,7 @@ def test_what_was_prefetched_is_not_read_again(store):
     assert store.bytes_read >= 8 * PAGE
 
 
-def test_a_prefetch_is_read_again_after_a_write_from_elsewhere(store, filled):
+def test_a_prefetch_is_read_again_after_a_write_outside_the_pipeline(store, filled):
     file, seen = store.create("state", PAGE), []
     jobs = [Task([FileRange(file, 0, PAGE, False)], lambda views: seen.append(int(views[0][0])))]
     pipeline = Pipeline(make_buffers(2, PAGE, pin=False))
@@ -275,7 +275,7 @@ def test_a_job_may_only_write_or_only_read(store, filled):
     assert (whole(file) == 7).all()
 
 
-def test_a_pipeline_that_waits_for_the_disk_says_for_how_long(store):
+def test_a_pipeline_records_how_long_it_waits_for_the_disk(store):
     file = store.create("state", 64 * 2**20)
     jobs = [Task([FileRange(file, n * 2**23, 2**23, True)], lambda _: None) for n in range(8)]
     pipeline = Pipeline(make_buffers(2, 2**23, pin=False), store.recorder)

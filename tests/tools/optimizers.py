@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.optim.trial import StepKind, probe
+from lightning_zero.optim.probe import StepKind, probe
 from tests.distributed.ranks import RankError, run_ranks
 
 __all__ = ["Outcome", "classes_of", "main"]

@@ -47,14 +47,14 @@ def made_step(
     for kind, order in ((Kind.FORWARD, names), (Kind.BACKWARD, names[::-1])):
         began, reduces, gather = clock.now, [], None
         for place, name in enumerate(order):
-            gather = gather or clock.send(Kind.GATHER, name, GATHER_S)
+            gather = gather or clock.send(Kind.ALL_GATHER, name, GATHER_S)
             clock.wait(gather)
             gather = None
             if overlaps and place + 1 < num_units:
-                gather = clock.send(Kind.GATHER, order[place + 1], GATHER_S)
+                gather = clock.send(Kind.ALL_GATHER, order[place + 1], GATHER_S)
             clock.work(kind, name, compute_s * (2 if kind is Kind.BACKWARD else 1))
             if kind is Kind.BACKWARD:
-                reduces.append(clock.send(Kind.REDUCE, name, REDUCE_S))
+                reduces.append(clock.send(Kind.REDUCE_SCATTER, name, REDUCE_S))
                 if not overlaps:
                     clock.wait(reduces[-1])
         for reduce in reduces:

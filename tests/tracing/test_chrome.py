@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_zero.observe.recordings import ON_CPU, chrome_trace
+from lightning_zero.observe.recordings import CPU_TIMING_NOTE, chrome_trace
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import NBYTES, made_ranks, made_step
 
@@ -28,7 +28,7 @@ def test_every_span_is_one_complete_event_with_what_viewers_need():
         assert set(event) >= {"name", "cat", "ts", "dur", "pid", "tid", "args"}
         assert event["ts"] >= 0
         assert event["dur"] >= 0
-    assert trace["otherData"] == {"step": 10, "world_size": 2, "note": ON_CPU}
+    assert trace["otherData"] == {"step": 10, "world_size": 2, "note": CPU_TIMING_NOTE}
 
 
 def test_ranks_are_processes_and_lanes_are_threads():
@@ -56,7 +56,7 @@ def test_events_of_one_thread_nest_to_the_nanosecond(overlaps):
             open_ends.append(stop)
 
 
-def test_bytes_rates_and_waits_are_told():
+def test_events_have_bytes_rates_and_waits():
     events = complete(chrome_trace([made_step()]))
     (gather,) = [e for e in events if e["name"] == "all_gather model.layers.1"][:1]
     assert gather["args"]["bytes"] == NBYTES
@@ -69,21 +69,24 @@ def test_bytes_rates_and_waits_are_told():
     assert waits[0]["cname"] == "terrible"
 
 
-def test_what_began_before_the_window_is_shown_and_time_begins_there():
-    spans = (Span(Kind.GATHER, "a", -0.5, 0.25, 8), Span(Kind.FORWARD, "", 0.0, 1.0))
+def test_spans_before_the_window_are_shown_and_time_begins_there():
+    spans = (Span(Kind.ALL_GATHER, "a", -0.5, 0.25, 8), Span(Kind.FORWARD, "", 0.0, 1.0))
     events = complete(chrome_trace([Recording(0, 1, 3, 1.0, spans)]))
     times = {event["cat"]: (event["ts"], event["dur"]) for event in events}
     assert times["all_gather"] == (0.0, 750_000.0)
     assert times["window"] == times["forward"] == (500_000.0, 1_000_000.0)
 
 
-def test_ranks_stand_on_one_clock():
-    ranks = [Recording(0, 2, 3, 1.0), Recording(1, 2, 3, 1.0, (Span(Kind.GATHER, "a", -0.25, 0),))]
+def test_ranks_share_one_clock():
+    ranks = [
+        Recording(0, 2, 3, 1.0),
+        Recording(1, 2, 3, 1.0, (Span(Kind.ALL_GATHER, "a", -0.25, 0),)),
+    ]
     windows = {e["pid"]: e["ts"] for e in complete(chrome_trace(ranks)) if e["cat"] == "window"}
     assert windows == {0: 250_000.0, 1: 250_000.0}
 
 
-def test_a_step_of_which_nothing_was_kept_is_a_window_alone():
+def test_a_step_without_spans_is_a_window_alone():
     events = complete(chrome_trace([Recording(0, 1, 3, 1.0)]))
     assert [(event["cat"], event["ts"], event["dur"]) for event in events] == [
         ("window", 0.0, 1_000_000.0)

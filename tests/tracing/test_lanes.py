@@ -34,7 +34,7 @@ def pairs(row):
 
 
 @given(SPANS)
-def test_every_span_has_one_place_and_a_row_has_no_overlap_but_what_nests(spans):
+def test_every_span_is_in_one_row_and_spans_of_a_row_only_nest(spans):
     lanes = lanes_of(Recording(0, 1, 0, 3.0, tuple(spans)))
     placed = [span for rows in lanes.values() for row in rows for span in row]
     assert sorted(map(str, placed)) == sorted(map(str, spans))
@@ -55,9 +55,9 @@ def test_there_are_no_more_rows_than_spans_at_one_time(spans):
 def test_lanes_come_in_one_order_with_the_waits_last():
     spans = (
         Span(Kind.WRITE, "a", 0, 1, 8),
-        Span(Kind.GATHER, "a", 0, 1, is_wait=True),
-        Span(Kind.AVERAGE, "a", 0, 1, 8),
-        Span(Kind.REDUCE, "b", 1, 2, 8),
+        Span(Kind.ALL_GATHER, "a", 0, 1, is_wait=True),
+        Span(Kind.ALL_REDUCE, "a", 0, 1, 8),
+        Span(Kind.REDUCE_SCATTER, "b", 1, 2, 8),
         Span(Kind.TO_CPU, "a", 0, 1, 8),
         Span(Kind.FORWARD, "", 0, 1),
     )

@@ -8,7 +8,7 @@ import pytest
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
 from lightning_zero.observe import plots as timeline
-from lightning_zero.observe.plots import Scale, place, plot_memory, plot_timeline
+from lightning_zero.observe.plots import Scale, lay_out_rank, plot_memory, plot_timeline
 from lightning_zero.record.spans import Kind, Recording, Span
 from tests.tracing.steps import made_ranks, made_step
 
@@ -31,7 +31,7 @@ def size_of(path):
         ([Recording(0, 1, 0, 0.0)], 1),
     ],
 )
-def test_a_timeline_is_as_high_as_what_is_shown(recordings, num_lanes, tmp_path):
+def test_a_timeline_is_as_high_as_its_lanes(recordings, num_lanes, tmp_path):
     before = dict(matplotlib.rcParams)
     plot_timeline(recordings, tmp_path / "a.png")
     width, height = size_of(tmp_path / "a.png")
@@ -41,10 +41,10 @@ def test_a_timeline_is_as_high_as_what_is_shown(recordings, num_lanes, tmp_path)
 
 
 def block(recording, inches=14.0):
-    return place(recording, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
+    return lay_out_rank(recording, 0.0, Scale(0.0, recording.seconds, inches / recording.seconds))
 
 
-def test_names_are_written_where_there_is_room():
+def test_names_are_written_where_they_fit():
     texts = {bar.text for bar in block(made_step(num_units=4)).bars}
     assert "model.layers.0" in texts
     texts = {
@@ -57,24 +57,24 @@ def test_names_are_written_where_there_is_room():
         assert not any(text[:1].isdigit() for text in texts)
 
 
-def test_waits_stand_upon_what_waits():
+def test_waits_are_drawn_on_the_lane_that_waits():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.STEP, "a", 1.0, 2.0),
-        Span(Kind.GATHER, "a", 0.2, 0.4, is_wait=True),
+        Span(Kind.ALL_GATHER, "a", 0.2, 0.4, is_wait=True),
         Span(Kind.READ, "a", 1.2, 1.4, is_wait=True),
     )
     drawn = block(Recording(0, 1, 0, 2.0, spans))
     top = {lane.name: lane.top for lane in drawn.lanes}
     waits = {bar.span.kind: bar.top for bar in drawn.bars if bar.span.is_wait}
-    assert waits == {Kind.GATHER: top["compute"], Kind.READ: top["step"]}
+    assert waits == {Kind.ALL_GATHER: top["compute"], Kind.READ: top["step"]}
     assert [(w.start_s, w.stop_s) for w in drawn.waits] == [(0.2, 0.4), (1.2, 1.4)]
 
 
-def test_names_are_written_where_nothing_waits():
+def test_names_are_written_beside_waits():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
-        Span(Kind.GATHER, "a", 0.3, 0.6, is_wait=True),
+        Span(Kind.ALL_GATHER, "a", 0.3, 0.6, is_wait=True),
         Span(Kind.STEP, "a", 0.3, 0.6, is_wait=True),
     )
     forward, *waits = block(Recording(0, 1, 0, 1.0, spans)).bars
@@ -82,7 +82,7 @@ def test_names_are_written_where_nothing_waits():
     assert [wait.text for wait in waits] == ["gather", "step"]
 
 
-def test_what_forward_waits_for_beside_a_step_is_not_the_steps():
+def test_a_wait_of_forward_during_an_overlapped_step_is_on_the_compute_lane():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
         Span(Kind.STEP, "a", 0.0, 0.8),
@@ -92,21 +92,21 @@ def test_what_forward_waits_for_beside_a_step_is_not_the_steps():
     assert [bar.top for bar in drawn.bars if bar.span.is_wait] == [drawn.lanes[0].top]
 
 
-def test_a_module_stands_behind_its_units():
+def test_a_module_is_drawn_behind_its_units():
     drawn = block(made_step())
     outer = [bar for bar in drawn.bars if bar.is_outer]
     assert [bar.span.kind for bar in outer] == [Kind.FORWARD, Kind.BACKWARD]
 
 
-def test_what_is_only_waited_for_has_no_colour_in_the_legend():
+def test_kinds_with_waits_alone_have_no_colour_in_the_legend():
     spans = (
         Span(Kind.FORWARD, "", 0.0, 1.0),
-        Span(Kind.GATHER, "a", 0.1, 0.4, 8),
+        Span(Kind.ALL_GATHER, "a", 0.1, 0.4, 8),
         Span(Kind.AGREE, "norm", 0.5, 0.6, is_wait=True),
     )
-    assert list(timeline.totals([Recording(0, 1, 0, 1.0, spans)])) == [
+    assert list(timeline.legend_entries([Recording(0, 1, 0, 1.0, spans)])) == [
         (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
-        (Kind.GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
+        (Kind.ALL_GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
         (None, "agree: 100.0 ms (10%) exposed"),
         (None, "the computation waits: 100.0 ms (10%) in all"),
     ]

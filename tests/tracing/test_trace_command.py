@@ -6,7 +6,7 @@ import pytest
 
 from lightning_zero.cli import main
 from lightning_zero.observe import plots as style
-from lightning_zero.observe.recordings import ON_CPU, write_recording
+from lightning_zero.observe.recordings import CPU_TIMING_NOTE, write_recording
 from tests.tracing.steps import made_ranks
 
 
@@ -39,13 +39,13 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
     assert in_flight == pytest.approx(hidden + exposed, abs=2e-4)
     assert rate == pytest.approx(gib / in_flight, rel=0.01)
     waited = "rank 1 waited least, 0.0250 s; rank 0 longest, 0.0120 s more (7.3% of the step)"
-    assert printed[8:10] == [ON_CPU, waited]
+    assert printed[8:10] == [CPU_TIMING_NOTE, waited]
     assert printed[10] == "gathered ahead of use: 14 of 16 units"
     assert printed[11:13] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
 
 
 @pytest.mark.parametrize("inside", [".", "recordings"])
-def test_the_folder_itself_may_be_given_and_another_place_for_the_files(zero, tmp_path, inside):
+def test_the_recordings_folder_and_an_output_folder_may_be_given(zero, tmp_path, inside):
     out = tmp_path / "new" / "out"
     assert run(zero / inside, "--step", 10, "--out", out) == 0
     names = sorted(path.name for path in out.iterdir())
@@ -53,7 +53,7 @@ def test_the_folder_itself_may_be_given_and_another_place_for_the_files(zero, tm
     assert not list(zero.glob("trace*"))
 
 
-def test_without_matplotlib_there_is_a_trace_and_a_line_how_to_draw(
+def test_without_matplotlib_there_is_a_trace_and_an_install_hint(
     zero, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(style, "find_spec", lambda name: None)

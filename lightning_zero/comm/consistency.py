@@ -1,6 +1,6 @@
 """What must be the same on every rank, compared before anything is sharded.
 
-[Note: Alike] Ranks that differ would train wrongly without a word, or end in the middle of a
+[Note: Consistency] Ranks that differ would train wrongly without a word, or end in the middle of a
 collective whose sizes differ. So each rank writes down *facts*, one collective of two integers
 compares a hash of them, and only where hashes differ are the facts themselves exchanged. That comes
 before any group is made and any tensor travels that depends on them.
@@ -16,35 +16,39 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from lightning_zero.comm.control import Control
-from lightning_zero.comm.world import raise_together, tell
+from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.comm.world import describe_failure, raise_together
 
-__all__ = ["Facts", "check_alike", "compare"]
+__all__ = ["ComparedFields", "check_equal", "compare"]
 
-Facts = Mapping[str, Mapping[str, str]]  # by subject, such as "parameter 0.weight": what it is
+ComparedFields = Mapping[
+    str, Mapping[str, str]
+]  # by subject, such as "parameter 0.weight": what it is
 
 
-def compare(control: Control, facts: Facts, failure: Exception | None = None) -> None:
+def compare(
+    control: GlooControlPlane, facts: ComparedFields, failure: Exception | None = None
+) -> None:
     """Raises on every rank where facts differ, or where any rank has failed. Collective.
 
     `failure` is why this rank cannot go on by itself; it is raised after the others know it.
 
     Raises:
-        ValueError: Facts differ; names the first difference, by rank.
+        ValueError: ComparedFields differ; names the first difference, by rank.
         OSError, RuntimeError: Another rank has failed; says which and how.
     """
-    own = _hash(facts, tell(failure))
+    own = _hash(facts, describe_failure(failure))
     least, minus_most = control.min_ints([own, -own])
     if least == -minus_most:
         if failure is not None:
             raise failure
         return
-    everyone = control.gather_objects((tell(failure), facts))
+    everyone = control.gather_objects((describe_failure(failure), facts))
     raise_together(failure, [told for told, _ in everyone], "begin")
-    check_alike([facts for _, facts in everyone])
+    check_equal([facts for _, facts in everyone])
 
 
-def check_alike(everyone: Sequence[Facts]) -> None:
+def check_equal(everyone: Sequence[ComparedFields]) -> None:
     """Raises a ValueError that names the first difference between facts, given by rank."""
     difference = _first_difference(everyone)
     if difference is not None:
@@ -55,13 +59,13 @@ def check_alike(everyone: Sequence[Facts]) -> None:
         )
 
 
-def _hash(facts: Facts, failure: tuple[str, int | None] | None) -> int:
+def _hash(facts: ComparedFields, failure: tuple[str, int | None] | None) -> int:
     ordered = [(subject, sorted(fields.items())) for subject, fields in facts.items()]
     digest = hashlib.sha256(repr((ordered, failure)).encode()).digest()
     return int.from_bytes(digest[:7], "big")  # it and its negative are int64
 
 
-def _first_difference(everyone: Sequence[Facts]) -> str | None:
+def _first_difference(everyone: Sequence[ComparedFields]) -> str | None:
     for place in zip_longest(*everyone):
         for subject in dict.fromkeys(subject for subject in place if subject is not None):
             found = [facts.get(subject) for facts in everyone]

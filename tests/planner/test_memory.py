@@ -11,17 +11,17 @@ from lightning_zero import ZeroConfig
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import make_plan
-from lightning_zero.optim.trial import find_whole_tensors
+from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (
     Choice,
     Job,
     Machine,
     estimate,
+    make_memory_estimator,
     make_optimizers,
-    take_inventory,
     trace_step,
 )
-from lightning_zero.planner.optimizers import KeptStates
+from lightning_zero.planner.optimizers import OptimizerStates
 from tests.distributed.ranks import run_ranks
 from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 
@@ -42,9 +42,9 @@ def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
         module,
         optimizers,
         num_micro_batches=num_micro_batches,
-        whole_tensors=find_whole_tensors(optimizers, config),
+        full_optimizers=find_full_optimizers(optimizers, config),
     )
-    return Choice("", "", config), job, Machine(world_size, world_size, is_apart=False)
+    return Choice("", "", config), job, Machine(world_size, world_size, has_device_memory=False)
 
 
 def _count(rank, world_size, cases, num_micro_batches):
@@ -72,15 +72,15 @@ def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
     counted = run_ranks(world_size, _count, cases, num_micro_batches, timeout_s=900)
     for case, of_ranks in zip(cases, zip(*counted, strict=True), strict=True):
         arguments = planned(*case, world_size, num_micro_batches)
-        inventory = take_inventory(*arguments)
+        estimator = make_memory_estimator(*arguments)
         for rank, count in enumerate(of_ranks):
-            own = inventory.resting(rank)
+            own = estimator.rank_memory(rank)
             tiers = {tier.value: dict(states) for tier, states in own.tiers.items()}
-            assert (tiers, own.pool_bytes) == count, (case, rank)
+            assert (tiers, own.nvme_buffer_bytes) == count, (case, rank)
         ranks = estimate(*arguments).ranks
-        for tier in Tier if len(ranks.resting) > 1 else ():
+        for tier in Tier if len(ranks.by_rank) > 1 else ():
             sums = [sum(tiers.get(tier.value, {}).values()) for tiers, _ in of_ranks]
-            assert ranks.span(tier) == (min(sums), max(sums)), case
+            assert ranks.min_max_bytes(tier) == (min(sums), max(sums)), case
 
 
 def test_every_model_stage_and_offload_is_counted_to_the_byte():
@@ -123,7 +123,7 @@ def cases_of_whole_tensors(configs):
     ]
 
 
-def test_ranks_that_own_whole_tensors_are_counted_each_to_the_byte():
+def test_ranks_that_own_full_tensors_are_counted_each_to_the_byte():
     """Every optimizer and every stage and offload here, with all models in the slow test below."""
     check(cases_of_whole_tensors(choices())[::19], 3)
 
@@ -132,31 +132,31 @@ def test_ranks_that_own_whole_tensors_are_counted_each_to_the_byte():
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_of_every_model_that_own_whole_tensors_are_counted(world_size, precision):
+def test_ranks_of_every_model_that_own_full_tensors_are_counted(world_size, precision):
     """Every fifth, another one for each precision and number of ranks."""
     configs = [config.replace(**PRECISIONS[precision]) for config in choices()]
     first = world_size // 2 + list(PRECISIONS).index(precision)
     check(cases_of_whole_tensors(configs)[first::5], world_size)
 
 
-def test_the_machine_with_most_is_counted_where_ranks_differ():
+def test_the_node_with_most_bytes_is_counted_where_ranks_differ():
     """Three ranks share one set of shards, on machines of two: 0 and 1, 2 and 0, 1 and 2."""
     with torch.device("meta"):
         module = MODELS["gpt"].build()
     optimizers = OPTIMIZERS["lamb"](module)
     config = ZeroConfig(stage=2, sharding_group_size=3, offload_optimizer="cpu")
-    job = Job(module, optimizers, whole_tensors=[0])
+    job = Job(module, optimizers, full_optimizers=[0])
     found = estimate(Choice("", "", config), job, Machine(6, 2))
-    sums = [resting.tier_bytes(Tier.CPU) for resting in found.ranks.resting]
+    sums = [memory.tier_bytes(Tier.CPU) for memory in found.ranks.by_rank]
     assert len(set(sums)) == 3
-    assert found.ranks.machine_bytes(Tier.CPU, 2) == sum(sorted(sums)[1:])
+    assert found.ranks.node_bytes(Tier.CPU, 2) == sum(sorted(sums)[1:])
     assert found.host_bytes >= sum(sorted(sums)[1:])
 
 
 def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
     module = torch.nn.Linear(3, 2, device="meta")
     groups = [{"params": [module.weight], "momentum": 0.9}, {"params": [module.bias]}]
-    kept = KeptStates([torch.optim.SGD(groups, lr=0.1)])
+    kept = OptimizerStates([torch.optim.SGD(groups, lr=0.1)])
     assert kept.of(module.weight, torch.float32).elementwise == {"momentum_buffer": 4}
     assert kept.of(module.bias, torch.float32).elementwise == {}
 
@@ -175,7 +175,7 @@ def _count_averaged(rank, world_size, cases):
         whole = report.data_parallel_bytes - before.data_parallel_bytes
         found.append((tiers, report.average_bytes, added, whole))
         for shadow in shadows:
-            shadow.give_back(torch.device("cpu"))
+            shadow.unwrap(torch.device("cpu"))
         assert trained.engine.memory_report().tiers == before.tiers
         trained.engine.close()
     return found
@@ -189,9 +189,9 @@ def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
         for (name, config), (tiers, nbytes, added, whole) in zip(cases, counted, strict=True):
             choice, job, machine = planned(name, config)
             job = dataclasses.replace(job, averages=[Tier.DEVICE, Tier.CPU])
-            resting = take_inventory(choice, job, machine).resting(rank)
-            assert {t.value: dict(s) for t, s in resting.tiers.items()} == tiers, (name, config)
-            assert resting.average_bytes == nbytes == added
+            memory = make_memory_estimator(choice, job, machine).rank_memory(rank)
+            assert {t.value: dict(s) for t, s in memory.tiers.items()} == tiers, (name, config)
+            assert memory.average_bytes == nbytes == added
             assert whole == 2 * 4 * sum(parameter.numel() for parameter in job.module.parameters())
 
 
@@ -224,11 +224,13 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
         step = partial(loss_of, batch=MODELS[name].batch())
         trace = trace_step(module, step, units=[unit.name for unit in plan.units])
         job = Job(module, [torch.optim.AdamW(module.parameters())], trace)
-        traffic = estimate(Choice("", "", config), job, Machine(2, 2, is_apart=False)).traffic
+        traffic = estimate(
+            Choice("", "", config), job, Machine(2, 2, has_device_memory=False)
+        ).traffic
         assert (traffic.nvme_read, traffic.nvme_written) == found, (name, config)
 
 
-def test_unknown_optimizers_are_refused_with_those_there_are():
+def test_unknown_optimizers_are_refused_with_a_list_of_known_ones():
     named = dict(torch.nn.Linear(2, 2).named_parameters())
     with pytest.raises(ValueError, match=r"no optimizer 'adamwww'; torch has .*adamw.*sgd"):
         make_optimizers("adamwww", named)

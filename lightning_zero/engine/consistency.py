@@ -17,17 +17,17 @@ from lightning_zero._version import __version__
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.optim.trial import Findings
-from lightning_zero.tensors.meta import awaited_values
+from lightning_zero.optim.probe import ProbeResult
+from lightning_zero.tensors.meta import pending_values
 
-__all__ = ["config_facts", "module_facts", "optimizer_facts", "software_facts"]
+__all__ = ["describe_config", "describe_module", "describe_optimizer", "describe_software"]
 
 _OF_ONE_RANK = {"device", "generator", "global_rank", "local_rank", "rank", "seed"}  # group options
 _NOT_COMPARED = {"params", "param_names"}  # told by parameter
 _OF_ONE_NODE = {"nvme_path", "pin_memory", "buffer_count", "buffer_size"}  # of an OffloadConfig
 
 
-def software_facts() -> dict[str, str]:
+def describe_software() -> dict[str, str]:
     """Versions that must be equal on all ranks: they share formats and orders of operations."""
     return {
         "lightning_zero": __version__,
@@ -36,7 +36,7 @@ def software_facts() -> dict[str, str]:
     }
 
 
-def module_facts(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, str]]:
+def describe_module(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, str]]:
     """Of parameters, of the modules that hold them, and of the buffers that ranks share."""
     facts: dict[str, dict[str, str]] = {}
     first_names: dict[Tensor, str] = {}
@@ -47,7 +47,7 @@ def module_facts(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, s
             continue
         first_names[parameter] = name
         requires_grad = str(parameter.requires_grad)
-        facts[f"parameter {name}"] = {**_tensor_facts(parameter), "requires_grad": requires_grad}
+        facts[f"parameter {name}"] = {**_describe_tensor(parameter), "requires_grad": requires_grad}
     holders = {holder for name, _ in module.named_parameters() for holder in _holders(name)}
     for name, child in module.named_modules(remove_duplicate=False):
         if name in holders and not isinstance(child, OptimizedModule):
@@ -56,7 +56,7 @@ def module_facts(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, s
             facts[subject] = {"class": type(child).__qualname__}
     for name, buffer in module.named_buffers():
         if config.broadcast_buffers or buffer.is_meta:
-            facts[f"buffer {saved_name(name)}"] = _tensor_facts(buffer)
+            facts[f"buffer {saved_name(name)}"] = _describe_tensor(buffer)
     return facts
 
 
@@ -67,18 +67,18 @@ def _holders(name: str) -> Iterator[str]:
         yield name
 
 
-def _tensor_facts(tensor: Tensor) -> dict[str, str]:
+def _describe_tensor(tensor: Tensor) -> dict[str, str]:
     if is_lazy(tensor):
         return {"shape": "lazy"}
-    if awaited_values(tensor) is not None:
+    if pending_values(tensor) is not None:
         values = "to be loaded"
     else:
         values = "none yet (meta device)" if tensor.is_meta else "there"
     return {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype), "values": values}
 
 
-def optimizer_facts(
-    number: int, optimizer: Optimizer, found: Findings, names: Mapping[nn.Parameter, str]
+def describe_optimizer(
+    number: int, optimizer: Optimizer, found: ProbeResult, names: Mapping[nn.Parameter, str]
 ) -> dict[str, dict[str, str]]:
     """Of one optimizer, the `number`th of the engine. `names`: in the order of the module."""
     title = f"optimizer {number}"
@@ -104,7 +104,7 @@ def optimizer_facts(
     return facts
 
 
-def config_facts(config: ZeroConfig) -> dict[str, str]:
+def describe_config(config: ZeroConfig) -> dict[str, str]:
     return {
         field.name: _setting(getattr(config, field.name)) for field in dataclasses.fields(config)
     }

@@ -5,12 +5,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, newest_checkpoint, open_checkpoint
 from lightning_zero.core.access import full_grad, gathered
-from lightning_zero.core.lockstep import before_collective, lockstep, uneven_calls
+from lightning_zero.core.lockstep import before_collective, uneven_calls
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.strategy.saving import accept_every_format
+from lightning_zero.strategy.saving import patch_load_from_checkpoint
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "full_grad",
     "gathered",
     "load_weights",
-    "lockstep",
     "newest_checkpoint",
     "offload_activations",
     "open_checkpoint",
@@ -31,4 +30,4 @@ __all__ = [
 ]
 
 ZeroStrategy.register_strategies(StrategyRegistry)
-accept_every_format()
+patch_load_from_checkpoint()

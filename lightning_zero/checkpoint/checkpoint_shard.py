@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["Box", "ShardTensor", "boxes_of_range"]
+__all__ = ["Box", "CheckpointShard", "boxes_of_range"]
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def _split(
 
 _Read = Callable[[int, int], Tensor]
 _aten = torch.ops.aten
-_SHAPED_ALIKE = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
+_SAME_SHAPE_OPS = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
 
 
-class ShardTensor(Tensor):
+class CheckpointShard(Tensor):
     """A whole tensor of which this rank holds a flat range, read when it is written.
 
     It has the whole tensor's shape and dtype and no memory. Dicts of them can be renamed and
@@ -110,14 +110,14 @@ class ShardTensor(Tensor):
     @staticmethod
     def of(
         source: str, shape: Sequence[int], dtype: torch.dtype, owned: range, read: _Read
-    ) -> ShardTensor:
+    ) -> CheckpointShard:
         """This rank's part of a tensor of `shape`, to be stored in `dtype`.
 
         The `owned` of all ranks cover the tensor once. `read(start, stop)` is the elements [start,
         stop) of the whole flat tensor, within `owned`: 1-D, on any device, in any dtype.
         """
-        shard = Tensor._make_wrapper_subclass(ShardTensor, torch.Size(shape), dtype=dtype)
-        assert isinstance(shard, ShardTensor)
+        shard = Tensor._make_wrapper_subclass(CheckpointShard, torch.Size(shape), dtype=dtype)
+        assert isinstance(shard, CheckpointShard)
         shard.source, shard.owned, shard._read = source, owned, read
         return shard
 
@@ -140,18 +140,18 @@ class ShardTensor(Tensor):
         """What this rank writes: 1-D, as `of`'s `read` returns it."""
         return self._read(self.owned.start, self.owned.stop).detach()
 
-    def kept_in(self, values: Tensor) -> ShardTensor:
+    def backed_by(self, values: Tensor) -> CheckpointShard:
         """The same, read from `values`, which `read_owned` was copied to."""
         first = self.owned.start
 
         def read(start: int, stop: int) -> Tensor:
             return values[start - first : stop - first]
 
-        return ShardTensor.of(self.source, self.shape, self.dtype, self.owned, read)
+        return CheckpointShard.of(self.source, self.shape, self.dtype, self.owned, read)
 
-    def cast(self, dtype: torch.dtype) -> ShardTensor:
+    def cast(self, dtype: torch.dtype) -> CheckpointShard:
         """The same values, to be stored in `dtype`."""
-        return ShardTensor.of(self.source, self.shape, dtype, self.owned, self._read)
+        return CheckpointShard.of(self.source, self.shape, dtype, self.owned, self._read)
 
     # ---------------------------------------------------------------- torch's planners
 
@@ -193,8 +193,8 @@ class ShardTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         shard = args[0] if args else None
-        if isinstance(shard, ShardTensor):
-            if func in _SHAPED_ALIKE:
+        if isinstance(shard, CheckpointShard):
+            if func in _SAME_SHAPE_OPS:
                 return shard.cast(shard.dtype)
             if func is _aten._to_copy.default:
                 return shard.cast((kwargs or {}).get("dtype") or shard.dtype)
@@ -216,6 +216,6 @@ class ShardTensor(Tensor):
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"ShardTensor({self.source}, shape={tuple(self.shape)}, dtype={self.dtype}, elements "
-            f"{self.owned.start} to {self.owned.stop})"
+            f"CheckpointShard({self.source}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"elements {self.owned.start} to {self.owned.stop})"
         )

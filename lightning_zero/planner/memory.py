@@ -1,7 +1,7 @@
 """Bytes at rest, of one rank and of all, by tier and state, before there is an engine.
 
 [Note: Ranks that differ] Where an optimizer looks at whole tensors, shards are as long as the
-tensors that their ranks own. Counts are then of one rank, and `Ranks` has those of all.
+tensors that their ranks own. Counts are then of one rank, and `MemoryByRank` has those of all.
 
 [Note: Counted as the engine counts] Every rule here is one of `Shards`, `Gradients`, `Storage` and
 `MemoryReport`, on the engine's own plan; a test compares them to the byte. What rests is what there
@@ -18,27 +18,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.layout.names import parameters_by_name
-from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffers
+from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffer_config
 from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
-from lightning_zero.planner.optimizers import KeptStates, States
+from lightning_zero.planner.optimizers import OptimizerStates, StateSpec
 
-__all__ = ["Inventory", "Ranks", "Resting"]
+__all__ = ["MemoryEstimator", "MemoryByRank", "RankMemory"]
 
 
 @dataclass(frozen=True)
-class Resting:
+class RankMemory:
     """Bytes of one rank.
 
     Attributes:
         tiers: By tier and state, as `MemoryReport.tiers`.
-        pool_bytes: CPU memory of the buffers through which files travel.
+        nvme_buffer_bytes: CPU memory of the buffers through which files travel.
         module_buffer_bytes: Of the module's buffers, which every rank has whole on the device.
         average_bytes: Of averages of weights, among the optimizer state.
     """
 
     tiers: Mapping[Tier, Mapping[State, int]]
-    pool_bytes: int
+    nvme_buffer_bytes: int
     module_buffer_bytes: int
     average_bytes: int = 0
 
@@ -48,40 +48,40 @@ class Resting:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MemoryByRank:
     """What rests on every rank that holds another shard.
 
     Attributes:
-        resting: By rank; rank 0 alone where all have as many elements, some of them padding on the
+        by_rank: By rank; rank 0 alone where all have as many elements, some of them padding on the
             last ranks. See [Note: Ranks that differ].
     """
 
-    resting: tuple[Resting, ...]
+    by_rank: tuple[RankMemory, ...]
 
     @property
     def largest(self) -> int:
         """The rank with most on its device, and among equals the one with most in all."""
 
         def size(rank: int) -> tuple[int, int]:
-            own = self.resting[rank]
+            own = self.by_rank[rank]
             return own.tier_bytes(Tier.DEVICE), sum(map(own.tier_bytes, Tier))
 
-        return max(range(len(self.resting)), key=size)
+        return max(range(len(self.by_rank)), key=size)
 
-    def span(self, tier: Tier) -> tuple[int, int]:
+    def min_max_bytes(self, tier: Tier) -> tuple[int, int]:
         """Bytes in `tier` of the ranks with least and most."""
-        sums = [resting.tier_bytes(tier) for resting in self.resting]
+        sums = [memory.tier_bytes(tier) for memory in self.by_rank]
         return min(sums), max(sums)
 
-    def machine_bytes(self, tier: Tier, ranks_per_node: int) -> int:
+    def node_bytes(self, tier: Tier, ranks_per_node: int) -> int:
         """Bytes in `tier` of the ranks of one machine, of the one with most."""
-        count = len(self.resting)
-        sums = [resting.tier_bytes(tier) for resting in self.resting]
+        count = len(self.by_rank)
+        sums = [memory.tier_bytes(tier) for memory in self.by_rank]
         firsts = {first % count for first in range(0, count * ranks_per_node, ranks_per_node)}
         return max(sum(sums[(f + i) % count] for i in range(ranks_per_node)) for f in firsts)
 
 
-class Inventory:
+class MemoryEstimator:
     """Counts what rests on a rank.
 
     Args:
@@ -89,13 +89,13 @@ class Inventory:
         module: It was made of; meta tensors will do.
         optimizers: The same as the engine's.
         offloads: For parameters and optimizer, as `ZeroConfig.offloads`.
-        is_apart: CPU memory is other memory than the device's.
+        has_device_memory: CPU memory is other memory than the device's.
         accumulates: Several micro-batches are summed before a step.
         steps_by_bucket: What the optimizers keep may go to files; False for those that can only
             step everything in one call. That of optimizers of whole tensors never does.
         averages: Of the weights, and where each rests: in CPU memory, or where it is stepped
             (DEVICE).
-        fallback: See `KeptStates`.
+        fallback: See `OptimizerStates`.
     """
 
     def __init__(
@@ -105,29 +105,29 @@ class Inventory:
         optimizers: Sequence[Optimizer],
         *,
         offloads: tuple[OffloadConfig | None, OffloadConfig | None] = (None, None),
-        is_apart: bool = True,
+        has_device_memory: bool = True,
         accumulates: bool = False,
         steps_by_bucket: bool = True,
         averages: Sequence[Tier] = (),
-        fallback: States | None = None,
+        fallback: StateSpec | None = None,
     ) -> None:
         self.plan = plan
-        self.is_apart = is_apart
+        self.has_device_memory = has_device_memory
         self.accumulates = accumulates
         self.named = parameters_by_name(module)
-        self.states = KeptStates(optimizers, fallback)
+        self.states = OptimizerStates(optimizers, fallback)
         self._module = module
         self._offloads = offloads
         self._steps_by_bucket = steps_by_bucket
         self._averages = averages
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> MemoryByRank:
         """What rests on every rank."""
-        are_alike = all(bucket.layout.cuts is None for bucket in self.plan.buckets)
+        are_alike = all(bucket.layout.split_sizes is None for bucket in self.plan.buckets)
         numbers = [0] if are_alike else range(self.plan.world_size)
-        return Ranks(tuple(self.resting(rank) for rank in numbers))
+        return MemoryByRank(tuple(self.rank_memory(rank) for rank in numbers))
 
-    def resting(self, rank: int = 0) -> Resting:
+    def rank_memory(self, rank: int = 0) -> RankMemory:
         """What rests on `rank`, among those that share one set of shards."""
         used = {Tier.DEVICE}
         for bucket in self.plan.buckets:
@@ -150,7 +150,7 @@ class Inventory:
             add(tier, State.OPTIM, nbytes)
             average_bytes += nbytes
         buffers = sum(b.numel() * b.element_size() for b in self._module.buffers())
-        return Resting(held, self._pool_bytes(), buffers, average_bytes)
+        return RankMemory(held, self._nvme_buffer_bytes(), buffers, average_bytes)
 
     def parameter(self, bucket: BucketPlan, index: int) -> nn.Parameter:
         """The parameter of a slot."""
@@ -170,15 +170,15 @@ class Inventory:
         layout, dtype = bucket.layout, self.plan.grad_dtype(bucket)
         if not bucket.stage.has_shard(State.OPTIM):  # the mean is whole, in the buffer itself
             return [(Tier.DEVICE, layout.numel * dtype.itemsize)]
-        is_elsewhere = bucket.tiers.grad.is_elsewhere(is_apart=self.is_apart)
-        tier = bucket.tiers.grad if is_elsewhere else Tier.DEVICE
+        is_offloaded = bucket.tiers.grad.is_offloaded(has_device_memory=self.has_device_memory)
+        tier = bucket.tiers.grad if is_offloaded else Tier.DEVICE
         mean = (tier, self._at_rest(numel, dtype, tier))
         if bucket.stage.has_shard(State.GRAD):
             return [mean]
         # Micro-batches are summed in the mean's dtype; else the whole buffer has the parameters'.
         of_whole = dtype if self.accumulates else bucket.dtype
         whole = (Tier.DEVICE, layout.numel * of_whole.itemsize)
-        is_in_place = of_whole == dtype and not is_elsewhere
+        is_in_place = of_whole == dtype and not is_offloaded
         return [whole] if is_in_place else [whole, mean]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
@@ -196,7 +196,7 @@ class Inventory:
                 files.update(states.elementwise)
                 in_memory += states.other_bytes
             elif not bucket.stage.has_shard(State.OPTIM) or slot.owner == rank:
-                in_memory += states.whole_bytes(slot.shape)
+                in_memory += states.full_bytes(slot.shape)
             elif slot.owner is None:
                 owned = len(bucket.layout.owned(slot, rank))
                 in_memory += owned * states.element_bytes + states.other_bytes
@@ -213,29 +213,29 @@ class Inventory:
             numel = len(layout.shard(rank)) if is_sharded else layout.numel
             dtype = bucket.master_dtype if bucket.begins_with_master else bucket.dtype
             for wanted in self._averages:
-                is_on_device = wanted is Tier.DEVICE or not self.is_apart
+                is_on_device = wanted is Tier.DEVICE or not self.has_device_memory
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE
                 tier = Tier.DEVICE if is_on_device else Tier.CPU
                 found.append((tier, self._at_rest(numel, dtype, tier)))
         return found
 
     def _keeps_states_in_files(self, bucket: BucketPlan) -> bool:
-        may = self._steps_by_bucket and not bucket.layout.holds_whole_tensors
+        may = self._steps_by_bucket and not bucket.layout.has_tensor_owners
         return may and bucket.tiers.optim is Tier.NVME
 
     def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
-        is_padded = tier.is_elsewhere(is_apart=self.is_apart)
+        is_padded = tier.is_offloaded(has_device_memory=self.has_device_memory)
         return padded_bytes(numel, dtype) if is_padded else numel * dtype.itemsize
 
     # ---------------------------------------------------------------- buffers of files
 
-    def _pool_bytes(self) -> int:
+    def _nvme_buffer_bytes(self) -> int:
         param, optimizer = self._offloads
         nbytes = 0
         if self.steps_files:
-            nbytes += step_buffers(param, optimizer).bytes_of_buffers
+            nbytes += step_buffer_config(param, optimizer).total_buffer_bytes
         if any(b.tiers.param is Tier.NVME for b in self.plan.buckets):
-            nbytes += (param or OffloadConfig()).bytes_of_buffers
+            nbytes += (param or OffloadConfig()).total_buffer_bytes
         return nbytes
 
     @property
@@ -244,7 +244,7 @@ class Inventory:
         return self._steps_by_bucket and any(
             self.stepped_files(bucket)
             for bucket in self.plan.buckets
-            if not bucket.layout.holds_whole_tensors
+            if not bucket.layout.has_tensor_owners
         )
 
     def stepped_files(self, bucket: BucketPlan, rank: int = 0) -> list[tuple[bool, bool, int]]:

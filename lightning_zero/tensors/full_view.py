@@ -1,11 +1,12 @@
 """All elements of a tensor that rests as a shard, gathered, to be looked at or written to.
 
-[Note: Full values] `p[0]`, `p.t()` and the entries of `state_dict()` are views of a parameter's
+[Note: Full views] `p[0]`, `p.t()` and the entries of `state_dict()` are views of a parameter's
 memory in torch, and users write through them: an average of weights is kept in this way. Between
-steps there is no such memory; a view is one of gathered values, a `FullValues`. What is written to
-it in place is written to the shard as well: Collective, every rank must write the same. What is
-computed from it is a plain tensor. Once the parameter has changed otherwise, by a step say, the
-values are of the past: to use them then is an error, where torch would show the new ones.
+steps there is no such memory; a view is one of gathered values, a `FullTensorView`. What is
+written to it in place is written to the shard as well. Collective: every rank must write the
+same. What is computed from it is a plain tensor. Once the parameter has changed otherwise, by a
+step say, the values are of the past: to use them then is an error,
+where torch would show the new ones.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["FullValues", "Origin", "is_writing"]
+__all__ = ["FullTensorView", "ShardedOrigin", "is_writing"]
 
 
-class Origin(Protocol):
+class ShardedOrigin(Protocol):
     """Whose values are shown: a tensor that rests as a shard."""
 
     @property
@@ -30,7 +31,7 @@ class Origin(Protocol):
         """Such as "p.data of parameter head.weight"."""
 
     @property
-    def mark(self) -> int:
+    def version(self) -> int:
         """Counts the changes of the values."""
 
     def write_back(self, values: Tensor) -> None:
@@ -41,14 +42,14 @@ class Origin(Protocol):
 class _Source:
     """What all views of one gathered tensor share."""
 
-    origin: Origin
+    origin: ShardedOrigin
     values: Tensor  # all of them, plain
-    mark: int
+    version: int
     # Makes a backward through what is computed an error; None: no gradient is wanted.
     track: Callable[[Tensor], Tensor] | None = None
 
     def check(self) -> None:
-        if self.origin.mark != self.mark:
+        if self.origin.version != self.version:
             raise RuntimeError(
                 f"these values of {self.origin.name} were gathered before it was changed, by an "
                 "optimizer step or a write: a copy between steps does not follow it. Take them "
@@ -63,23 +64,23 @@ class _Source:
                 "so under torch.no_grad()."
             )
         self.origin.write_back(self.values)
-        self.mark = self.origin.mark
+        self.version = self.origin.version
 
 
-class FullValues(Tensor):
-    """See [Note: Full values]."""
+class FullTensorView(Tensor):
+    """See [Note: Full views]."""
 
     _source: _Source
 
     @staticmethod
-    def of(values: Tensor, origin: Origin) -> FullValues:
+    def of(values: Tensor, origin: ShardedOrigin) -> FullTensorView:
         """`values`, plain and new, as the full values of `origin`; memory is shared."""
-        return FullValues._view(values, _Source(origin, values, origin.mark))
+        return FullTensorView._view(values, _Source(origin, values, origin.version))
 
     @staticmethod
-    def _view(values: Tensor, source: _Source) -> FullValues:
+    def _view(values: Tensor, source: _Source) -> FullTensorView:
         with torch._C.DisableTorchFunctionSubclass():
-            view = values.as_subclass(FullValues)
+            view = values.as_subclass(FullTensorView)
         view._source = source
         return view
 
@@ -95,7 +96,9 @@ class FullValues(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        used = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, FullValues)}
+        used = {
+            id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, FullTensorView)
+        }
         for one in used.values():
             one._source.check()
         written = [used[id(leaf)] for leaf in _written(func, args, kwargs) if id(leaf) in used]
@@ -121,14 +124,14 @@ class FullValues(Tensor):
                 return given[id(value)]
             source = memory.get(_storage(value))
             if source is not None:
-                return FullValues._view(value, source if track else replace(source, track=None))
+                return FullTensorView._view(value, source if track else replace(source, track=None))
             return track(value) if track and value.is_floating_point() else value
 
         return tree_map(as_given, result)
 
-    def tracked(self, track: Callable[[Tensor], Tensor]) -> FullValues:
+    def tracked(self, track: Callable[[Tensor], Tensor]) -> FullTensorView:
         """The same, of what requires a gradient; see `_Source`."""
-        return FullValues._view(self._plain(), replace(self._source, track=track))
+        return FullTensorView._view(self._plain(), replace(self._source, track=track))
 
     def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():

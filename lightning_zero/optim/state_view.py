@@ -1,9 +1,10 @@
 """What users see as `optimizer.state`: slices as the sharded tensors that they are parts of.
 
-[Note: States shown] The optimizer itself must see plain slices, 1-D, beside the slices that it
+[Note: State view] The optimizer itself must see plain slices, 1-D, beside the slices that it
 steps. Everybody else sees tensors of the parameter's shape, as `p.grad` is: reads, elementwise
-writes and `full_tensor()` mean the whole. So `optimizer.state` is a `ShownStates` between steps,
-and the plain dict, `own`, inside of them (`plain_states`). Assigning, deleting and clearing reach
+writes and `full_tensor()` mean the whole. So `optimizer.state` is a `StateView` between steps,
+and the plain dict, `raw`, inside of them (`without_state_view`).
+Assigning, deleting and clearing reach
 that dict. A state dict of torch's is made from what is shown, so it holds sharded tensors.
 
 States that one rank owns whole are shown by that rank, as they are; another rank cannot show them.
@@ -30,49 +31,49 @@ from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
-    "ShownStates",
+    "StateView",
     "as_plain_dicts",
     "is_sliced",
-    "own_states",
-    "part_of",
-    "plain_states",
-    "refuse_part",
+    "raw_states",
+    "local_part",
+    "without_state_view",
+    "raise_partial_states",
 ]
 
-WAYS = (
+REMEDIES = (
     "save by trainer.save_checkpoint(path), or take the whole state from "
     "strategy.optimizer_state(optimizer) or engine.optimizer_state(optimizer), on every rank"
 )
 
 
-def own_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
+def raw_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
     """The plain dict of states: slices, as the optimizer steps them."""
     state: Any = optimizer.state
-    plain: defaultdict[Any, Any] = state.own if isinstance(state, ShownStates) else state
+    plain: defaultdict[Any, Any] = state.raw if isinstance(state, StateView) else state
     return plain
 
 
 @contextmanager
-def plain_states(optimizer: Optimizer) -> Iterator[None]:
+def without_state_view(optimizer: Optimizer) -> Iterator[None]:
     """Inside, `optimizer.state` is the plain dict, as the optimizer itself needs it."""
     shown: Any = optimizer.state
-    if not isinstance(shown, ShownStates):
+    if not isinstance(shown, StateView):
         yield
         return
-    optimizer.state = shown.own
+    optimizer.state = shown.raw
     try:
         yield
     finally:
-        shown.own = optimizer.state  # loading puts another dict there
+        shown.raw = optimizer.state  # loading puts another dict there
         optimizer.state = cast("Any", shown)
 
 
 def is_sliced(bucket: Bucket) -> bool:
     """Whether states of its parameters are slices."""
-    return not bucket.steps_whole and not bucket.shards.holds_whole_tensors
+    return not bucket.replicates_optim and not bucket.shards.has_tensor_owners
 
 
-def part_of(parameter: Tensor, value: object, known: object = None) -> object:
+def local_part(parameter: Tensor, value: object, known: object = None) -> object:
     """What this rank keeps of a state that has been given for the whole parameter.
 
     Args:
@@ -86,7 +87,7 @@ def part_of(parameter: Tensor, value: object, known: object = None) -> object:
     if not isinstance(value, Tensor) or is_composite(value) or not is_sliced(bucket):
         return value
     if isinstance(value, ShardedTensor):
-        is_own = bucket.cuts[placement.index].is_as(value.cut)
+        is_own = bucket.shard_specs[placement.index].matches(value.spec)
         return value.local.clone() if is_own else _slice(bucket, placement.index, value)
     numel = len(bucket.owned(placement.index))
     is_number = not placement.shape and not is_elementwise_state(known, numel)
@@ -100,8 +101,8 @@ def _slice(bucket: Bucket, index: int, value: Tensor) -> Tensor:
     return bucket.shards.slice_state(index, whole)
 
 
-class ShownStates(MutableMapping[Any, Any]):
-    """`optimizer.state` between steps. See [Note: States shown].
+class StateView(MutableMapping[Any, Any]):
+    """`optimizer.state` between steps. See [Note: State view].
 
     Attributes:
         own: The optimizer's own dict, with slices.
@@ -109,44 +110,46 @@ class ShownStates(MutableMapping[Any, Any]):
     """
 
     def __init__(self, own: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
-        self.own = own
+        self.raw = own
         self.drain = drain
 
     def __getitem__(self, parameter: Any) -> Any:
         self.drain()
         if not isinstance(parameter, Tensor) or not has_placement(parameter):
-            return self.own[parameter]
+            return self.raw[parameter]
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
         if not bucket.shards.is_stepped[placement.index]:
-            refuse_part(f"optimizer.state of {placement.name}")
-        own = self.own[parameter]
-        return _ShownState(own, parameter) if is_sliced(bucket) else own
+            raise_partial_states(f"optimizer.state of {placement.name}")
+        own = self.raw[parameter]
+        return _ParameterStateView(own, parameter) if is_sliced(bucket) else own
 
     def __setitem__(self, parameter: Any, state: Any) -> None:
         self.drain()
         is_held = isinstance(parameter, Tensor) and has_placement(parameter)
         if is_held and isinstance(state, Mapping):
-            known = self.own.get(parameter, {})
-            state = {key: part_of(parameter, value, known.get(key)) for key, value in state.items()}
-        self.own[parameter] = state
+            known = self.raw.get(parameter, {})
+            state = {
+                key: local_part(parameter, value, known.get(key)) for key, value in state.items()
+            }
+        self.raw[parameter] = state
 
     def __delitem__(self, parameter: Any) -> None:
         self.drain()
-        del self.own[parameter]
+        del self.raw[parameter]
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self.own
+        return parameter in self.raw
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.own)
+        return iter(self.raw)
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.raw)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, like the following: makes no state where there is none."""
-        return default if key not in self.own else self[key]
+        return default if key not in self.raw else self[key]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
@@ -155,7 +158,7 @@ class ShownStates(MutableMapping[Any, Any]):
 
     def pop(self, key: Any, *default: Any) -> Any:
         if key not in self:
-            return self.own.pop(key, *default)
+            return self.raw.pop(key, *default)
         state = self[key]
         del self[key]
         return state
@@ -179,18 +182,18 @@ class ShownStates(MutableMapping[Any, Any]):
     def __reduce__(self) -> NoReturn:
         raise RuntimeError(
             "an optimizer cannot be pickled while an engine holds it: this rank has a part of its "
-            f"states; {WAYS}."
+            f"states; {REMEDIES}."
         )
 
     def __repr__(self) -> str:
-        return f"ShownStates({dict(self.items())!r})"
+        return f"StateView({dict(self.items())!r})"
 
 
-def refuse_part(what: str) -> NoReturn:
+def raise_partial_states(what: str) -> NoReturn:
     """Raises where a rank has only the states of tensors that it owns."""
     raise RuntimeError(
         f"{what} is not all on this rank: each rank steps some tensors and has their states alone; "
-        f"{WAYS}."
+        f"{REMEDIES}."
     )
 
 
@@ -198,13 +201,13 @@ def as_plain_dicts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     """A hook on torch's state dicts: its entries are dicts as of any optimizer."""
     if isinstance(state_dict.get("state"), dict):
         state_dict["state"] = {
-            key: dict(state) if isinstance(state, _ShownState) else state
+            key: dict(state) if isinstance(state, _ParameterStateView) else state
             for key, state in state_dict["state"].items()
         }
     return state_dict
 
 
-class _ShownState(dict[str, Any]):
+class _ParameterStateView(dict[str, Any]):
     """The state of one parameter, as shown; what is written to it reaches the optimizer's own."""
 
     def __init__(self, own: dict[str, Any], parameter: Tensor) -> None:
@@ -213,7 +216,7 @@ class _ShownState(dict[str, Any]):
         self._parameter = parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._own[key] = part_of(self._parameter, value, self._own.get(key))
+        self._own[key] = local_part(self._parameter, value, self._own.get(key))
         super().__setitem__(key, _shown(self._parameter, key, self._own[key]))
 
     def __delitem__(self, key: str) -> None:
@@ -243,7 +246,7 @@ class _ShownState(dict[str, Any]):
         for key, value in dict(*others, **values).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> _ShownState:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> _ParameterStateView:  # type: ignore[override,misc]
         self.update(other)
         return self
 
@@ -261,7 +264,7 @@ def _shown(parameter: Tensor, key: str, value: object) -> object:
         return value
     assert isinstance(value, Tensor)
     part = _StatePart(bucket, placement.index, key, value)
-    return ShardedTensor.of(part, bucket.cuts[placement.index], "optimizer.state", value)
+    return ShardedTensor.of(part, bucket.shard_specs[placement.index], "optimizer.state", value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,11 +275,11 @@ class _StatePart:
     index: int
     key: str
     value: Tensor  # in memory, or what reads a file
-    mark: int = 0  # nothing that is gathered of it is kept
+    version: int = 0  # nothing that is gathered of it is kept
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":
-            self.bucket.lockstep.check_room(call, num_bytes)
+            self.bucket.lockstep.check_cpu_memory(call, num_bytes)
 
     def read(self) -> Tensor:
         self.bucket.wait_for_all_steps()

@@ -13,19 +13,23 @@ import torch
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order
+from lightning_zero.layout.order import CollectiveOrder
 
-__all__ = ["Reducing"]
+__all__ = ["Reducer"]
 
 _MOST_KNOWN = 1000  # ways in which parameters take turns at training
 Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout order
 
 
-class Reducing:
+class Reducer:
     """The gradients of one engine, from the first of a backward to the mean."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], order: Order, comm: Communicator, config: ZeroConfig
+        self,
+        buckets: Sequence[Bucket],
+        order: CollectiveOrder,
+        comm: Communicator,
+        config: ZeroConfig,
     ) -> None:
         self._buckets = list(buckets)  # in layout order
         self._order = order
@@ -87,7 +91,7 @@ class Reducing:
         """`bucket` has all its gradients: it is reduced, when those before it in the order are."""
         self._arrived.append(bucket)
         if self.reduces:
-            self._order.ready(self._numbers[bucket])
+            self._order.mark_ready(self._numbers[bucket])
 
     def end(self) -> None:
         """After a backward: means are there, or what is local is shown. Collective."""
@@ -97,7 +101,7 @@ class Reducing:
             self._touched[self._trainable] = self._reduce_the_rest(completes=self.ends_step)
         else:
             for bucket in self._buckets:
-                bucket.grads.show()  # means of earlier backwards, which this one has not touched
+                bucket.grads.set_param_grads()  # means of earlier backwards, which this one has not touched
         self._is_open = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
@@ -123,7 +127,7 @@ class Reducing:
         if self._is_open:
             self._reduce(bucket)
         else:
-            bucket.grads.reduce_for_others(averages=self.ends_step and self._config.overlap_comm)
+            bucket.grads.reduce_zeros(averages=self.ends_step and self._config.overlap_comm)
             self._reduced.add(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -138,9 +142,9 @@ class Reducing:
         """Waits for the reduction under way."""
         if self.under_way is None:
             return
-        self.under_way.grads.finish()
+        self.under_way.grads.wait_for_reduction()
         if self.ends_step and self._config.overlap_comm:
-            self.under_way.grads.begin_average()
+            self.under_way.grads.issue_average()
         self.under_way = None
 
     # ---------------------------------------------------------------- the rest
@@ -159,7 +163,7 @@ class Reducing:
         `completes`: average over replicas, too: no further micro-batch will follow.
         """
         buckets = self._buckets
-        mask = [bool(flag) for flag in self._order.end(self._mask, self.finish)]
+        mask = [bool(flag) for flag in self._order.finalize_backward(self._mask, self.finish)]
         is_late = dict(zip(buckets, mask, strict=False))
         is_partial = dict(zip(buckets, mask[len(buckets) :], strict=False))
         touched: dict[Bucket, list[bool]] = {}
@@ -170,7 +174,7 @@ class Reducing:
         reduced = set(self._reduced)
         rest = [b for b in self._sequence if b not in reduced and any(touched[b])]
         rest += [bucket for bucket in self._sequence if is_late[bucket]]
-        self._order.conclude(is_complete=not rest)
+        self._order.conclude_backward(is_complete=not rest)
         for bucket in rest:
             self._reduce(bucket)
         self.finish()
@@ -194,7 +198,7 @@ class Reducing:
     def before_step(self) -> None:
         """Before an optimizer's step: means are there. Collective."""
         self.reduce_local()
-        self._order.leave("a step of the optimizer")  # others may still gather what it changes
+        self._order.close_pass("a step of the optimizer")  # others may still gather what it changes
         self._order.note("a step of the optimizer")
         self.has_stepped = True
 
@@ -210,8 +214,8 @@ class Reducing:
             self._reduce_the_rest(completes=True)
             self._comm.free_scratch()
         elif self._comm.mesh.num_replicas > 1:
-            mask = self._order.end(self._mask, self.finish)
-            self._order.conclude(is_complete=True)
+            mask = self._order.finalize_backward(self._mask, self.finish)
+            self._order.conclude_backward(is_complete=True)
             for bucket, is_partial in zip(self._buckets, mask[len(self._buckets) :], strict=False):
                 if is_partial:
                     bucket.grads.average()

@@ -13,11 +13,11 @@ from torch.autograd.graph import Node
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import Order, gather_ahead
+from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Call", "Gathering", "Unit"]
+__all__ = ["Call", "Unsharder", "Unit"]
 
 
 class Call:
@@ -50,7 +50,7 @@ class Unit:
         index: Position in the layout; the root is 0.
         module: Whose forward uses the parameters; None for the root.
         buckets: The buckets whose parameters rest as shards.
-        is_whole: All of them are whole, or on their way.
+        is_unsharded: All of them are whole, or on their way.
         is_held: Stays whole until the end of the step: the root, and what is used out of turn.
         num_awaited: Forwards whose inputs, when their gradients come, tell that backward is done.
         calls: The forwards under way.
@@ -60,35 +60,35 @@ class Unit:
     def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
         self.name = plan.name
         self.index = index
-        self.buckets = [bucket for bucket in buckets if bucket.is_gathered_before_use]
+        self.buckets = [bucket for bucket in buckets if bucket.shards_params]
         self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
-        self.is_held = index == 0
+        self.stays_unsharded = index == 0
         self.num_awaited = 0
         self.calls: list[Call] = []
         self.entered: set[Call] = set()
         self.module: nn.Module | None = None
-        self._num_whole = sum(bucket.is_whole for bucket in self.buckets)
-        self.is_whole = self._num_whole == len(self.buckets)
-        self._whole_units: set[Unit] = set()
+        self._num_unsharded = sum(bucket.is_unsharded for bucket in self.buckets)
+        self.is_unsharded = self._num_unsharded == len(self.buckets)
+        self._unsharded_units: set[Unit] = set()
         for bucket in self.buckets:
-            bucket.watcher = self._count
+            bucket.on_unsharded_change = self._count
 
-    def join(self, whole_units: set[Unit]) -> None:
-        """Keeps `whole_units` right as to this one, if it has buckets."""
-        self._whole_units = whole_units
-        if self.is_whole and self.buckets:
-            whole_units.add(self)
+    def join(self, unsharded_units: set[Unit]) -> None:
+        """Keeps `unsharded_units` right as to this one, if it has buckets."""
+        self._unsharded_units = unsharded_units
+        if self.is_unsharded and self.buckets:
+            unsharded_units.add(self)
 
-    def _count(self, is_whole: bool) -> None:
-        self._num_whole += 1 if is_whole else -1
-        self.is_whole = self._num_whole == len(self.buckets)
-        change = self._whole_units.add if self.is_whole else self._whole_units.discard
+    def _count(self, is_unsharded: bool) -> None:
+        self._num_unsharded += 1 if is_unsharded else -1
+        self.is_unsharded = self._num_unsharded == len(self.buckets)
+        change = self._unsharded_units.add if self.is_unsharded else self._unsharded_units.discard
         change(self)
 
     @property
-    def has_done_backward(self) -> bool:
+    def is_backward_done(self) -> bool:
         """Nothing in this backward needs its parameters again: all have their gradients."""
-        if self.num_awaited > 0 or self.is_held:
+        if self.num_awaited > 0 or self.stays_unsharded:
             return False
         return all(
             bucket.grads.has_all and all(p.requires_grad for p in bucket.parameters)
@@ -96,29 +96,29 @@ class Unit:
         )
 
     @property
-    def is_saved(self) -> bool:
+    def is_saved_for_backward(self) -> bool:
         """A graph that a backward has still to walk may hold views of the parameters."""
-        return any(bucket.is_saved for bucket in self.buckets)
+        return any(bucket.is_saved_for_backward for bucket in self.buckets)
 
-    @is_saved.setter
-    def is_saved(self, is_saved: bool) -> None:
+    @is_saved_for_backward.setter
+    def is_saved_for_backward(self, is_saved_for_backward: bool) -> None:
         for bucket in self.buckets:
-            bucket.is_saved = is_saved
+            bucket.is_saved_for_backward = is_saved_for_backward
 
-    def owns(self, tensor: Tensor) -> bool:
+    def aliases(self, tensor: Tensor) -> bool:
         """`tensor` is a view of whole parameters, which are freed on release."""
-        return any(bucket.owns(tensor) for bucket in self.buckets)
+        return any(bucket.aliases(tensor) for bucket in self.buckets)
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         for bucket in self.buckets:
-            bucket.release()
+            bucket.reshard()
 
 
-class Gathering:
+class Unsharder:
     """The units of one engine, the root first; the recorder hears of prefetches that come late."""
 
     def __init__(
-        self, units: Sequence[Unit], order: Order, recorder: Recorder, config: ZeroConfig
+        self, units: Sequence[Unit], order: CollectiveOrder, recorder: Recorder, config: ZeroConfig
     ) -> None:
         self.units = list(units)
         self.is_needed = any(unit.buckets for unit in units)  # some rest as shards
@@ -127,15 +127,15 @@ class Gathering:
         self._config = config
         self._is_backward = False  # units are asked for from the end of the layout on
         self._unclaimed: dict[Unit, None] = {}  # gathered for other ranks, or ahead; in order
-        self._whole: set[Unit] = set()
+        self._unsharded: set[Unit] = set()
         for unit in units:
-            unit.join(self._whole)
+            unit.join(self._unsharded)
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
 
     def begin_backward(self) -> None:
         self._is_backward = True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was under way has ended, or never will. Local."""
         self._is_backward = False
         self._unclaimed.clear()
@@ -143,41 +143,45 @@ class Gathering:
             unit.num_awaited = 0
             unit.entered.clear()
 
-    def unshard_held(self) -> None:
+    def unshard_for_step(self) -> None:
         """Makes those whole that stay so throughout a step."""
         for unit in self.units:
-            if unit.is_held:
+            if unit.stays_unsharded:
                 self.unshard(unit)
 
     def unshard(self, unit: Unit) -> None:
         """Makes `unit` whole, then gathers ahead what comes next."""
         if not unit.buckets:
             return
-        if not unit.is_whole:
+        if not unit.is_unsharded:
             unit.buckets[0].check_outside_transform()  # ranks can agree on nothing inside of it
-        may_repeat = self._order.is_loose and not torch.is_grad_enabled() and not unit.is_whole
-        self._order.use(unit.index, may_repeat=may_repeat)
-        if unit in self._unclaimed or not unit.is_whole:
-            self._recorder.count(is_hit=unit.is_whole)
+        may_repeat = (
+            self._order.allows_uneven_calls
+            and not torch.is_grad_enabled()
+            and not unit.is_unsharded
+        )
+        self._order.mark_used(unit.index, may_repeat=may_repeat)
+        if unit in self._unclaimed or not unit.is_unsharded:
+            self._recorder.count_prefetch(is_hit=unit.is_unsharded)
             self._drop_unclaimed(unit)
-        while not unit.is_whole:
-            self._order.want(unit.index, is_backward=self._is_backward)
+        while not unit.is_unsharded:
+            self._order.request_unshard(unit.index, is_backward=self._is_backward)
         self._unclaimed.pop(unit, None)
         for bucket in unit.buckets:
-            bucket.finish_gather()
+            bucket.wait_for_unshard()
         self.prefetch()
 
     def _drop_unclaimed(self, wanted: Unit) -> None:
         """Frees what was gathered in vain: all before `wanted`, in the order of their gathers."""
         while self._unclaimed and (first := next(iter(self._unclaimed))) is not wanted:
             del self._unclaimed[first]
-            first.release()
+            first.reshard()
 
     def prefetch(self) -> None:
         """Gathers what comes next, as far as the settings allow."""
         if self._order.next_unit is not None:
             ahead = sum([unit.numel for unit in self._unclaimed])
-            gather_ahead(self._order, self.units, self._whole, self._config, ahead)
+            prefetch(self._order, self.units, self._unsharded, self._config, ahead)
         if self._reads_files:
             self._read_ahead()
 
@@ -187,25 +191,25 @@ class Gathering:
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return
 
-    def issue(self, unit: Unit, *, is_kept: bool) -> None:
+    def issue_unshard(self, unit: Unit, *, is_kept: bool) -> None:
         """Issues the gather of `unit`. Collective.
 
         Args:
             unit: Which; one that is whole sends its shard again.
             is_kept: It stays whole until its use, or that of another; else it is for other ranks.
         """
-        was_whole = unit.is_whole
+        was_whole = unit.is_unsharded
         for bucket in unit.buckets:
-            bucket.gather()
+            bucket.unshard()
         if was_whole:
             return
         if is_kept or self._order.is_last_of_forward(unit.index):
             self._unclaimed[unit] = None
         else:
-            unit.release()
+            unit.reshard()
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """Frees whole parameters, also those that were gathered for other ranks. Local."""
         self._unclaimed.clear()
         for unit in self.units:
-            unit.release()
+            unit.reshard()

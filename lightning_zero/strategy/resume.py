@@ -23,17 +23,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.atomic import local_path, tidy
+from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
 from lightning_zero.checkpoint.newest import newest_of
 from lightning_zero.checkpoint.remote import is_remote
 
-__all__ = ["finding_start", "tidy_folders"]
+__all__ = ["with_resolved_ckpt_path", "tidy_folders"]
 
 _LAST = "last"
 _NEWEST = "newest"
 
 
-def finding_start(function: Callable[..., Any], trainer: Trainer | None) -> Callable[..., Any]:
+def with_resolved_ckpt_path(
+    function: Callable[..., Any], trainer: Trainer | None
+) -> Callable[..., Any]:
     """`function`, of the Trainer, given the checkpoint for "last" and "newest".
 
     See [Note: Before Lightning looks]. Collective when it is called.
@@ -104,7 +106,7 @@ def tidy_folders(trainer: Trainer) -> None:
     On rank 0 only.
     """
     for folder in _folders(trainer):
-        tidy(folder)
+        delete_leftovers(folder)
 
 
 def _folders(trainer: Trainer) -> list[Path]:

@@ -10,7 +10,7 @@ from lightning_zero.checkpoint.atomic import local_path
 from lightning_zero.checkpoint.source import find_damage
 
 
-def test_every_name_of_a_path_is_the_same_place(tmp_path, monkeypatch):
+def test_every_spelling_of_a_path_is_the_same_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     torch.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")

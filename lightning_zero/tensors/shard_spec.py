@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.layout.mesh import Mesh
 
-__all__ = ["Cut", "OwnPart", "Part"]
+__all__ = ["ShardSpec", "InMemoryShard", "LocalShard"]
 
 
-class Sharers(Protocol):
+class ShardComm(Protocol):
     """The ranks that have a shard of one parameter: of `Communicator`, what is asked here."""
 
     @property
@@ -29,16 +29,16 @@ class Sharers(Protocol):
 
     def max_(self, values: Tensor, name: str) -> Tensor: ...
 
-    def wait_for_copies(self) -> None: ...
+    def wait_for_cpu_copies(self) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class ShardSpec:
     """Which elements of one parameter each rank has."""
 
     slot: Slot
     layout: FlatLayout  # of its bucket
-    comm: Sharers
+    comm: ShardComm
 
     @property
     def owned(self) -> range:
@@ -50,7 +50,7 @@ class Cut:
         ranks = range(self.layout.world_size)
         return tuple(self.layout.owned(self.slot, rank) for rank in ranks)
 
-    def is_as(self, other: Cut) -> bool:
+    def matches(self, other: ShardSpec) -> bool:
         """Whether every rank has the same elements of both. The same answer on every rank."""
         if self.comm is not other.comm:
             return False
@@ -58,7 +58,7 @@ class Cut:
         return is_one or self._ranges == other._ranges
 
 
-class Part(Protocol):
+class LocalShard(Protocol):
     """This rank's elements, wherever they rest."""
 
     def read(self) -> Tensor:
@@ -68,19 +68,19 @@ class Part(Protocol):
         """Lets `write` change them in place: 1-D and plain."""
 
     @property
-    def mark(self) -> int:
+    def version(self) -> int:
         """Counts their changes, the same on every rank."""
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         """Raises where full values do not fit into memory. Collective: `call` is what asks."""
 
 
 @dataclass(frozen=True)
-class OwnPart:
+class InMemoryShard:
     """A part in memory: of a result, say."""
 
     values: Tensor
-    mark: int = 0
+    version: int = 0
 
     def read(self) -> Tensor:
         return self.values
@@ -88,5 +88,5 @@ class OwnPart:
     def change(self, write: Callable[[Tensor], object]) -> None:
         write(self.values)
 
-    def check_room(self, call: str, num_bytes: int) -> None:
+    def check_memory(self, call: str, num_bytes: int) -> None:
         """Nothing: what it was computed from has been asked."""

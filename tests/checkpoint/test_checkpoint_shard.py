@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
-from lightning_zero.checkpoint.shard_tensor import ShardTensor
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from tests.distributed.ranks import run_ranks
 
 SHAPES = {"matrix": (5, 7), "cube": (3, 2, 5), "vector": (3,), "scalar": (), "none": (0, 4)}
@@ -24,7 +24,7 @@ def shard(whole, rank, world_size, name="weight"):
     numel = whole.numel()
     owned = range(numel * rank // world_size, numel * (rank + 1) // world_size)
     flat = whole.reshape(-1)
-    return ShardTensor.of(name, whole.shape, whole.dtype, owned, lambda a, b: flat[a:b])
+    return CheckpointShard.of(name, whole.shape, whole.dtype, owned, lambda a, b: flat[a:b])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def _save(rank, world_size, path):
     dcp.save({n: shard(values(s), rank, world_size) for n, s in SHAPES.items()}, checkpoint_id=path)
 
 
-def test_torch_reads_whole_tensors_from_flat_ranges(saved):
+def test_torch_reads_full_tensors_from_flat_ranges(saved):
     state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     dcp.load(state, checkpoint_id=saved, no_dist=True)
     for name, shape in SHAPES.items():
@@ -95,7 +95,7 @@ def test_only_the_values_of_a_box_are_read_when_it_is_written():
         reads.append((start, stop))
         return values((5, 7)).view(-1)[start:stop]
 
-    one = ShardTensor.of("weight", (5, 7), torch.float32, range(3, 17), read)
+    one = CheckpointShard.of("weight", (5, 7), torch.float32, range(3, 17), read)
     items = one.__create_write_items__("weight", one)
     assert not reads
     assert [tuple(item.index.offset) for item in items] == [(0, 3), (1, 0), (2, 0)]
@@ -107,11 +107,11 @@ def test_only_the_values_of_a_box_are_read_when_it_is_written():
 def test_it_can_be_renamed_copied_and_cast():
     one = shard(values((4, 4)), 0, 2)
     for cast in (one.half(), one.to(torch.float16), one.cpu().to("cpu", torch.float16)):
-        assert isinstance(cast, ShardTensor)
+        assert isinstance(cast, CheckpointShard)
         assert cast.dtype == torch.float16
         assert cast.read(0, 3).tolist() == [1.0, 2.0, 3.0]
     for copied in (one.clone(), one.detach(), one.float(), copy.deepcopy({"x": one})["x"]):
-        assert isinstance(copied, ShardTensor)
+        assert isinstance(copied, CheckpointShard)
         assert copied.source == "weight"
         assert copied.owned == one.owned
 

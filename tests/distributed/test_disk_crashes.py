@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero import OffloadConfig, newest_checkpoint, open_checkpoint
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import tidy
+from lightning_zero.checkpoint.atomic import delete_leftovers
 from lightning_zero.checkpoint.source import find_damage
+from tests.disk_crashes import Recording, crashes, operations_in, read_tree, write_tree
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
-from tests.replay import Recording, crashes, operations_in, read_tree, write_tree
 
 SMALL = {"nvme_path": ".", "buffer_count": 3, "buffer_size": 2**16}
 NVME = {name: OffloadConfig("nvme", **SMALL) for name in ("offload_optimizer", "offload_param")}
@@ -76,7 +76,7 @@ def _save_twice(rank, world_size, specs, folder, exchanges, names):
     return Path(f"rank{rank}").read_bytes()
 
 
-def _replay(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_random=3):
+def _check_crashes(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_random=3):
     """Records the save with `specs[1]` over that with `specs[0]`, and checks all of its crashes.
 
     Returns:
@@ -97,7 +97,7 @@ def _replay(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_
         shutil.rmtree(tmp_path / "crash", ignore_errors=True)
         write_tree(left, tmp_path / "crash")
         where = tmp_path / "crash" / "run"
-        tidy(where)  # as a run does that begins with "last"
+        delete_leftovers(where)  # as a run does that begins with "last"
         complete = [
             content(where / name) for name in dict.fromkeys(names) if (where / name).exists()
         ]
@@ -110,7 +110,7 @@ def _replay(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_
 
 
 def test_every_crash_of_a_sharded_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
-    num_crashes = _replay(tmp_path, [settings(3, checkpoint="sharded")] * 2, num_random=1)
+    num_crashes = _check_crashes(tmp_path, [settings(3, checkpoint="sharded")] * 2, num_random=1)
     assert num_crashes > 30
 
 
@@ -140,10 +140,10 @@ FORMS = {
 )
 def test_every_crash_of_every_save_leaves_the_old_or_the_new(before, after, exchanges, tmp_path):
     specs = [FORMS.get(before), FORMS[after]]
-    _replay(tmp_path, specs, exchanges=exchanges, num_random=8)
+    _check_crashes(tmp_path, specs, exchanges=exchanges, num_random=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["full", "sharded", "async"])
 def test_every_crash_of_a_save_that_drops_the_one_before_leaves_one_of_them(form, tmp_path):
-    _replay(tmp_path, [FORMS[form]] * 2, names=("a.ckpt", "b.ckpt"), num_random=8)
+    _check_crashes(tmp_path, [FORMS[form]] * 2, names=("a.ckpt", "b.ckpt"), num_random=8)

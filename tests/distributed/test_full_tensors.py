@@ -16,8 +16,8 @@ from lightning_zero.checkpoint import open_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_offload_trainer import ALL_NVME, compare
 from tests.fitting import arrays, assert_same, fit, make_trainer, run_once, settings
+from tests.full_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb
 from tests.test_probe import FactoredFrom
-from tests.whole_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb
 
 STAGES = [1, 2, 3]
 ROUNDED = "Muon and AdamW"
@@ -129,7 +129,7 @@ def assert_equal_bits(one, other):
         assert one == other
 
 
-def test_a_run_goes_on_from_either_form_in_any_stage_and_world_size(tmp_path):
+def test_a_run_resumes_from_full_and_sharded_checkpoints_in_any_stage_and_world_size(tmp_path):
     sources = dict.fromkeys(RESUMED)
     for epoch, (stage, world_size, form) in enumerate(CHAIN):
         folder = tmp_path / str(epoch)
@@ -222,7 +222,7 @@ def _fit_each_precision(rank, world_size, spec):
     return outcomes
 
 
-def test_masters_of_whole_tensors_are_stepped_under_lower_precisions():
+def test_main_parameters_are_stepped_as_full_tensors_under_lower_precisions():
     sharded = run_ranks(2, _fit_each_precision, settings(3, **BUCKETS), has_group=False)
     whole = run_once(2, _fit_each_precision, settings(0, **BUCKETS))
     for ours, expected in zip(sharded, whole, strict=True):
@@ -259,7 +259,7 @@ def _refuse(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_cannot_be_sharded_is_refused_by_name(stage):
+def test_optimizers_that_cannot_be_sharded_are_refused_by_name(stage):
     run_ranks(2, _refuse, stage)
 
 
@@ -291,5 +291,5 @@ def _thaw(rank, world_size):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_unfrozen_later_is_whole_too():
+def test_parameters_unfrozen_later_are_stepped_as_full_tensors_too():
     run_ranks(2, _thaw)

@@ -8,7 +8,7 @@ autocast a float32 input is common. So under autocast these stay as they are, in
 1. vectors and scalars: at most one dimension is larger than 1. Biases of torch's own linear,
    convolutional, recurrent and attention layers are none of these: autocast casts those layers
    as a whole, and what one kernel takes together stays together;
-2. every parameter of the layers in `_AS_THEY_ARE`, which autocast does not cast, and of those that
+2. every parameter of the layers in `_UNCAST_LAYERS`, which autocast does not cast, and of those that
    torch.nn.utils.spectral_norm or weight_norm compute their weight for.
 
 This is `AUTOCAST` in `ZeroConfig.keep_float32`; a mixed precision of the Trainer adds it. Without
@@ -32,21 +32,21 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_zero.layout.names import is_meant, text_of_no_match
+from lightning_zero.layout.names import matches_module, no_match_message
 
-__all__ = ["AUTOCAST", "CAST_AS_A_WHOLE", "kept_by_models", "kept_parameters"]
+__all__ = ["AUTOCAST", "CAST_LAYERS", "float32_names_of", "float32_parameters"]
 
 AUTOCAST = "autocast"
 
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase  # kernels want the dtype of the statistics
-CAST_AS_A_WHOLE = (
+CAST_LAYERS = (
     nn.Linear,
     nn.modules.conv._ConvNd,
     nn.RNNBase,
     nn.RNNCellBase,
     nn.MultiheadAttention,
 )
-_AS_THEY_ARE = (
+_UNCAST_LAYERS = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
@@ -57,7 +57,7 @@ _AS_THEY_ARE = (
 _DECOMPOSED = (SpectralNorm, WeightNorm)  # hooks; the same by torch's older functions
 
 
-def kept_parameters(
+def float32_parameters(
     modules: Mapping[str, nn.Module],
     wanted: Sequence[str | type[nn.Module]],
     dtype: torch.dtype | None = None,
@@ -66,7 +66,7 @@ def kept_parameters(
 
     Args:
         modules: By qualified name, the root and all below, those that are shared by every name.
-        wanted: `ZeroConfig.kept`.
+        wanted: `ZeroConfig.keep_float32_items`.
         dtype: Of the others; None: they keep theirs, too.
 
     Raises:
@@ -76,19 +76,19 @@ def kept_parameters(
     if dtype is not None and AUTOCAST not in wanted:
         for module in modules.values():
             named = dict(module.named_parameters())
-            kept.update(named[name] for name in kept_by_models(module, named, dtype))
+            kept.update(named[name] for name in float32_names_of(module, named, dtype))
     for item in wanted:
         if item == AUTOCAST:
             kept.update(p for m in modules.values() for p in _own(m) if _is_not_cast(m, p))
             continue
         matching = set(_matching(modules, item))
         if not matching:
-            raise ValueError(text_of_no_match("keep_float32", modules, item))
+            raise ValueError(no_match_message("keep_float32", modules, item))
         kept |= matching
     return kept
 
 
-def kept_by_models(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[str]:
+def float32_names_of(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[str]:
     """Those of `names`, of parameters or buffers of `module`, that it wants in float32.
 
     Where others are in `dtype`. See [Note: Kept by their model]; what its parts want is not asked.
@@ -113,17 +113,17 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
 def _is_not_cast(module: nn.Module, parameter: nn.Parameter) -> bool:
     """See [Note: What autocast casts]."""
     hooks = module._forward_pre_hooks.values()
-    if isinstance(module, _AS_THEY_ARE) or any(isinstance(h, _DECOMPOSED) for h in hooks):
+    if isinstance(module, _UNCAST_LAYERS) or any(isinstance(h, _DECOMPOSED) for h in hooks):
         return True
     is_vector = sum(size > 1 for size in parameter.shape) < 2
-    return is_vector and not isinstance(module, CAST_AS_A_WHOLE)
+    return is_vector and not isinstance(module, CAST_LAYERS)
 
 
 def _matching(
     modules: Mapping[str, nn.Module], item: str | type[nn.Module]
 ) -> Iterator[nn.Parameter]:
     for path, module in modules.items():
-        if is_meant(path, module, item):
+        if matches_module(path, module, item):
             yield from module.parameters()
         elif isinstance(item, str):
             for name, parameter in module.named_parameters(path, recurse=False):

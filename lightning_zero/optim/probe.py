@@ -42,7 +42,7 @@ from lightning_zero.optim.flow import RANDOM, Flow, element_labels, owner_of, un
 from lightning_zero.optim.probe_run import Division, ProbeRun
 from lightning_zero.tensors.composite import plain_tensors
 
-__all__ = ["CannotShardError", "Findings", "StepKind", "find_whole_tensors", "probe"]
+__all__ = ["CannotShardError", "ProbeResult", "StepKind", "find_full_optimizers", "probe"]
 
 _NUM_STEPS = (3, 12)  # of a run; more where nothing moves in the first ones, as in a warm-up
 _MAX_FAILED_READS = 8
@@ -64,19 +64,19 @@ class StepKind(Enum):
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeResult:
     """What a probe has found out."""
 
     kind: StepKind
     is_elementwise: bool  # it treats every element by itself; else every tensor
 
-    def __and__(self, other: Findings) -> Findings:
+    def __and__(self, other: ProbeResult) -> ProbeResult:
         """What holds for both."""
         kind = self.kind if self.kind is other.kind else StepKind.AT_ONCE
-        return Findings(kind, self.is_elementwise and other.is_elementwise)
+        return ProbeResult(kind, self.is_elementwise and other.is_elementwise)
 
 
-def probe(optimizer: Optimizer, device: torch.device) -> Findings:
+def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
     """Finds out, on small tensors, what an optimizer looks at and how it may be called.
 
     Copies of the optimizer, with its settings but none of its states, are stepped.
@@ -109,16 +109,16 @@ def probe(optimizer: Optimizer, device: torch.device) -> Findings:
     counts = _changes(followed.numbers[1:]) or any(
         not isinstance(key, Tensor) for key in followed.clone.state
     )
-    tried = _Tried(optimizer, device, undivided)
+    tried = _DividedRuns(optimizer, device, undivided)
     # Slices of one tensor may be rounded in other places than the tensor.
     is_elementwise = dependence.is_elementwise and all(
         tried.agrees(Division(is_sliced=True, num_ranks=number), 1e-4) for number in (2, 1)
     )
     if is_elementwise:
-        return Findings(tried.kind(is_sliced=True, counts=counts), is_elementwise=True)
+        return ProbeResult(tried.kind(is_sliced=True, counts=counts), is_elementwise=True)
     tried.error = None
     if tried.agrees(Division(num_ranks=2), 1e-6):
-        return Findings(tried.kind(is_sliced=False, counts=counts), is_elementwise=False)
+        return ProbeResult(tried.kind(is_sliced=False, counts=counts), is_elementwise=False)
     if tried.error is not None:
         raise _refusal(
             name,
@@ -165,7 +165,7 @@ def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tenso
     )
 
 
-def find_whole_tensors(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
+def find_full_optimizers(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
     """Which optimizers must step whole tensors; of one that cannot be tried nothing is known."""
     found: list[int] = []
     for index, optimizer in enumerate([] if config.assume_elementwise else optimizers):
@@ -207,8 +207,8 @@ class _Dependence:
 
         `start`: Values of all parameters before the first step.
         """
-        if self._flow.lost is not None:
-            return f"its step uses {self._flow.lost}, behind which it cannot be followed"
+        if self._flow.untraceable is not None:
+            return f"its step uses {self._flow.untraceable}, behind which it cannot be followed"
         begin = 0
         for tensor in self._tensors.values():
             old, begin = start[begin : begin + tensor.numel()], begin + tensor.numel()
@@ -356,7 +356,7 @@ def _flat(tensor: Tensor) -> Tensor:
 # -------------------------------------------------------------------- by values
 
 
-class _Tried:
+class _DividedRuns:
     """Runs of one optimizer on divided tensors, compared with one on undivided ones."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device, undivided: Division) -> None:

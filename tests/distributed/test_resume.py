@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_zero.checkpoint.atomic import beside
+from lightning_zero.checkpoint.atomic import temporary_path
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -35,11 +35,11 @@ def _go_on_after_a_kill(rank, world_size, form, dirpath, asked):
     folder = Path(dirpath or "checkpoints")
     if rank == 0:
         last = folder / "last.ckpt"
-        os.rename(last, beside(last, "replaced"))
+        os.rename(last, temporary_path(last, "replaced"))
         if asked == "newest":
             for path in folder.glob("epoch*"):
                 os.rename(path, f"elsewhere-{path.name}")
-        beside(last, "removed").mkdir()
+        temporary_path(last, "removed").mkdir()
     starts = _fit(rank, form, dirpath, asked, 2)
     if asked == "newest":
         saver = ModelCheckpoint(dirpath)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
-from lightning_zero.comm.alike import check_alike
+from lightning_zero.comm.consistency import check_equal
 from lightning_zero.core import building
-from lightning_zero.engine.facts import optimizer_facts
-from lightning_zero.optim.trial import Findings, StepKind
+from lightning_zero.engine.consistency import describe_optimizer
+from lightning_zero.optim.probe import ProbeResult, StepKind
 from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -131,7 +131,7 @@ def _train(module, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_ranks_with_different_models_are_told_the_first_parameter_and_can_build_again(stage):
+def test_different_models_raise_the_first_difference_on_all_ranks_which_can_build_again(stage):
     run_ranks(2, _refuse_models, stage)
 
 
@@ -206,7 +206,7 @@ def _refuse_optimizers(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_with_different_optimizers_are_told_the_first_option_also_later(stage):
+def test_different_optimizers_raise_the_first_different_option_also_later(stage):
     run_ranks(2, _refuse_optimizers, stage)
 
 
@@ -216,7 +216,7 @@ def _refuse_settings(rank, world_size):
             Engine(layers(4, 8, 4), config=build(rank))
 
 
-def test_ranks_with_different_settings_are_told_the_first_one():
+def test_different_settings_raise_the_first_one():
     run_ranks(2, _refuse_settings)
 
 
@@ -249,7 +249,7 @@ def _one_cannot(rank, world_size, stage):
     return texts
 
 
-def test_what_one_rank_refuses_is_told_to_the_others():
+def test_an_error_of_one_rank_is_raised_on_the_others():
     told, own = run_ranks(2, _one_cannot, 3)
     for text, cause in zip(told, own, strict=True):
         assert text == f"RuntimeError: rank 1 could not begin: {cause}"
@@ -382,18 +382,18 @@ def test_strategies_with_different_settings_end_before_the_module_is_built(optio
 def test_the_first_difference_is_that_of_the_one_rank_that_differs():
     same, other = {"a": {"x": "1"}, "b": {"x": "2"}}, {"b": {"x": "2"}, "a": {"x": "1"}}
     with pytest.raises(ValueError, match="a on ranks 0, 2 and b on rank 1 comes first"):
-        check_alike([same, other, same])
+        check_equal([same, other, same])
     with pytest.raises(ValueError, match="b: x is 2 on ranks 0, 1 and 3 on rank 2"):
-        check_alike([same, same, {**same, "b": {"x": "3"}}])
-    check_alike([same, dict(same)])
+        check_equal([same, same, {**same, "b": {"x": "3"}}])
+    check_equal([same, dict(same)])
 
 
-def test_options_without_words_of_their_own_are_told_by_their_class():
+def test_options_without_a_repr_of_their_own_are_named_by_their_class():
     module = layers(2, 2)
     optimizer = SGD([{"params": module.parameters(), "f": print, "g": lambda: 0}], lr=0.1)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found = Findings(StepKind.AT_ONCE, is_elementwise=True)
-    options = optimizer_facts(0, optimizer, found, names)["group 0 of optimizer 0 (SGD)"]
+    found = ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
+    options = describe_optimizer(0, optimizer, found, names)["group 0 of optimizer 0 (SGD)"]
     assert options["f"] == "<built-in function print>"
     assert options["g"] == "function"
 

@@ -1,6 +1,6 @@
 """The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
 
-[Note: Replayed] `Replay` does as `Schedule`, `Unit` and `Gradients` in a step that follows others
+[Note: Replayed] `StepSimulation` does as `Schedule`, `Unit` and `Gradients` in a step that follows others
 like it, by the order that decides there too: units are gathered before their use and ahead of it,
 buckets of gradients fill up, travel and go. Beside what rests there are at each moment whole units,
 whole gradient buckets, what a reduction receives, and activations. On the CPU, memory of gradient
@@ -17,15 +17,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.offload import MAX_MEANS_ON_THE_WAY
-from lightning_zero.layout.order import Order, gather_ahead
+from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT
+from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
+from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.layout.stage import State
-from lightning_zero.layout.talk import Heard, Judge
 from lightning_zero.layout.units import ROOT
 from lightning_zero.planner.trace import Event, StepTrace, TraceMoment
 
-__all__ = ["Peak", "Replay", "CountedScratch", "replay"]
+__all__ = ["Peak", "StepSimulation", "CountedScratch", "simulate_step"]
 
 
 class CountedScratch:
@@ -63,33 +63,33 @@ class Peak:
     """Device memory of one rank beside what rests, at the moment when it is most.
 
     Attributes:
-        gathered_bytes: Whole parameters of units that rest as shards.
-        bucket_bytes: Whole gradients on their way, and what reductions receive.
+        unsharded_bytes: Whole parameters of units that rest as shards.
+        grad_bucket_bytes: Whole gradients on their way, and what reductions receive.
         activation_bytes: Of the module.
         freed_bytes: Shards of gradients that rest, and have been zeroed at this moment.
-        num_gathers: By bucket, gathers before use in one micro-batch.
+        num_all_gathers: By bucket, gathers before use in one micro-batch.
     """
 
-    gathered_bytes: int = 0
-    bucket_bytes: int = 0
+    unsharded_bytes: int = 0
+    grad_bucket_bytes: int = 0
     activation_bytes: int = 0
     freed_bytes: int = 0
-    num_gathers: Counter[str] = field(default_factory=Counter)
+    num_all_gathers: Counter[str] = field(default_factory=Counter)
 
     @property
     def total_bytes(self) -> int:
         """Of all, without what has been freed."""
-        needed = self.gathered_bytes + self.bucket_bytes + self.activation_bytes
+        needed = self.unsharded_bytes + self.grad_bucket_bytes + self.activation_bytes
         return needed - self.freed_bytes
 
 
-def replay(
+def simulate_step(
     plan: Plan,
     config: ZeroConfig,
     trace: StepTrace,
     *,
     on_gloo: bool = False,
-    is_apart: bool = True,
+    has_device_memory: bool = True,
     accumulates: bool = False,
     rank: int = 0,
 ) -> Peak:
@@ -100,11 +100,18 @@ def replay(
         config: It was made with.
         trace: Of one micro-batch.
         on_gloo: Ranks talk over gloo on the CPU, which receives into buffers of its own.
-        is_apart: CPU memory is other memory than the device's.
+        has_device_memory: CPU memory is other memory than the device's.
         accumulates: A mean of earlier micro-batches is added to.
         rank: Whose shards, where they differ.
     """
-    run = Replay(plan, config, rank, on_gloo=on_gloo, is_apart=is_apart, accumulates=accumulates)
+    run = StepSimulation(
+        plan,
+        config,
+        rank,
+        on_gloo=on_gloo,
+        has_device_memory=has_device_memory,
+        accumulates=accumulates,
+    )
     for _ in range(3):
         run.follow(trace.moments)  # learns the order, as the first steps do
     return run.follow(trace.moments)
@@ -115,27 +122,31 @@ class _Alone:
 
     rank, size = 0, 1
 
-    def widen(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         pass
 
-    def say(self, numbers: Sequence[int], mask: bytes, judge: Judge | None = None) -> Heard:
-        return Heard(list(numbers), mask)
+    def run_round(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+    ) -> RoundResult:
+        return RoundResult(list(numbers), mask)
 
-    def begin_saying(self, numbers: Sequence[int], mask: bytes, judge: Judge) -> Future[Heard]:
-        future: Future[Heard] = Future()
-        future.set_result(self.say(numbers, mask))
+    def begin_round(
+        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+    ) -> Future[RoundResult]:
+        future: Future[RoundResult] = Future()
+        future.set_result(self.run_round(numbers, mask))
         return future
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def give_up(self, error: Exception) -> None:
+    def abort_waits(self, error: Exception) -> None:
         raise error
 
-    def failed(self, text: str) -> Exception:
+    def peer_failed_error(self, text: str) -> Exception:
         return RuntimeError(text)
 
-    apart = failed
+    desync_error = peer_failed_error
 
 
 class _Unit:
@@ -143,10 +154,10 @@ class _Unit:
 
     def __init__(self, plan: UnitPlan, index: int) -> None:
         self.index = index
-        self.buckets = [b for b in plan.buckets if b.stage.gathers_before_use]
+        self.buckets = [b for b in plan.buckets if b.stage.shards_params]
         self.numel = sum(b.layout.numel for b in self.buckets)
         self.nbytes = sum(b.layout.numel * b.dtype.itemsize for b in self.buckets)
-        self.is_held = index == 0
+        self.stays_unsharded = index == 0
 
     def has_all(self, arrived: Collection[str]) -> bool:
         """Every parameter has its gradient."""
@@ -159,7 +170,7 @@ class _Unit:
 _NO_UNIT = _Unit(UnitPlan(ROOT, ()), 0)  # a module that is none in this plan
 
 
-class Replay:
+class StepSimulation:
     """One rank in a step. See [Note: Replayed]."""
 
     def __init__(
@@ -169,7 +180,7 @@ class Replay:
         rank: int,
         *,
         on_gloo: bool,
-        is_apart: bool,
+        has_device_memory: bool,
         accumulates: bool,
     ) -> None:
         self._plan = plan
@@ -177,7 +188,7 @@ class Replay:
         self._config = config
         self._rank = rank
         self._on_gloo = on_gloo
-        self._is_apart = is_apart
+        self._is_apart = has_device_memory
         self._accumulates = accumulates
         self._list = [_Unit(unit, index) for index, unit in enumerate(plan.units)]
         self._units = {unit.name: own for unit, own in zip(plan.units, self._list, strict=True)}
@@ -187,12 +198,12 @@ class Replay:
             for bucket in unit.buckets
             for slot in bucket.layout.slots
         }
-        self._order = Order(
+        self._order = CollectiveOrder(
             _Alone(),
             self,
             numels=[unit.numel for unit in self._list],
             num_buckets=len(self._buckets),
-            ahead=config.prefetch_bucket_size if config.overlap_comm else 0,
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
         self._number_of = {bucket.name: number for number, bucket in enumerate(self._buckets)}
         self._sequence = list(reversed(self._number_of.values()))  # of reductions
@@ -233,7 +244,7 @@ class Replay:
             self._look(moment.high_bytes)
             self._act(moment)
             self._look(self._activation_bytes)
-        return dataclasses.replace(self._most, num_gathers=self._gathers)
+        return dataclasses.replace(self._most, num_all_gathers=self._gathers)
 
     def _look(self, activation_bytes: int) -> None:
         buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
@@ -244,29 +255,29 @@ class Replay:
     def _act(self, moment: TraceMoment) -> None:
         unit = self._units.get(moment.name, _NO_UNIT)
         match moment.event:
-            case Event.FORWARD:
+            case Event.PRE_FORWARD:
                 self._unshard(unit)
                 self._awaited[unit] += moment.is_awaited
-            case Event.FORWARD_END:
-                if not self._stays_after_forward(unit):
+            case Event.POST_FORWARD:
+                if not self._stays_unsharded_after_forward(unit):
                     self._release(unit)
-            case Event.TURN:
+            case Event.BEGIN_BACKWARD:
                 self._is_backward = True
                 self._zero_gradients()
-                self._order.turn((), "a backward", self._eager())
+                self._order.begin_backward((), "a backward", self._eager())
                 self._unshard(self._units[ROOT])
-            case Event.BACKWARD:
+            case Event.PRE_BACKWARD:
                 self._unshard(unit)
-            case Event.BACKWARD_END:
+            case Event.POST_BACKWARD:
                 self._awaited[unit] -= 1
-                if not unit.is_held and self._awaited[unit] <= 0:
+                if not unit.stays_unsharded and self._awaited[unit] <= 0:
                     self._release(unit)
                     self._prefetch()
             case Event.GRAD:
                 self._receive_gradient(moment.name)
-            case Event.END:
-                self._order.end(bytes, self._finish_reduction)
-                self._order.conclude(is_complete=True)
+            case Event.FINALIZE_BACKWARD:
+                self._order.finalize_backward(bytes, self._finish_reduction)
+                self._order.conclude_backward(is_complete=True)
                 self._sequence = list(dict.fromkeys([*self._arrived_buckets, *self._reduced]))
                 self._finish_reduction()
                 self._scratch.clear()
@@ -289,11 +300,11 @@ class Replay:
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
             while unit not in self._whole:
-                self._order.want(unit.index, is_backward=self._is_backward)
+                self._order.request_unshard(unit.index, is_backward=self._is_backward)
             self._ahead.discard(unit)
             self._prefetch()
 
-    def issue_gather(self, unit: int, *, is_kept: bool) -> None:
+    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
         """See `Issuer`."""
         one = self._list[unit]
         self._gathers.update(bucket.name for bucket in one.buckets)
@@ -320,10 +331,10 @@ class Replay:
 
     def _prefetch(self) -> None:
         ahead = sum(unit.numel for unit in self._ahead)
-        gather_ahead(self._order, self._list, self._whole, self._config, ahead)
+        prefetch(self._order, self._list, self._whole, self._config, ahead)
 
-    def _stays_after_forward(self, unit: _Unit) -> bool:
-        if unit.is_held or self._is_backward or self._config.reshard_after_forward is False:
+    def _stays_unsharded_after_forward(self, unit: _Unit) -> bool:
+        if unit.stays_unsharded or self._is_backward or self._config.reshard_after_forward is False:
             return True
         return unit is not _NO_UNIT and self._order.is_last_of_forward(unit.index)
 
@@ -346,10 +357,10 @@ class Replay:
         missing.discard(name)
         if missing:
             return
-        if not self._awaited[unit] and not unit.is_held and unit.has_all(self._arrived):
+        if not self._awaited[unit] and not unit.stays_unsharded and unit.has_all(self._arrived):
             self._release(unit)
         self._arrived_buckets.append(self._number_of[bucket.name])
-        self._order.ready(self._number_of[bucket.name])
+        self._order.mark_ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
         """As the Trainer does between forward and backward: shards of gradients are freed."""
@@ -357,7 +368,7 @@ class Replay:
             dtype, stage = self._plan.grad_dtype(bucket), bucket.stage
             is_alone = stage.has_shard(State.GRAD) or dtype != bucket.dtype  # not in the whole
             is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_alone
-            rests_here = not bucket.tiers.grad.is_elsewhere(is_apart=self._is_apart)
+            rests_here = not bucket.tiers.grad.is_offloaded(has_device_memory=self._is_apart)
             if is_shard and rests_here and not self._accumulates:
                 numel = len(bucket.layout.shard(self._rank))
                 self._freed[bucket.name] = numel * dtype.itemsize
@@ -372,7 +383,7 @@ class Replay:
             sent = mean
         else:
             sent = bucket.dtype.itemsize
-            is_landing = bucket.tiers.grad.is_elsewhere(is_apart=self._is_apart)
+            is_landing = bucket.tiers.grad.is_offloaded(has_device_memory=self._is_apart)
             if is_landing or self._accumulates:
                 self._out = shard * mean
         if self._on_gloo:
@@ -394,5 +405,5 @@ class Replay:
             self._receive.give(memory)
         self._received = []
         if self._out and self._is_apart:
-            self._landing = [*self._landing, self._out][-MAX_MEANS_ON_THE_WAY:]
+            self._landing = [*self._landing, self._out][-MAX_GRADS_IN_FLIGHT:]
         self._out = 0
