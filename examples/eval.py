@@ -1,6 +1,6 @@
 """Tests a checkpoint: `python examples/eval.py ckpt_path=...`, with the `model=` of its training.
 
-Number of ranks, stage and offload may be others than those that it was written with.
+The number of ranks, the stage and the offload settings may differ from those of the training.
 """
 
 from __future__ import annotations

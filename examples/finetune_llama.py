@@ -1,9 +1,10 @@
-"""Fine-tunes all weights of a Hugging Face model in stage 3, from one local directory to another.
+"""Fine-tunes all weights of a local Hugging Face model in stage 3, and writes the result.
 
     python examples/finetune_llama.py path/to/Llama-3.2-1B path/to/tuned --text path/to/texts
 
-Each rank reads and holds its own part of the weights; none has the whole model, not even while it
-is saved and exported. `AutoModelForCausalLM.from_pretrained("path/to/tuned")` loads the result.
+Each rank reads and holds only its own shard of the weights. No rank ever holds the full model, not
+even to save and export it. Load the result with
+`AutoModelForCausalLM.from_pretrained("path/to/tuned")`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from lightning_zero.cli import main as lightning_zero_command
 
 
 class FineTuned(pl.LightningModule):
-    """A causal language model, with the weights in `path`."""
+    """A causal language model with the weights in `path`."""
 
     def __init__(self, path: str, lr: float) -> None:
         super().__init__()
@@ -27,10 +28,10 @@ class FineTuned(pl.LightningModule):
         self.model = None
 
     def configure_model(self) -> None:
-        if self.model is not None:  # a second fit, or validate
+        if self.model is not None:  # Lightning calls this again before a second fit, or validate
             return
         path = self.hparams.path
-        with torch.device("meta"):  # no memory yet
+        with torch.device("meta"):  # allocates no memory
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         lightning_zero.load_weights(self.model, path)
 
@@ -44,7 +45,7 @@ class FineTuned(pl.LightningModule):
 
 
 def batches(tokenizer, folder: str, context: int, batch_size: int) -> DataLoader:
-    """The text files of a folder, one after another, in pieces of `context` tokens."""
+    """Batches of the concatenated text files of a folder, in sequences of `context` tokens."""
     texts = [path.read_text() for path in sorted(Path(folder).rglob("*.txt"))]
     ids = tokenizer(tokenizer.eos_token.join(texts), return_tensors="pt").input_ids[0]
     pieces = ids[: len(ids) // context * context].view(-1, context)
@@ -54,11 +55,11 @@ def batches(tokenizer, folder: str, context: int, batch_size: int) -> DataLoader
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="directory with config.json, weights and tokenizer")
-    parser.add_argument("out", help="new directory for the same")
-    parser.add_argument("--text", required=True, help="folder of *.txt")
+    parser.add_argument("out", help="new directory for the result")
+    parser.add_argument("--text", required=True, help="folder with *.txt files")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--batch-size", type=int, default=4, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size per rank")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--devices", default="auto")
@@ -88,7 +89,7 @@ def main() -> None:
     )
     trainer.fit(FineTuned(args.model, args.lr), data)
 
-    if trainer.is_global_zero:  # from the checkpoint, tensor by tensor
+    if trainer.is_global_zero:  # exports the checkpoint tensor by tensor
         words = ["export", checkpoint.best_model_path, args.out, "--part", "model"]
         if lightning_zero_command(words) == 0:
             AutoConfig.from_pretrained(args.model).save_pretrained(args.out)

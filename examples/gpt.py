@@ -1,4 +1,4 @@
-"""A small GPT or Llama in plain PyTorch: pre-norm blocks, causal attention, tied output or not."""
+"""A small GPT or Llama in plain PyTorch, with pre-norm blocks and causal attention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GPTConfig:
         context: Longest sequence, in tokens.
         width: Size of the residual stream.
         num_layers: Number of blocks.
-        num_heads: Attention heads; divides `width`.
-        is_tied: Use the embedding as output weights.
-        is_llama: RMSNorm, rotary positions, a gated feed-forward layer and no biases.
-        num_kv_heads: Heads of keys and values, which divide `num_heads`; None: as many.
+        num_heads: Number of attention heads; divides `width`.
+        is_tied: Use the embedding matrix as output weights.
+        is_llama: Use RMSNorm, rotary positions, a gated feed-forward layer and no biases.
+        num_kv_heads: Number of key and value heads; divides `num_heads`. None: `num_heads`.
         hidden: Width of the feed-forward layers; None: four times `width`.
     """
 
@@ -37,7 +37,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
     @property
     def kv_width(self) -> int:
-        """Of all keys of a token, or of all its values."""
+        """Total width of the keys of a token, which is also that of its values."""
         return self.num_kv_heads * self.head_width
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids of shape (batch, time) to logits of shape (batch, time, vocab_size)."""
+    """Maps token ids of shape (batch, time) to logits of shape (batch, time, vocab_size)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits for the token after each position."""
+        """Returns the logits of the next token at each position."""
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -110,13 +110,13 @@ class GPT(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions: turns pairs of numbers by angles that grow with the position.
+    """Applies rotary positions: rotates pairs of values by angles proportional to the position.
 
-    So the product of a query and a key depends on their distance alone (Su et al., "RoFormer",
-    2021, section 3.2.2), here with the halves of a head paired as in Llama's published weights.
+    The product of a query and a key then depends only on their distance (Su et al., "RoFormer",
+    2021, section 3.2.2). The halves of a head are paired, as in Llama's published weights.
 
     Args:
-        x: Of shape (batch, heads, time, head_width).
+        x: Queries or keys of shape (batch, heads, time, head_width).
     """
     time, width = x.shape[-2:]
     rates = 10_000 ** (-torch.arange(0, width, 2, device=x.device) / width)

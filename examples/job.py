@@ -1,4 +1,4 @@
-"""What `train.py` and `eval.py` have in common: the objects of a configuration, and their order."""
+"""Code shared by `train.py` and `eval.py`: creates and runs the objects of a configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_zero.conf import make_trainer, optimized_metric
 
 __all__ = ["Job"]
 
-_log = logging.getLogger(__name__)  # of each rank, in its file: conf/config.yaml
-# Warnings of Lightning and torch about themselves, or about what this job does on purpose.
+_log = logging.getLogger(__name__)  # one log file per rank, see conf/config.yaml
+# Warnings of Lightning and torch about their own code, or about intended settings of this job.
 for _text in (".*`srun` command is available", ".*LeafSpec", ".*does not have many workers"):
     warnings.filterwarnings("ignore", _text)
 
@@ -28,7 +28,7 @@ class Job:
     """A model, its data and the Trainer, as configured.
 
     Attributes:
-        metrics: The last of each that was logged.
+        metrics: Last logged value of each metric.
     """
 
     config: DictConfig
@@ -46,17 +46,17 @@ class Job:
         return cls(config, data, model, make_trainer(config))
 
     def fit(self) -> None:
-        """Trains, from `ckpt_path` on where there is one."""
+        """Trains the model, resuming from `ckpt_path` if it is set."""
         trainer = self.trainer
         _log.info("rank %d of %d trains", trainer.global_rank, trainer.world_size)
         if self.config.ckpt_path and trainer.is_global_zero:
             print(f"resuming from {self.config.ckpt_path}")
         trainer.fit(self.model, datamodule=self.data, ckpt_path=self.config.ckpt_path)
         self.metrics |= trainer.callback_metrics
-        _log.info("step %d, %s", trainer.global_step, self._told())
+        _log.info("step %d, %s", trainer.global_step, self._format_metrics())
 
     def test(self) -> None:
-        """Tests the best checkpoint of this training, or `ckpt_path` without one."""
+        """Tests the best checkpoint of this training, or `ckpt_path` if `train=false`."""
         path = self.best_model_path if self.config.train else self.config.ckpt_path
         self.trainer.test(self.model, datamodule=self.data, ckpt_path=path or None)
         self.metrics |= self.trainer.callback_metrics
@@ -64,18 +64,18 @@ class Job:
             bigram = bigram_bits_per_byte(self.data.train_text, self.data.test_windows())
             reached = self.metrics["test/bits_per_byte"]
             print(f"\ntest, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")
-        _log.info("tested, %s", self._told())
+        _log.info("tested, %s", self._format_metrics())
 
-    def _told(self) -> str:
+    def _format_metrics(self) -> str:
         return ", ".join(f"{name} {float(value):.4g}" for name, value in self.metrics.items())
 
     @property
     def best_model_path(self) -> str:
-        """Empty where none was saved."""
+        """Path of the best checkpoint; empty if none was saved."""
         callback = self.trainer.checkpoint_callback
         return str(getattr(callback, "best_model_path", ""))
 
     @property
     def optimized_metric(self) -> float | None:
-        """What a sweeper makes small."""
+        """Value of the metric that a sweeper minimizes."""
         return optimized_metric(self.config, self.metrics)

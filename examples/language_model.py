@@ -1,4 +1,4 @@
-"""The GPT as a LightningModule: nothing in it knows how its state is sharded."""
+"""The GPT as a LightningModule, which does not depend on how its state is sharded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["ByteLanguageModel", "share_of_lr"]
 
 
 class ByteLanguageModel(pl.LightningModule):
-    """Tells each byte of a text from those before it; the loss is logged in bits per byte.
+    """Predicts each byte of a text from the previous bytes; logs the loss in bits per byte.
 
     Args:
         lr: Highest learning rate, reached after `warmup` and then lowered along a cosine.
-        warmup: Share of the steps until then.
-        weight_decay: Of AdamW.
-        is_fused: Step with one kernel. Lightning's own mixed precision refuses to clip with it;
-            `ZeroStrategy` does not. None: unless it is refused.
+        warmup: Share of the steps in which the learning rate increases.
+        weight_decay: Weight decay of AdamW.
+        is_fused: Use the fused AdamW. Lightning's own mixed precision cannot clip gradients with
+            it; `ZeroStrategy` can. None: use it unless it is refused.
         shape: Fields of `GPTConfig`.
     """
 
@@ -82,9 +82,9 @@ class ByteLanguageModel(pl.LightningModule):
     def continuation(
         self, prompt: bytes, *, num_bytes: int, temperature: float = 0.6, seed: int = 0
     ) -> bytes:
-        """`num_bytes` sampled bytes that follow `prompt`. The parameters must be whole.
+        """Samples `num_bytes` bytes that follow `prompt`. The parameters must be unsharded.
 
-        None comes more than 16 times in a row: a small model would not find out of such blanks.
+        No byte is repeated more than 16 times, because a small model can repeat blanks endlessly.
         """
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)
@@ -103,9 +103,9 @@ class ByteLanguageModel(pl.LightningModule):
 
 
 def share_of_lr(step: int, *, num_steps: int, warmup: float) -> float:
-    """Up from 1/25 to 1 and down to nearly nothing, along two halves of a cosine.
+    """Factor of the learning rate: rises from 1/25 to 1, then falls to 4e-6, along cosines.
 
-    As `OneCycleLR`; but a run that goes on from a checkpoint may have other `num_steps`.
+    This is the curve of `OneCycleLR`, but a resumed run may have another `num_steps`.
     """
     peak, last = warmup * num_steps - 1, num_steps - 1
     if step <= peak:

@@ -1,10 +1,10 @@
-"""Trains on long sequences: activations computed twice, and what is kept of them in CPU memory.
+"""Trains on long sequences with activation checkpointing and activations in CPU memory.
 
     python examples/long_context.py --context 131072
 
-Of each block only its input is kept for backward, and that waits for it in pinned CPU memory; the
-loss is computed in pieces, so that no logits of the whole sequence exist. It prints the bytes that
-went to CPU memory and, on a GPU, the peak of its own. On a CPU it runs, and saves nothing.
+Each block stores only its input for backward, in pinned CPU memory. The loss is computed in chunks,
+so the logits of the full sequence never exist. The script prints the bytes that were copied to CPU
+memory and, on a GPU, the peak memory of the GPU. It also runs on a CPU, but saves no memory there.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class LongContext(pl.LightningModule):
 
 
 def copies(vocab_size: int, context: int, num: int) -> Tensor:
-    """Random tokens, the second half of a sequence the same as its first."""
+    """Random tokens; the second half of each sequence repeats the first half."""
     half = torch.randint(vocab_size, (num, context // 2 + 1))
     return torch.cat([half, half], dim=1)[:, : context + 1]
 
@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a piece of the loss")
-    parser.add_argument("--min-bytes", type=int, default=2**20, help="smaller tensors stay")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk of the loss")
+    parser.add_argument("--min-bytes", type=int, default=2**20, help="smallest tensor to offload")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--devices", default="auto")
     args = parser.parse_args()
@@ -92,9 +92,9 @@ def main() -> None:
     )
 
     kept = model.offload.nbytes / args.steps / 2**20
-    print(f"rank {trainer.global_rank}: {kept:.1f} MiB of a step waited in CPU memory")
+    print(f"rank {trainer.global_rank}: {kept:.1f} MiB of activations per step in CPU memory")
     if torch.cuda.is_available():
-        print(f"peak of the GPU: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+        print(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":

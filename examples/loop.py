@@ -28,5 +28,5 @@ for _ in range(50):
 with lightning_zero.gathered(module):  # every rank must enter it
     print(f"rank {dist.get_rank()}: loss {loss:.4f}, {module[0].weight.shape}")
 print(f"{engine.memory_report().total_bytes} of {engine.memory_report().data_parallel_bytes} bytes")
-engine.close()  # the module and the optimizer are whole again
+engine.close()  # unshards the module and the optimizer
 dist.destroy_process_group()

@@ -2,8 +2,8 @@
 
     python examples/lora.py path/to/Llama-3.2-1B path/to/adapter --text path/to/texts --qlora
 
-Frozen weights are sharded too, and 4-bit ones as they are stored. The result is a directory of
-peft: `PeftModel.from_pretrained(model, "path/to/adapter")`.
+Frozen weights are sharded, too; 4-bit weights are sharded as they are stored. The result is a peft
+directory: load it with `PeftModel.from_pretrained(model, "path/to/adapter")`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import lightning_zero
 
 
 class Adapted(pl.LightningModule):
-    """A frozen causal language model with low-rank adapters beside its linear layers."""
+    """A frozen causal language model with low-rank adapters for its linear layers."""
 
     def __init__(self, path: str, lr: float, is_4bit: bool) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Adapted(pl.LightningModule):
         self.model = None
 
     def configure_model(self) -> None:
-        if self.model is not None:  # a second fit, or validate
+        if self.model is not None:  # Lightning calls this again before a second fit, or validate
             return
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
@@ -49,13 +49,13 @@ class Adapted(pl.LightningModule):
 
     def on_train_end(self) -> None:
         adapters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        with lightning_zero.gathered(adapters.values()):  # every rank enters it
+        with lightning_zero.gathered(adapters.values()):  # on every rank
             if self.trainer.is_global_zero:
                 self.model.save_pretrained(self.trainer.default_root_dir, state_dict=adapters)
 
 
 def batches(tokenizer, folder: str, context: int, batch_size: int) -> DataLoader:
-    """The text files of a folder, one after another, in pieces of `context` tokens."""
+    """Batches of the concatenated text files of a folder, in sequences of `context` tokens."""
     texts = [path.read_text() for path in sorted(Path(folder).rglob("*.txt"))]
     ids = tokenizer(tokenizer.eos_token.join(texts), return_tensors="pt").input_ids[0]
     pieces = ids[: len(ids) // context * context].view(-1, context)
@@ -66,11 +66,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="directory with config.json, weights and tokenizer")
     parser.add_argument("out", help="directory for the adapters")
-    parser.add_argument("--text", required=True, help="folder of *.txt")
-    parser.add_argument("--qlora", action="store_true", help="frozen weights in 4 bits")
+    parser.add_argument("--text", required=True, help="folder with *.txt files")
+    parser.add_argument("--qlora", action="store_true", help="store the frozen weights in 4 bits")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--batch-size", type=int, default=4, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=4, help="batch size per rank")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--devices", default="auto")
@@ -91,7 +91,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         default_root_dir=args.out,
-        enable_checkpointing=False,  # a checkpoint holds the frozen weights as well
+        enable_checkpointing=False,  # a checkpoint would also contain the frozen weights
     )
     data = batches(tokenizer, args.text, args.context, args.batch_size)
     trainer.fit(Adapted(args.model, args.lr, args.qlora), data)

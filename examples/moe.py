@@ -1,10 +1,10 @@
-"""Trains a mixture of experts in stage 3, where each rank runs only those that its tokens choose.
+"""Trains a mixture of experts in stage 3; each rank runs only the experts that its tokens choose.
 
     python examples/moe.py --devices 2
 
-In a batch, an expert may get tokens on one rank and none on another, so that ranks run different
-modules, in different number. Each is gathered where it runs, and nothing has to be called with
-empty input. It prints the experts that every rank ran in the last step.
+In a batch, an expert may get tokens on one rank and none on another, so ranks run different
+modules, in different number. An expert is unsharded when a rank runs it. No expert has to be called
+with empty input. The script prints the experts that every rank ran in the last step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Expert(nn.Sequential):
 
 
 class Mixture(nn.Module):
-    """Sends each token to the expert that the router prefers, and to no other."""
+    """Layer that sends each token only to the expert that the router prefers."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Mixture(nn.Module):
         self.router = nn.Linear(width, num_experts, bias=False)
         self.experts = nn.ModuleList(Expert(width) for _ in range(num_experts))
         self.ran: list[int] = []  # experts of the last forward
-        self.balance = torch.zeros(())  # 1 where all experts get as many tokens
+        self.balance = torch.zeros(())  # loss; 1 if experts get equally many tokens
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (tokens, width) to the same shape."""
@@ -53,7 +53,7 @@ class Mixture(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """Tells the heap that a point of 8 coordinates comes from, with layers of experts."""
+    """Classifies points of 8 coordinates by their cluster, with layers of experts."""
 
     def __init__(self, width: int, depth: int, num_experts: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Model(pl.LightningModule):
 
 
 class Points(pl.LightningDataModule):
-    """Points in eight heaps, of which a rank of even number has four and others have the rest."""
+    """Points in eight clusters: four of them on even ranks, the other four on odd ranks."""
 
     def __init__(self, num: int, batch_size: int) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class Points(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rank = self.trainer.global_rank
         generator = torch.Generator().manual_seed(rank)
-        heaps = torch.randint(4, (self.num,), generator=generator) + 4 * (rank % 2)
-        points = torch.eye(8)[heaps] + 0.2 * torch.randn(self.num, 8, generator=generator)
-        return DataLoader(TensorDataset(points, heaps), self.batch_size)
+        clusters = torch.randint(4, (self.num,), generator=generator) + 4 * (rank % 2)
+        points = torch.eye(8)[clusters] + 0.2 * torch.randn(self.num, 8, generator=generator)
+        return DataLoader(TensorDataset(points, clusters), self.batch_size)
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
     parser.add_argument("--devices", default="auto")
     args = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: its standard library's source and docs, as bytes."""
+"""Text data that every Python installation has: sources and docs of its standard library."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SKIPPED_FOLDERS = {
     "test",
     "tests",
 }
-_ONE_FILE_IN = 20  # is validation text, and one is test text
+_ONE_FILE_IN = 20  # one file in 20 is validation text, and one is test text
 
 
 class Windows(Dataset[Tensor]):
-    """Pieces of a text.
+    """Dataset of windows into a text.
 
     Args:
         text: 1-D, uint8.
-        starts: Where the pieces start; 1-D, int64.
-        length: Bytes of a piece.
+        starts: Offset of each window in bytes; 1-D, int64.
+        length: Length of a window in bytes.
     """
 
     def __init__(self, text: Tensor, starts: Tensor, length: int) -> None:
@@ -52,14 +52,14 @@ class Windows(Dataset[Tensor]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Goes on behind the batch at which a checkpoint was saved, where others start over.
+    """Data loader that resumes after the last batch before a checkpoint, within the epoch.
 
-    Lightning keeps the state in the checkpoint. For the same batches the sampler must give the same
-    order again; the one that the Trainer injects does.
+    Lightning stores its state in the checkpoint. To repeat the same batches, the sampler must
+    repeat its order, as the sampler that the Trainer injects does.
     """
 
-    num_seen = 0  # batches of this epoch that were handed out
-    num_skipped = 0  # batches that the next epoch leaves out
+    num_seen = 0  # batches of this epoch that were returned
+    num_skipped = 0  # batches that the next epoch skips
 
     def __iter__(self) -> Iterator[Any]:
         skipped, self.num_skipped = self.num_skipped, 0
@@ -70,36 +70,37 @@ class ResumableLoader(DataLoader[Any]):
                 yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"num_seen": self.num_seen % len(self)}  # 0: the next epoch is whole
+        return {"num_seen": self.num_seen % len(self)}  # 0: at the start of an epoch
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_skipped = state["num_seen"]
 
 
 class StdlibText(pl.LightningDataModule):
-    """Batches of shape (batch_size, context + 1), uint8: tell each byte from those before it.
+    """Batches of bytes of shape (batch_size, context + 1), uint8.
 
-    Whole files are split by a hash of their path, so that no text for evaluation is trained on and
-    every rank, run and machine with the same Python has the same split. A training epoch is as many
-    random crops as cover the text once: crop i is fixed by `seed`, and the sampler that the Trainer
-    injects gives each rank its share of the crops, in an order fixed by its seed and epoch.
-    The windows of validation and test lie at even distances.
+    Files are assigned to training, validation and test by a hash of their path. So no evaluation
+    text is used for training, and every rank, run and machine with the same Python has the same
+    split. A training epoch has as many random crops as are needed to cover the text once. Crop i
+    depends only on `seed`. The sampler that the Trainer injects gives each rank its share of the
+    crops, in an order that depends on its seed and the epoch. The windows of validation and test
+    are evenly spaced.
 
     Args:
-        context: Bytes that the model reads at once.
-        batch_size: Crops in a batch of one rank.
-        num_validation_windows: Of the test, too. 840 is a multiple of 1 to 8, so that the sampler
-            repeats none there.
-        seed: Fixes the random crops. None: as 0, since all ranks must have the same.
-        root: Folder to read. None: the standard library of this Python.
+        context: Length of a sequence in bytes.
+        batch_size: Number of crops per batch and rank.
+        num_validation_windows: Number of windows for validation, and for the test. 840 is a
+            multiple of 1 to 8, so the sampler repeats no window on up to 8 ranks.
+        seed: Seed of the random crops. None: 0, because all ranks need the same seed.
+        root: Folder with the text files. None: the standard library of this Python.
 
     Raises:
         ValueError: `setup` found too little text under `root`.
     """
 
-    train_text: Tensor  # 1-D, uint8, CPU; from setup on
-    validation_text: Tensor  # same
-    test_text: Tensor  # same, for a test
+    train_text: Tensor  # 1-D, uint8, CPU; set in `setup`
+    validation_text: Tensor  # as above
+    test_text: Tensor  # as above, for stage "test" only
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class StdlibText(pl.LightningDataModule):
         self.root = Path(root or sysconfig.get_path("stdlib"))
 
     def setup(self, stage: str) -> None:
-        """Reads the files; about 12 MB, on every rank."""
+        """Reads the files, about 12 MB, on every rank."""
         parts: dict[str, list[bytes]] = {"training": [], "validation": [], "test": []}
         for path, content in read_files(self.root):
             parts[_part(path)].append(content)
@@ -141,11 +142,11 @@ class StdlibText(pl.LightningDataModule):
         return DataLoader(self.test_windows(), batch_size=4 * self.batch_size)
 
     def validation_windows(self) -> Windows:
-        """The windows of every validation, whatever the seed."""
+        """Windows for validation; they do not depend on the seed."""
         return self._windows(self.validation_text)
 
     def test_windows(self) -> Windows:
-        """The windows of every test, of text that no training and no choice has seen."""
+        """Windows for the test, from files used neither for training nor for validation."""
         return self._windows(self.test_text)
 
     def _windows(self, text: Tensor) -> Windows:
@@ -164,7 +165,7 @@ class StdlibText(pl.LightningDataModule):
 
 
 def read_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Relative path (with "/") and content of every text file under `root`, in order of folders."""
+    """Yields relative path (with "/") and content of every text file under `root`, sorted."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
         for name in sorted(names):
@@ -174,9 +175,9 @@ def read_files(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def bigram_bits_per_byte(train_text: Tensor, windows: Windows) -> float:
-    """What a table of byte pairs makes of the bytes that the model is asked for: the mark to beat.
+    """Bits per byte of a bigram table on the bytes that the model predicts, as a baseline.
 
-    The table holds the pairs of the whole training text, each counted once more than seen.
+    The table counts the byte pairs of the entire training text, plus one for each pair.
     """
     counts = np.ones((256, 256))
     counts += np.bincount(_pairs(train_text.numpy()), minlength=256 * 256).reshape(256, 256)

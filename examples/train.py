@@ -1,6 +1,6 @@
 """Trains a byte-level Llama on the standard library of this Python: `python examples/train.py`.
 
-Every setting is in `conf/` and can be changed on the command line, as in
+Every setting is in `conf/`. Change settings on the command line, for example
 `python examples/train.py zero=stage2 bucket=large overlap=none trainer.devices=2`.
 """
 
@@ -27,7 +27,7 @@ def main(config: DictConfig) -> float | None:
 
 
 def _print_result(job: Job) -> None:
-    """Rank 0 alone: after `fit` the parameters are whole on every rank, where memory suffices."""
+    """Prints on rank 0. After `fit` each rank has the full parameters, if they fit in memory."""
     reached = job.metrics.get("val/bits_per_byte", float("nan"))
     bigram = bigram_bits_per_byte(job.data.train_text, job.data.validation_windows())
     print(f"\nvalidation, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")

@@ -1,10 +1,10 @@
-"""Trains a vision transformer in stage 2, on pictures that are drawn as they are needed.
+"""Trains a vision transformer in stage 2, on generated pictures.
 
     python examples/vit.py
 
-Shapes of one colour on noise, to be told apart; it prints the share that it gets right. For
-pictures of your own, give the loaders a data set of (picture, class) such as torchvision's
-ImageFolder, and the module its sizes.
+The model classifies shapes of one colour on noise. The script prints the accuracy. To use your own
+pictures, pass a dataset of (picture, class), such as torchvision's ImageFolder, to the loaders, and
+the sizes of the pictures to the module.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CLASSES = ("square", "disc", "cross")
 
 
 class Shapes(Dataset):
-    """Pictures of shape (3, size, size) with the number of what they show; each has its seed."""
+    """Pictures of shape (3, size, size) with the number of their class; each has its own seed."""
 
     def __init__(self, first: int, num: int, size: int) -> None:
         self.first, self.num, self.size = first, num, size
@@ -75,8 +75,8 @@ class ViT(pl.LightningModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         pictures, kinds = batch
-        right = (self(pictures).argmax(dim=1) == kinds).float().mean()
-        self.log("val/right", right, prog_bar=True, sync_dist=True)
+        accuracy = (self(pictures).argmax(dim=1) == kinds).float().mean()
+        self.log("val/accuracy", accuracy, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, weight_decay=0.05)
@@ -90,12 +90,12 @@ class ViT(pl.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=32, help="of the pictures")
+    parser.add_argument("--size", type=int, default=32, help="height and width of the pictures")
     parser.add_argument("--patch", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--pictures", type=int, default=8192)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="batch size per rank")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--devices", default="auto")
@@ -111,7 +111,7 @@ def main() -> None:
         DataLoader(others, args.batch_size),
     )
     if trainer.is_global_zero:
-        print(f"told apart: {trainer.callback_metrics['val/right']:.1%}, by chance 33.3%")
+        print(f"accuracy: {trainer.callback_metrics['val/accuracy']:.1%}, by chance 33.3%")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The model and the data of the project; nothing here knows of Hydra or of sharding."""
+"""The model and the data of the project; they do not depend on Hydra or on sharding."""
 
 import lightning.pytorch as pl
 import torch
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Regression(pl.LightningModule):
-    """Learns the norm of points of 16 coordinates."""
+    """Predicts the norm of points with 16 coordinates."""
 
     def __init__(self, width: int, num_layers: int, lr: float) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A Hydra project of its own that takes all but its model and data from `pkg://lightning_zero.conf`.
+"""A Hydra project that takes all groups but model and data from `pkg://lightning_zero.conf`.
 
     cd examples/hydra_project && python train.py model=large zero=stage2 offload=cpu_optimizer
 
-`--cfg job` shows all settings. Copy the folder: it needs nothing else of this repository.
+`--cfg job` prints all settings. Copy the folder: it needs no other file of this repository.
 """
 
 import hydra
