@@ -147,7 +147,7 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
         assert main(shlex.split(command)[1:]) == 0, command
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
     assert (tmp_path / "for-fsdp" / ".metadata").is_file()
-    assert torch.load("whole.ckpt")["state_dict"]["weight"].equal(state["state_dict"]["weight"])
+    assert torch.load("full.ckpt")["state_dict"]["weight"].equal(state["state_dict"]["weight"])
     project = (ROOT / "pyproject.toml").read_text()
     assert '[project.scripts]\nlightning-zero = "lightning_zero.cli:main"' in project
 
