@@ -42,7 +42,7 @@ CELLS = [(3, 1), (2, 2), (3, 3)]
 REST = [(1, 1), (2, 1), (1, 2), (3, 2), (1, 3), (2, 3)]
 
 
-@pytest.mark.shows("optimizers of whole tensors: Muon, Adafactor, LAMB")
+@pytest.mark.shows("optimizers that read full tensors: Muon, Adafactor, LAMB")
 @pytest.mark.parametrize(
     ("stage", "world_size"),
     [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in REST)],
