@@ -1,6 +1,6 @@
 """Counts words that the project does not use, and sentences without a subject.
 
-    python -m tests.tools.words  # every tracked file; exit code 1 if a word is left
+    python -m tests.tools.words  # every file; exit code 1 if a word is left
     python -m tests.tools.words lightning_zero/comm --show
     python -m tests.tools.words --revision HEAD~20  # the same count of an earlier commit
 
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".sbatch")
+SUFFIXES = ("/run", ".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".sbatch")
+FOLDERS = ("", ".ci", "conf", "docs", "examples", "lightning_zero", "tests")
 # History and this table keep their words.
 SKIPPED = ("CHANGELOG.md", "tests/benchmarks/20*.md", "tests/tools/*words.py")
 
@@ -237,14 +238,14 @@ def _is_read(path: str) -> bool:
 
 
 def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
-    """Path and text of each tracked file that is read, of the working tree or of a revision."""
+    """Path and text of each file that is read, of the working tree or of a revision."""
     if revision is None:
-        listed = subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        for path in filter(_is_read, listed.stdout.splitlines()):
-            if (ROOT / path).is_file():
-                yield path, (ROOT / path).read_text(encoding="utf-8")
+        for folder in FOLDERS:
+            pattern = "**/*" if folder else "*"
+            for file in sorted((ROOT / folder).glob(pattern)):
+                path = file.relative_to(ROOT).as_posix()
+                if _is_read(path) and file.is_file() and "/." not in path:
+                    yield path, file.read_text(encoding="utf-8")
         return
     archive = subprocess.run(
         ["git", "archive", revision], cwd=ROOT, capture_output=True, check=True
