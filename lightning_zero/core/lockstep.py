@@ -2,7 +2,7 @@
 
 [Note: Lockstep] In stage 3 every forward is collective. A rank that needs fewer of them than the
 others (its samples end earlier, it has fewer batches) leaves the loop early and then takes part in
-what the others still gather until all have left: see [Note: Who waits for whom] in
+what the others still gather until all have left: see [Note: Collective order] in
 layout/order.py. Two kinds of loop exist: `uneven_calls`, one step in which the module is called any
 number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 A collective of another kind could pair with a round of a rank that is elsewhere, in such a loop,

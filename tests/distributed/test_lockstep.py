@@ -121,7 +121,7 @@ def test_a_metric_synchronised_in_each_batch_needs_equally_many():
     results = run_ranks(2, _validate, settings(3), EvenModule, has_group=False)
     assert results == run_once(2, _validate, "ddp", EvenModule)
     start = time.monotonic()
-    with pytest.raises(RankError, match="this rank has come to a mean over ranks") as raised:
+    with pytest.raises(RankError, match="this rank reached a mean over ranks") as raised:
         run_ranks(2, _validate, settings(3), EachBatchModule, has_group=False)
     assert "did not return" not in str(raised.value)
     assert time.monotonic() - start < 30
@@ -365,9 +365,7 @@ def test_one_rank_that_looks_at_weights_gets_an_error_with_the_remedy_and_the_ot
     first, second = run_ranks(2, _fit_beside, hook, look, has_group=False)
     assert "lightning_zero.gathered(module)" in first[0].splitlines()[-1]
     for text, _ in (first, second):
-        assert re.search(
-            r"rank 0 has come to p.data\.\w+\(\) of gpt\.\w+\.weight, .*\.py:\d+", text
-        )
+        assert re.search(r"rank 0 reached p.data\.\w+\(\) of gpt\.\w+\.weight, .*\.py:\d+", text)
     assert max(first[1], second[1]) < 10
 
 
