@@ -148,7 +148,7 @@ def test_a_negative_size_is_refused_by_name(build, name, value):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0.5, "many", True, float("nan"), float("inf"), [1]])
 def test_a_size_that_is_no_integer_is_refused_by_name(build, name, value):
-    with pytest.raises((TypeError, ValueError), match=rf"{name} must be a whole number"):
+    with pytest.raises((TypeError, ValueError), match=rf"{name} must be an integer"):
         build(stage=_stage_for(name), **{name: value})
 
 
