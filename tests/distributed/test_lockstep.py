@@ -378,10 +378,3 @@ def _fit_beside(rank, world_size, hook, look):
     with pytest.raises(RuntimeError) as raised:
         trainer.fit(module)
     return str(raised.value), time.monotonic() - start
-
-
-def test_the_former_name_still_does_it_and_says_the_new_one():
-    with pytest.warns(FutureWarning, match=r"uneven_calls\(module\)"):
-        context = lightning_zero.lockstep(torch.nn.Linear(2, 2))
-    with context:
-        assert not torch.is_grad_enabled()
