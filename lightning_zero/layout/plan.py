@@ -189,7 +189,8 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
 
 def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
-    is_stepped = bucket.stage.has_shard(State.OPTIM)  # a frozen bucket may be unfrozen
+    # A frozen bucket may be unfrozen, so it counts.
+    is_stepped = bucket.stage.has_shard(State.OPTIM)
     num_states = 3 if bucket.has_own_master else 2
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,

@@ -65,7 +65,7 @@ class OwnCodeGPT(BuiltGPT):
 
 
 def _train(rank, world_size, cases):
-    building._WHOLE_NUMEL = WHOLE_NUMEL
+    building._UNSHARDED_NUMEL = WHOLE_NUMEL
     found = []
     for factory, is_late, spec, options in cases:
         seed_everything(7, verbose=False)
@@ -119,7 +119,7 @@ class WatchedGPT(BuiltGPT):
 
 
 def _peak(rank, world_size):
-    building._WHOLE_NUMEL = WHOLE_NUMEL
+    building._UNSHARDED_NUMEL = WHOLE_NUMEL
     read_into, module = PartialParameter.read_into, WatchedGPT(True, ranks=2, num_batches=1)
 
     def watched(piece, view):
@@ -164,7 +164,7 @@ class UnevenGPT(BuiltGPT):
 
 
 def _uneven(rank, world_size, kind):
-    building._WHOLE_NUMEL = WHOLE_NUMEL
+    building._UNSHARDED_NUMEL = WHOLE_NUMEL
     seed_everything(7 + rank, verbose=False)
     module = UnevenGPT(kind, ranks=2, num_batches=1)
     trainer = make_trainer(settings(3))
