@@ -74,21 +74,22 @@ class OffloadConfig:
     Attributes:
         device: str, default "cpu". "cpu", "nvme", or "auto": fill the device, then CPU memory, then
             NVMe, each up to its budget.
-        nvme_path: Path, default None. Folder on a local disk for shards on NVMe. None:
+        nvme_path: str, default None. Folder on a local disk for shards on NVMe. None:
             `$LIGHTNING_ZERO_NVME_PATH`, `$SLURM_TMPDIR` or the temporary folder of the system.
             Devices "nvme" and "auto".
         pin_memory: bool, default True. Page-lock CPU memory, so that copies from and to a CUDA
             device overlap with its computation. No effect without CUDA.
-        buffer_count: Number of buffers, default 4. CPU buffers for transfers from and to NVMe. At
-            least 2.
-        buffer_size: Elements of 4 bytes, default 2^24. Size of each of these buffers. At least
-            2^16.
+        buffer_count: int, default 4. Number of CPU buffers for transfers from and to NVMe, at least
+            2.
+        buffer_size: int (elements of 4 bytes), default 2^24. Size of each of these buffers, at
+            least 2^16.
         ratio: float from 0 to 1, default 1. Share of the elements that is offloaded, by buckets;
             the others stay on the device. Devices "cpu" and "nvme".
-        max_in_cpu_bytes: Bytes, default None. CPU memory of this rank for shards. Device "nvme":
-            limit for gradients, which are on NVMe beyond it; None: no limit. Device "auto": budget
-            of the CPU tier; None: half of the available memory, divided by the ranks of the node.
-        max_in_device_bytes: Bytes, default None. Budget of the device tier. None: half of the
+        max_in_cpu_bytes: int (bytes), default None. CPU memory of this rank for shards. Device
+            "nvme": limit for gradients, which are on NVMe beyond it; None: no limit. Device "auto":
+            budget of the CPU tier; None: half of the available memory, divided by the ranks of the
+            node.
+        max_in_device_bytes: int (bytes), default None. Budget of the device tier. None: half of the
             memory that is free when the engine is made. Device "auto".
 
     Raises:
@@ -215,7 +216,7 @@ def step_buffer_config(
 class ShardBytes:
     """Bytes of one bucket's shards on one rank."""
 
-    param: int  # 0 if parameters are unsharded
+    param: int  # 0 if parameters are replicated
     # The main parameter, if it is a separate tensor, and two moments, as of Adam: the true size of
     # an optimizer's states is known only after its first step.
     optim: int

@@ -171,7 +171,7 @@ def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
 
 
 def nvme_bytes(plan: Plan) -> tuple[int, int]:
-    """Bytes on NVMe of one rank: of parameters, and of main parameters with gradients.
+    """Bytes of one rank on NVMe: of parameters, and of main parameters and gradients.
 
     Other states of an optimizer are not known before its first step.
     """
@@ -241,10 +241,8 @@ class _Bucketizer:
         self._owners: dict[str, int] = {}  # ranks, by parameter
         if not config.states.has_shard(State.OPTIM):
             return  # every rank steps everything
-        for is_trainable in (
-            True,
-            False,
-        ):  # frozen parameters need less memory: balance both separately
+        # Frozen parameters need less memory: trained and frozen ones are balanced separately.
+        for is_trainable in (True, False):
             names = [
                 name
                 for name, parameter in named.items()

@@ -153,10 +153,10 @@ class _CheckpointedForward:
         return own
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _identity, (self.forward,)
+        return _itself, (self.forward,)
 
 
-def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:  # pickles contain this name
     return forward
 
 
