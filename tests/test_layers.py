@@ -1,4 +1,4 @@
-"""Imports go one way: a package never knows a later one, and no module itself by way of others."""
+"""Imports go one way: no package imports a later one, and no module itself through others."""
 
 import ast
 import sys
@@ -25,7 +25,7 @@ PACKAGES = [
     "observe",
     "cli",
 ]
-ALONE = {  # rooms that know nothing but these
+ALONE = {  # packages that import only these
     "record": set(),
     "layout": set(),
     "tensors": {"layout"},
@@ -50,7 +50,7 @@ def syntax_of(module):
 
 @cache
 def imported(module):
-    """Modules, those for types alone and those inside of functions too."""
+    """Imported modules, also those for types only and those inside functions."""
     found = set()
     for node in ast.walk(syntax_of(module)):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def packages():
 
 
 def assert_none(problems):
-    """`problems`: by module, what is wrong there."""
+    """`problems`: a list of problems for each module."""
     bad = [f"{module}: {', '.join(sorted(found))}" for module, found in problems if found]
     assert not bad, "\n".join(bad)
 
@@ -87,7 +87,7 @@ def test_no_package_imports_a_later_one():
     assert_none((module, wrong(module, package)) for module, package in packages())
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_no_module_imports_itself_through_others():
     order = []
 
     def visit(module, path):
@@ -111,7 +111,7 @@ def test_every_package_docstring_lists_its_modules():
         assert not missing or package == "cli", f"{package}: {missing}"
 
 
-def test_lightning_and_hydra_are_known_from_the_strategy_on():
+def test_only_the_strategy_and_later_packages_import_lightning_and_hydra():
     known = {"lightning", "lightning_utilities", "hydra", "omegaconf", "wandb"}
     below = PACKAGES[: PACKAGES.index("strategy")]
     assert_none(

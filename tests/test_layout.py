@@ -45,10 +45,10 @@ def test_gaps_and_slots_together_are_the_flat_space(shapes, world_size):
     assert gaps + sum(slot.numel for slot in layout.slots) == layout.numel
 
 
-def slices_of_shards(whole, world_size):
-    """By rank, of each parameter what is in its shard."""
+def slices_of_shards(unsharded, world_size):
+    """By rank, the slice of each parameter in its shard."""
     return [
-        [whole.shard(rank)[part.start : part.stop] for part in whole.layout.parts(rank)]
+        [unsharded.shard(rank)[part.start : part.stop] for part in unsharded.layout.parts(rank)]
         for rank in range(world_size)
     ]
 
@@ -56,11 +56,11 @@ def slices_of_shards(whole, world_size):
 @given(SHAPES, WORLDS)
 def test_slices_of_all_shards_joined_are_the_parameters(shapes, world_size):
     layout = lay_out(shapes, world_size)
-    whole = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    for index, view in enumerate(whole.views):
+    unsharded = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    for index, view in enumerate(unsharded.views):
         view.copy_(torch.arange(view.numel()).reshape(view.shape) + 1000 * index)
-    parts = slices_of_shards(whole, world_size)
-    for index, view in enumerate(whole.views):
+    parts = slices_of_shards(unsharded, world_size)
+    for index, view in enumerate(unsharded.views):
         joined = torch.cat([part[index] for part in parts])
         assert torch.equal(joined, view.reshape(-1))
 
@@ -76,7 +76,7 @@ def test_memory_comes_back_with_zero_padding(shapes, world_size):
     assert buffer.tensor.sum() == sum(slot.numel for slot in buffer.layout.slots)
 
 
-def place(shapes, world_size):
+def lay_out_owned(shapes, world_size):
     owners = assign_owners([math.prod(shape) for shape in shapes], world_size)
     named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
     return FlatLayout.of_owned_tensors(named, owners, world_size), owners
@@ -84,7 +84,7 @@ def place(shapes, world_size):
 
 @given(SHAPES, WORLDS)
 def test_an_owned_tensor_lies_in_the_shard_of_its_owner_which_alone_steps_it(shapes, world_size):
-    layout, owners = place(shapes, world_size)
+    layout, owners = lay_out_owned(shapes, world_size)
     assert layout.has_tensor_owners
     for slot, shape, owner in zip(layout.slots, shapes, owners, strict=True):
         for rank in range(world_size):
@@ -96,7 +96,7 @@ def test_an_owned_tensor_lies_in_the_shard_of_its_owner_which_alone_steps_it(sha
 
 @given(SHAPES, WORLDS)
 def test_shards_of_owned_tensors_are_as_long_as_their_tensors(shapes, world_size):
-    layout, owners = place(shapes, world_size)
+    layout, owners = lay_out_owned(shapes, world_size)
     assert layout.bounds[0] == 0
     assert layout.numel == sum(len(layout.shard(rank)) for rank in range(world_size))
     for rank in range(world_size):
@@ -108,7 +108,7 @@ def test_shards_of_owned_tensors_are_as_long_as_their_tensors(shapes, world_size
 
 @given(SHAPES, WORLDS)
 def test_gaps_and_owned_tensors_fill_the_flat_space_once(shapes, world_size):
-    layout, _ = place(shapes, world_size)
+    layout, _ = lay_out_owned(shapes, world_size)
     covered = [i for gap in layout.gaps for i in gap]
     covered += [i for slot in layout.slots for i in range(slot.start, slot.stop)]
     assert sorted(covered) == list(range(layout.numel))
@@ -116,12 +116,12 @@ def test_gaps_and_owned_tensors_fill_the_flat_space_once(shapes, world_size):
 
 @given(SHAPES, WORLDS)
 def test_shards_of_owned_tensors_joined_are_the_parameters(shapes, world_size):
-    layout, _ = place(shapes, world_size)
-    whole = FlatBuffer(layout, torch.float32, torch.device("cpu"))
-    for index, view in enumerate(whole.views):
+    layout, _ = lay_out_owned(shapes, world_size)
+    unsharded = FlatBuffer(layout, torch.float32, torch.device("cpu"))
+    for index, view in enumerate(unsharded.views):
         view.copy_(torch.arange(view.numel()).reshape(view.shape) + 1000 * index)
-    parts = slices_of_shards(whole, world_size)
-    for index, view in enumerate(whole.views):
+    parts = slices_of_shards(unsharded, world_size)
+    for index, view in enumerate(unsharded.views):
         assert torch.equal(torch.cat([part[index] for part in parts]), view.reshape(-1))
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share shards, and which hold the same."""
+"""Shard groups and replica groups of a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_zero.layout.mesh import Mesh
 
 @settings(deadline=None)
 @given(num_shards=st.integers(1, 9), num_replicas=st.integers(1, 9), data=st.data())
-def test_every_rank_is_where_its_two_groups_cross(num_shards, num_replicas, data):
+def test_every_rank_is_in_the_intersection_of_its_two_groups(num_shards, num_replicas, data):
     world_size = num_shards * num_replicas
     rank = data.draw(st.integers(0, world_size - 1))
     mesh = Mesh.of(rank, world_size, num_shards)

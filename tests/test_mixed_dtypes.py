@@ -1,4 +1,4 @@
-"""Which errors are told as errors of dtypes."""
+"""Errors that are explained as dtype errors."""
 
 from types import SimpleNamespace
 
@@ -40,6 +40,6 @@ def test_an_error_of_torch_names_the_module_and_the_setting():
         _OfTwo("a", "b"),
     ],
 )
-def test_an_error_of_other_ranks_or_of_something_else_is_left_as_it_is(error):
+def test_errors_of_other_ranks_and_other_errors_are_unchanged(error):
     before = str(error)
     assert _explained(error) == before

@@ -1,4 +1,4 @@
-"""What a user may ask of offload, and which shard then rests where; no tensor is allocated."""
+"""Options of offload, and the tier of each shard; no tensor is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIXED = st.builds(OffloadConfig, st.sampled_from(["cpu", "nvme"]), ratio=st.floa
 AUTO = st.builds(OffloadConfig, st.just("auto"), max_in_cpu_bytes=BOUND, max_in_device_bytes=BOUND)
 
 
-# What may be asked for.
+# Options.
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,10 @@ AUTO = st.builds(OffloadConfig, st.just("auto"), max_in_cpu_bytes=BOUND, max_in_
         ({"device": None}, ValueError, "device of an offload"),
         ({"pin_memory": 1}, TypeError, "pin_memory must be True or False, got 1"),
         ({"buffer_count": 1}, ValueError, "buffer_count must be at least 2, got 1"),
-        ({"buffer_count": 2.5}, TypeError, "buffer_count must be a whole number, got 2.5"),
-        ({"buffer_count": True}, TypeError, "buffer_count must be a whole number"),
+        ({"buffer_count": 2.5}, TypeError, "buffer_count must be an integer, got 2.5"),
+        ({"buffer_count": True}, TypeError, "buffer_count must be an integer"),
         ({"buffer_size": 1000}, ValueError, "buffer_size must be at least 65536, got 1000"),
-        ({"buffer_size": "1e8"}, TypeError, "buffer_size must be a whole number, got '1e8'"),
+        ({"buffer_size": "1e8"}, TypeError, "buffer_size must be an integer, got '1e8'"),
         ({"ratio": -0.1}, ValueError, r"ratio must be from 0 \(nothing\) to 1 \(all\), got -0.1"),
         ({"ratio": 1.5}, ValueError, "ratio must be from 0"),
         ({"ratio": float("nan")}, ValueError, "ratio must be from 0"),
@@ -72,7 +72,7 @@ def test_a_value_without_meaning_is_refused_with_what_to_do(settings, error, mes
         ({"device": "cpu", "ratio": 2}, ValueError, "ratio must be from 0"),
     ],
 )
-def test_what_is_no_offload_is_refused_by_the_name_of_its_setting(value, error, message):
+def test_an_invalid_offload_is_refused_by_the_name_of_its_setting(value, error, message):
     with pytest.raises(error, match=message):
         OffloadConfig.of("offload_param", value)
 
@@ -90,7 +90,7 @@ def test_a_mapping_or_a_name_makes_the_same_config():
     assert OffloadConfig.of("x", asked) is asked
 
 
-def test_the_swap_folder_is_the_one_named_or_the_environments(monkeypatch, tmp_path):
+def test_the_nvme_folder_is_the_configured_one_or_that_of_the_environment(monkeypatch, tmp_path):
     for name in ("LIGHTNING_ZERO_NVME_PATH", "SLURM_TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     assert OffloadConfig("nvme").folder == tempfile.gettempdir()
@@ -103,19 +103,19 @@ def test_the_swap_folder_is_the_one_named_or_the_environments(monkeypatch, tmp_p
     assert OffloadConfig("nvme").folder == "/of-the-job"
 
 
-def test_every_field_is_explained():
+def test_every_field_is_documented():
     for name in OffloadConfig.__dataclass_fields__:
         assert re.search(rf"^ +{name}: ", OffloadConfig.__doc__, flags=re.MULTILINE), name
 
 
-# Which shard rests where.
+# Tiers of shards.
 
 
 def in_tier(tiers, shards, state, tier):
     return sum(
         getattr(shard, state)
-        for rests, shard in zip(tiers, shards, strict=True)
-        if getattr(rests, state) is tier
+        for assigned, shard in zip(tiers, shards, strict=True)
+        if getattr(assigned, state) is tier
     )
 
 
@@ -125,12 +125,12 @@ def test_every_shard_has_a_tier_and_a_gradient_is_where_its_optimizer_steps(
 ):
     tiers = assign_tiers(shards, param, optim, budgets)
     assert len(tiers) == len(shards)
-    for rests in tiers:
-        assert all(isinstance(t, Tier) for t in (rests.param, rests.optim, rests.grad))
-        if rests.optim is Tier.NVME:
-            assert rests.grad in (Tier.CPU, Tier.NVME)
+    for assigned in tiers:
+        assert all(isinstance(t, Tier) for t in (assigned.param, assigned.optim, assigned.grad))
+        if assigned.optim is Tier.NVME:
+            assert assigned.grad in (Tier.CPU, Tier.NVME)
         else:
-            assert rests.grad is rests.optim
+            assert assigned.grad is assigned.optim
     assert tiers == assign_tiers(shards, param, optim, budgets)
 
 
@@ -144,19 +144,21 @@ def test_the_ratio_is_met_within_half_a_bucket_at_every_bucket(shards, config, b
     tier = Tier(config.device)
     for number in range(len(shards) + 1):
         part = shards[:number]
-        whole = sum(shard.optim for shard in part)
+        total = sum(shard.optim for shard in part)
         away = in_tier(assign_tiers(part, None, config, budgets), part, "optim", tier)
         largest = max((shard.optim for shard in part), default=0)
-        assert abs(away - config.ratio * whole) <= largest / 2 + 1e-6
+        assert abs(away - config.ratio * total) <= largest / 2 + 1e-6
 
 
 @given(SHARDS, st.sampled_from(["cpu", "nvme"]), st.sampled_from([0.0, 1.0]))
 def test_a_ratio_of_one_is_all_and_of_zero_nothing(shards, device, ratio):
     config = OffloadConfig(device, ratio=ratio)
     expected = Tier(device) if ratio else Tier.DEVICE
-    for rests, shard in zip(assign_tiers(shards, config, config, Budgets()), shards, strict=True):
-        assert rests.param is (expected if shard.param else Tier.DEVICE)
-        assert rests.optim is (expected if shard.optim else Tier.DEVICE)
+    for assigned, shard in zip(
+        assign_tiers(shards, config, config, Budgets()), shards, strict=True
+    ):
+        assert assigned.param is (expected if shard.param else Tier.DEVICE)
+        assert assigned.optim is (expected if shard.optim else Tier.DEVICE)
 
 
 @given(SHARDS, BOUND, st.floats(0, 1))
@@ -165,13 +167,13 @@ def test_gradients_of_nvme_take_no_more_cpu_memory_than_allowed(shards, bound, r
     tiers = assign_tiers(shards, None, config, Budgets())
     held = in_tier(tiers, shards, "grad", Tier.CPU)
     if bound is None:
-        assert all(rests.grad is not Tier.NVME for rests in tiers)
+        assert all(assigned.grad is not Tier.NVME for assigned in tiers)
     else:
         assert held <= bound
 
 
 def budgets_of(configs, budgets):
-    """Bytes of device and CPU that "auto" may fill: those named, else those measured."""
+    """Bytes of device and CPU that "auto" may fill: the configured ones, else `budgets`."""
     asked = [config for config in configs if config is not None]
     devices = [c.max_in_device_bytes for c in asked if c.max_in_device_bytes is not None]
     cpus = [c.max_in_cpu_bytes for c in asked if c.max_in_cpu_bytes is not None]
@@ -187,12 +189,12 @@ def test_auto_never_exceeds_its_budgets(shards, param, optim, budgets):
     limits = budgets_of((param, optim), budgets)
     states = ("param", "optim", "grad") if param is not None else ("optim", "grad")
     for tier, limit in zip((Tier.DEVICE, Tier.CPU), limits, strict=True):
-        # A gradient travels with its optimizer shard, and an empty one costs nothing to hold.
+        # A gradient is on the tier of its optimizer shard; an empty shard needs no memory.
         paid = sum(in_tier(tiers, shards, state, tier) for state in states)
         unpaid = sum(
             shard.grad
-            for shard, rests in zip(shards, tiers, strict=True)
-            if shard.optim == 0 and rests.grad is tier
+            for shard, assigned in zip(shards, tiers, strict=True)
+            if shard.optim == 0 and assigned.grad is tier
         )
         assert paid - unpaid <= limit
 
@@ -201,29 +203,29 @@ def test_auto_never_exceeds_its_budgets(shards, param, optim, budgets):
 def test_auto_chooses_for_parameters_before_optimizer_states(shards, config, budgets):
     with_optim = assign_tiers(shards, config, config, budgets)
     alone = assign_tiers(shards, config, None, budgets)
-    assert [rests.param for rests in with_optim] == [rests.param for rests in alone]
+    assert [assigned.param for assigned in with_optim] == [assigned.param for assigned in alone]
 
 
 @given(SHARDS, AUTO, BUDGETS)
 def test_auto_uses_a_slower_tier_only_where_the_faster_is_full(shards, config, budgets):
     device, cpu = budgets_of((config,), budgets)
-    for rests, shard in zip(assign_tiers(shards, None, config, budgets), shards, strict=True):
+    for assigned, shard in zip(assign_tiers(shards, None, config, budgets), shards, strict=True):
         nbytes = shard.optim + shard.grad
         if shard.optim == 0 or nbytes <= device:
-            assert rests.optim is Tier.DEVICE
+            assert assigned.optim is Tier.DEVICE
             device -= nbytes if shard.optim else 0
         elif nbytes <= cpu:
-            assert rests.optim is Tier.CPU
+            assert assigned.optim is Tier.CPU
             cpu -= nbytes
         else:
-            assert rests.optim is Tier.NVME
+            assert assigned.optim is Tier.NVME
 
 
 def test_one_state_can_span_three_tiers():
     shards = [ShardBytes(param=100, optim=200, grad=100)] * 6
     config = OffloadConfig("auto", max_in_device_bytes=800, max_in_cpu_bytes=650)
     tiers = assign_tiers(shards, config, config, Budgets())
-    assert [rests.param.value for rests in tiers] == ["device"] * 6
+    assert [assigned.param.value for assigned in tiers] == ["device"] * 6
     # 200 of the device are left, and 300 are needed.
-    assert [rests.optim.value for rests in tiers] == ["cpu"] * 2 + ["nvme"] * 4
-    assert [rests.grad.value for rests in tiers] == ["cpu"] * 2 + ["nvme"] * 4
+    assert [assigned.optim.value for assigned in tiers] == ["cpu"] * 2 + ["nvme"] * 4
+    assert [assigned.grad.value for assigned in tiers] == ["cpu"] * 2 + ["nvme"] * 4

@@ -1,7 +1,7 @@
-"""The order of gathers and reductions, run by N ranks, of which one goes on at a time.
+"""The collective order, run by N threads as ranks, of which one continues at a time.
 
-The ranks run the engine's own code; only messages and tensors are played. A rank may have to wait
-for a round or for the data of an event; where all that have not ended wait, they would for ever.
+The ranks run the engine's own code; only messages and tensors are simulated. A rank may wait for a
+round or for the data of an event. If all ranks that have not ended wait, that is a deadlock.
 """
 
 import random
@@ -22,7 +22,7 @@ NUM_UNITS = 5
 
 
 class Deadlock(Exception):
-    """Every rank that has not ended waits."""
+    """All ranks that have not ended wait."""
 
 
 class Failed(RuntimeError):
@@ -30,14 +30,14 @@ class Failed(RuntimeError):
 
 
 class World:
-    """What ranks have said and issued, and which of them goes on."""
+    """Votes and events of all ranks, and the rank that continues."""
 
     def __init__(self, size, rng):
         self.size = size
         self.rng = rng
-        self.said = [[] for _ in range(size)]
+        self.votes = [[] for _ in range(size)]
         self.issued = [[] for _ in range(size)]
-        self._needs = [lambda: True] * size  # what each waits for
+        self._needs = [lambda: True] * size  # what each rank waits for
         self._is_over = [False] * size
         self._turn = threading.Condition()
         self._now = None
@@ -57,7 +57,7 @@ class World:
             raise self.error
 
     def wait(self, rank, need):
-        """Lets others go on, and returns when `need` is met."""
+        """Lets other ranks continue, and returns when `need` is met."""
         with self._turn:
             self._needs[rank] = need
             self._pass_on()
@@ -88,12 +88,12 @@ class World:
         self._turn.notify_all()
 
     def where(self):
-        said = [len(sayings) for sayings in self.said]
-        return f"rounds {said}, events {[len(events) for events in self.issued]}"
+        rounds = [len(votes) for votes in self.votes]
+        return f"rounds {rounds}, events {[len(events) for events in self.issued]}"
 
 
 class ControlPlane:
-    """One rank's, in a world."""
+    """Control plane of one rank, in a world."""
 
     def __init__(self, world, rank):
         self.world, self.rank, self.size = world, rank, world.size
@@ -107,9 +107,9 @@ class ControlPlane:
         return self.begin_round(numbers, mask, judge).result()
 
     def begin_round(self, numbers, mask, judge):
-        sayings = self.world.said[self.rank]
-        sayings.append((list(numbers), mask))
-        return Saying(self, len(sayings) - 1, judge)
+        votes = self.world.votes[self.rank]
+        votes.append((list(numbers), mask))
+        return PendingRound(self, len(votes) - 1, judge)
 
     @contextmanager
     def waiting(self, name):
@@ -125,25 +125,25 @@ class ControlPlane:
         return AssertionError(text)
 
 
-class Saying:
+class PendingRound:
     def __init__(self, control_plane, number, judge):
         self._control_plane, self._number, self._judge = control_plane, number, judge
 
     def done(self):
-        return all(len(sayings) > self._number for sayings in self._control_plane.world.said)
+        return all(len(votes) > self._number for votes in self._control_plane.world.votes)
 
     def result(self):
         self._control_plane.world.wait(self._control_plane.rank, self.done)
-        said = [sayings[self._number] for sayings in self._control_plane.world.said]
-        numbers = [min(of_all) for of_all in zip(*(numbers for numbers, _ in said), strict=True)]
-        width = max(len(mask) for _, mask in said)
-        masks = [mask.ljust(width, b"\0") for _, mask in said]
-        heard = RoundResult(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
-        return heard if self._judge is None else heard._replace(error=self._judge(heard))
+        votes = [votes[self._number] for votes in self._control_plane.world.votes]
+        numbers = [min(of_all) for of_all in zip(*(numbers for numbers, _ in votes), strict=True)]
+        width = max(len(mask) for _, mask in votes)
+        masks = [mask.ljust(width, b"\0") for _, mask in votes]
+        result = RoundResult(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
+        return result if self._judge is None else result._replace(error=self._judge(result))
 
 
 class Rank:
-    """A module of units, each with one bucket, in the hands of an `CollectiveOrder`."""
+    """A module of units, each with one bucket, driven by a `CollectiveOrder`."""
 
     def __init__(self, world, rank, kind=CollectiveOrder):
         self.world, self.rank = world, rank
@@ -151,20 +151,20 @@ class Rank:
         self.order = kind(
             self.control_plane, self, numels=[1] * NUM_UNITS, num_buckets=NUM_UNITS, names=["p"]
         )
-        self.whole: set[int] = set()
-        self.num_steps = 0  # the values that a gather sends
+        self.unsharded: set[int] = set()
+        self.num_steps = 0  # the version of the values that an all-gather sends
         self.reducing = None
-        self.gradients = Counter()  # by bucket: that have come, less those that are reduced
-        self.touched: set[int] = set()  # in this pass, as the next one
+        self.gradients = Counter()  # by bucket: gradients that have come and are not reduced
+        self.touched: set[int] = set()  # in this pass; `reduced` likewise
         self.reduced: set[int] = set()
 
-    # what an order asks for
+    # what an order calls
 
     def issue_unshard(self, unit, *, is_kept):
-        self._issue(("gather", unit, self.num_steps))
+        self._issue(("all_gather", unit, self.num_steps))
         if is_kept:
-            self.whole.add(unit)
-        elif unit not in self.whole:
+            self.unsharded.add(unit)
+        elif unit not in self.unsharded:
             self._await(len(self.world.issued[self.rank]) - 1)
 
     def issue_reduction(self, bucket):
@@ -195,36 +195,36 @@ class Rank:
 
     def use(self, unit, *, is_backward=False, may_repeat=False):
         self.order.mark_used(unit, may_repeat=may_repeat)
-        while unit not in self.whole:
+        while unit not in self.unsharded:
             self.order.request_unshard(unit, is_backward=is_backward)
-        gathers = self.world.issued[self.rank]
-        self._await(max(i for i, event in enumerate(gathers) if event[:2] == ("gather", unit)))
-        if self.order.next_unit is not None and self.order.next_unit not in self.whole:
+        events = self.world.issued[self.rank]
+        self._await(max(i for i, event in enumerate(events) if event[:2] == ("all_gather", unit)))
+        if self.order.next_unit is not None and self.order.next_unit not in self.unsharded:
             self.order.prefetch()
         return unit
 
-    def step(self, units, *, meets=False):
+    def step(self, units, *, has_barriers=False):
         """One forward and backward over `units`, which are then reduced.
 
         Args:
             units: In the order of forward.
-            meets: All ranks do something else together before the last unit of both.
+            has_barriers: All ranks enter a barrier before the last unit of forward and backward.
         """
         if not self.order.is_training:
             self.order.begin("training", [True])
         for number, unit in enumerate(units):
-            if meets and number == len(units) - 1:
+            if has_barriers and number == len(units) - 1:
                 self.order.barrier("a mean of losses")
             self.use(unit)
             if not self.order.is_last_of_forward(unit):
-                self.whole.discard(unit)
+                self.unsharded.discard(unit)
         self.order.begin_backward([True], "backward", list(reversed(range(NUM_UNITS))))
         expected = Counter(units)
         for number, unit in reversed(list(enumerate(units))):
-            if meets and number == 0:
+            if has_barriers and number == 0:
                 self.order.barrier("a mean of gradients")
             self.use(unit, is_backward=True)
-            self.whole.discard(unit)
+            self.unsharded.discard(unit)
             self.gradients[unit] += 1
             self.touched.add(unit)
             expected[unit] -= 1
@@ -237,7 +237,7 @@ class Rank:
         for unit in rest:
             self.issue_reduction(unit)
         self.finish()
-        self.whole.clear()
+        self.unsharded.clear()
         self.touched.clear()
         self.reduced.clear()
         assert not self.gradients, "a gradient was not reduced"
@@ -246,25 +246,25 @@ class Rank:
         late = [b in self.reduced and self.gradients[b] > 0 for b in range(NUM_UNITS)]
         return bytes([*late, *(bucket in self.touched for bucket in range(NUM_UNITS))])
 
-    def look(self, units):
+    def evaluate_once(self, units):
         """A forward without a backward."""
         self.order.begin("forward")
         for unit in units:
             self.use(unit)
-            self.whole.discard(unit)
-        self.whole.clear()
+            self.unsharded.discard(unit)
+        self.unsharded.clear()
 
     def change(self):
-        """An optimizer's step, or a write to what is gathered."""
+        """An optimizer step, or a write to parameters."""
         self.order.close_pass("a step")
         self.order.note("a step")
         self.num_steps += 1
 
     def evaluate(self, passes):
-        """A loop of as many forwards as this rank likes."""
+        """A loop with any number of forwards."""
         self.order.allows_uneven_calls = True
         for units in passes:
-            self.look(units)
+            self.evaluate_once(units)
         self.order.serve_until(self.order.requests.left, "the end of the loop")
         self.order.allows_uneven_calls = False
 
@@ -284,8 +284,8 @@ def units_of(rng, mode):
     return [0, 1, 1, *every] if mode == "repeated" else every
 
 
-def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, meets=False):
-    """A training with an evaluation in it; the rounds that the last step has waited for."""
+def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, has_barriers=False):
+    """Trains, with an evaluation in between: by rank, the rounds that the last step waited for."""
     rng = random.Random(seed)
     world = World(size, random.Random(seed + 1))
     of_ranks = [random.Random(f"{seed} {rank}") for rank in range(size)]
@@ -297,12 +297,12 @@ def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, meets=False):
         own = of_ranks[rank]
         for step in range(num_steps):
             before = one.control_plane.num_awaited
-            one.step(units_of(own, mode) or [0], meets=meets)
+            one.step(units_of(own, mode) or [0], has_barriers=has_barriers)
             awaited[rank] = one.control_plane.num_awaited - before
             if step == evaluates_after:
                 one.evaluate([units_of(own, mode) for _ in range(own.randrange(4))])
             if step % 3 == 2:
-                one.look(units_of(own, mode))
+                one.evaluate_once(units_of(own, mode))
             one.change()
             if step % 3 == 0:
                 one.order.announce_collective("a norm")
@@ -316,17 +316,19 @@ def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, meets=False):
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
-def test_no_rank_hangs_whatever_branches_ranks_take(size, seed, mode, meets):
-    run(size, seed, mode, meets=meets)
+def test_no_rank_hangs_whatever_branches_ranks_take(size, seed, mode, has_barriers):
+    run(size, seed, mode, has_barriers=has_barriers)
 
 
 @pytest.mark.parametrize("mode", ["same", "repeated"])
 def test_ranks_with_equal_passes_soon_wait_only_for_the_last_round(mode):
-    assert run(4, 0, mode) == [0] * 4  # `end` begins its round, which has been said by then
+    assert (
+        run(4, 0, mode) == [0] * 4
+    )  # the round of the last boundary is complete when it is awaited
 
 
-class AsksAtOnce(CollectiveOrder):
-    """Breaks rule 1: asks in a round before it has issued its plan."""
+class RequestsEarly(CollectiveOrder):
+    """Breaks rule 1: sends a request before it has issued its schedule."""
 
     def request_unshard(self, unit, *, is_backward):
         one = self._wait_for_begin()
@@ -335,8 +337,8 @@ class AsksAtOnce(CollectiveOrder):
         super().request_unshard(unit, is_backward=is_backward)
 
 
-class LeavesEarly(CollectiveOrder):
-    """Breaks rule 1: ends its pass before it has issued its plan."""
+class FinishesEarly(CollectiveOrder):
+    """Breaks rule 1: ends its pass before it has issued its schedule."""
 
     def _finish_pass(self):
         if self._pass is not None:
@@ -346,48 +348,48 @@ class LeavesEarly(CollectiveOrder):
 class SkipsEvents(CollectiveOrder):
     """Breaks rule 1: issues only what it needs."""
 
-    def _advance(self, stop, *, is_wanted=False):
+    def _advance(self, stop, *, is_needed=False):
         one = self._wait_for_begin()
-        if is_wanted:
+        if is_needed:
             one.cursor = max(one.cursor, stop - 1)
-        super()._advance(stop, is_wanted=is_wanted)
+        super()._advance(stop, is_needed=is_needed)
 
 
-class HoldsBack(CollectiveOrder):
-    """Breaks rule 1 of passes without a plan: does not reduce what a round has told."""
+class SkipsReductions(CollectiveOrder):
+    """Breaks rule 1 of passes without a schedule: does not reduce what a round decided."""
 
-    def _execute(self, heard, *, is_kept=False):
-        if self.rank_is_odd:
-            heard = heard._replace(lowest=heard.lowest._replace(num_ready=0))
-        super()._execute(heard, is_kept=is_kept)
+    def _execute(self, tally, *, is_kept=False):
+        if self.is_odd_rank:
+            tally = tally._replace(lowest=tally.lowest._replace(num_ready=0))
+        super()._execute(tally, is_kept=is_kept)
 
     @property
-    def rank_is_odd(self):
+    def is_odd_rank(self):
         return self._control_plane.rank % 2
 
 
-class GoesAhead(CollectiveOrder):
-    """Breaks rule 4: follows its plan though others may still ask in the pass before."""
+class BeginsEarly(CollectiveOrder):
+    """Breaks rule 4: replays its schedule though others may send requests in the last pass."""
 
     def begin(self, kind, flags=None):
         super().begin(kind, flags)
         one = self._pass
-        plan = self._recorded.schedule_of(one.key)
-        if not one.is_begun and plan is not None:
-            one.is_begun, one.schedule = True, plan
+        schedule = self._recorded.schedule_of(one.key)
+        if not one.is_begun and schedule is not None:
+            one.is_begun, one.schedule = True, schedule
 
 
-class LearnsAlone(CollectiveOrder):
-    """Breaks rule 4: gives its plan up by what this rank alone has seen."""
+class RecordsAlone(CollectiveOrder):
+    """Breaks rule 4: drops its schedule for what only this rank knows."""
 
-    def _record(self, heard, *, is_incomplete=False):
+    def _record(self, tally, *, is_incomplete=False):
         own = self._ended is not None and self._ended.has_deviated
-        heard = heard._replace(highest=heard.highest._replace(has_deviated=own))
-        super()._record(heard, is_incomplete=is_incomplete)
+        tally = tally._replace(highest=tally.highest._replace(has_deviated=own))
+        super()._record(tally, is_incomplete=is_incomplete)
 
 
-class ChangesAtOnce(CollectiveOrder):
-    """Changes what others may still gather in a pass that has ended on this rank."""
+class WritesEarly(CollectiveOrder):
+    """Writes to parameters that others may still all-gather in a pass that ended on this rank."""
 
     def close_pass(self, name):
         pass
@@ -395,7 +397,15 @@ class ChangesAtOnce(CollectiveOrder):
 
 @pytest.mark.parametrize(
     "kind",
-    [AsksAtOnce, LeavesEarly, SkipsEvents, HoldsBack, GoesAhead, LearnsAlone, ChangesAtOnce],
+    [
+        RequestsEarly,
+        FinishesEarly,
+        SkipsEvents,
+        SkipsReductions,
+        BeginsEarly,
+        RecordsAlone,
+        WritesEarly,
+    ],
 )
 def test_a_broken_rule_is_detected(kind):
     for seed in range(60):
@@ -408,7 +418,7 @@ def test_a_broken_rule_is_detected(kind):
 
 def _fail_in_a_loop(size, failing, seed):
     world = World(size, random.Random(seed))
-    told = {}
+    errors = {}
 
     def program(rank):
         one = Rank(world, rank)
@@ -423,60 +433,60 @@ def _fail_in_a_loop(size, failing, seed):
                         one.order.report_failure(ValueError("bad sample"))
                         raise ValueError("bad sample")
                     one.use(unit)
-                    one.whole.discard(unit)
+                    one.unsharded.discard(unit)
             one.order.serve_until(one.order.requests.done, "the end")
         except (Failed, ValueError) as error:
-            told[rank] = str(error)
+            errors[rank] = str(error)
         one.order.reset()
         one.order.allows_uneven_calls = False
-        one.whole.clear()
+        one.unsharded.clear()
         for _ in range(4):
             one.step(range(NUM_UNITS))
 
     world.run(program)
-    return told
+    return errors
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_receive_the_failure_of_one_and_continue(size):
-    told = _fail_in_a_loop(size, 1, 0)
-    assert told.pop(1) == "bad sample"
+    errors = _fail_in_a_loop(size, 1, 0)
+    assert errors.pop(1) == "bad sample"
     expected = "rank 1 failed, and all ranks with it: ValueError: bad sample"
-    assert set(told.values()) == {expected}
-    assert len(told) == size - 1
+    assert set(errors.values()) == {expected}
+    assert len(errors) == size - 1
 
 
-TURN = 3  # of three units
+BACKWARD = 3  # the event, with three units
 
 
 @pytest.mark.parametrize(
-    ("log", "ahead", "plan"),
+    ("log", "prefetch_numel", "schedule"),
     [
-        # Forward 0 1 2, backward 2 1 0: the last unit stays, the others come one reduction earlier.
-        ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], None, [0, 1, 2, TURN, 1, 6, 0, 5, 4]),
-        ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], 0, [0, 1, 2, TURN, 6, 1, 5, 0, 4]),
-        ([0, 1, 2, TURN, 2, 6, 1, 5, 0, 4], 2, [0, 1, 2, TURN, 1, 0, 6, 5, 4]),
-        # So it does where a reduction comes before its gather in backward.
-        ([0, 1, 2, TURN, 6, 2, 1, 5, 0, 4], None, [0, 1, 2, TURN, 6, 1, 0, 5, 4]),
-        # What forward gathers twice may be freed after the second time.
-        ([2, 0, 1, 2, TURN, 2, 6, 1, 5], 0, [2, 0, 1, 2, TURN, 2, 6, 1, 5]),
+        # Forward 0 1 2, backward 2 1 0: the last unit stays, the others move ahead of a reduction.
+        ([0, 1, 2, BACKWARD, 2, 6, 1, 5, 0, 4], None, [0, 1, 2, BACKWARD, 1, 6, 0, 5, 4]),
+        ([0, 1, 2, BACKWARD, 2, 6, 1, 5, 0, 4], 0, [0, 1, 2, BACKWARD, 6, 1, 5, 0, 4]),
+        ([0, 1, 2, BACKWARD, 2, 6, 1, 5, 0, 4], 2, [0, 1, 2, BACKWARD, 1, 0, 6, 5, 4]),
+        # The same where a reduction comes before the all-gather of its unit in backward.
+        ([0, 1, 2, BACKWARD, 6, 2, 1, 5, 0, 4], None, [0, 1, 2, BACKWARD, 6, 1, 0, 5, 4]),
+        # A unit that forward gathers twice may be freed after its second use.
+        ([2, 0, 1, 2, BACKWARD, 2, 6, 1, 5], 0, [2, 0, 1, 2, BACKWARD, 2, 6, 1, 5]),
         ([0, 1, 2], None, [0, 1, 2]),
-        ([TURN, 6, 5, 4], None, [TURN, 6, 5, 4]),
+        ([BACKWARD, 6, 5, 4], None, [BACKWARD, 6, 5, 4]),
         ([], None, []),
     ],
 )
-def test_all_gathers_are_hoisted_above_reductions(log, ahead, plan):
-    assert hoist_all_gathers(log, [1, 1, 1], ahead) == tuple(plan)
+def test_all_gathers_are_hoisted_above_reductions(log, prefetch_numel, schedule):
+    assert hoist_all_gathers(log, [1, 1, 1], prefetch_numel) == tuple(schedule)
 
 
 def test_hoisting_takes_time_linear_in_the_log():
     class Counted(list):
-        num_looks = 0
+        num_reads = 0
 
         def __getitem__(self, unit):
-            self.num_looks += 1
+            self.num_reads += 1
             return super().__getitem__(unit)
 
     numels = Counted([1, 1, 1])
     hoist_all_gathers([0, 1, 2] * 100, numels, 2)
-    assert numels.num_looks <= 900
+    assert numels.num_reads <= 900

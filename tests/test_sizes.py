@@ -23,23 +23,21 @@ def test_a_prefix_means_the_same_of_elements_and_of_bytes(text, number):
     assert parse_count(text) == parse_bytes(text) == parse_bytes(text.strip() + "B") == number
 
 
-def test_what_counts_has_no_bytes_and_bytes_have_a_unit():
+def test_counts_take_no_bytes_and_bytes_need_a_unit():
     assert parse_count("1000") == parse_bytes("1000B") == parse_bytes("1kB") == 1000
     for text in ("64MB", "1B", "0.5", "0.0001K", "-1", "1e8", "many", "", "M", "1 000", "iB"):
-        with pytest.raises(
-            ValueError, match=f"whole number such as 1000, 64M or 256Ki, got {text!r}"
-        ):
+        with pytest.raises(ValueError, match=f"integer such as 1000, 64M or 256Ki, got {text!r}"):
             parse_count(text)
     for text in ("-1GiB", "24GX", "24i", "24iB", "", "GiB", "1e9B"):
         with pytest.raises(ValueError, match=f"such as 24GiB, 500MB or 1000B, got {text!r}"):
             parse_bytes(text)
-    with pytest.raises(ValueError, match="24 has no unit; say 24GiB or 24GB"):
+    with pytest.raises(ValueError, match="24 has no unit; write 24GiB or 24GB"):
         parse_bytes("24")
     with pytest.raises(ValueError, match=r"expected at least one byte, got '0\.1B'"):
         parse_bytes("0.1B")
 
 
-def test_settings_take_them():
+def test_settings_accept_units():
     config = OffloadConfig("auto", max_in_cpu_bytes="24GiB", max_in_device_bytes="1.5GB")
     assert (config.max_in_cpu_bytes, config.max_in_device_bytes) == (24 * 2**30, 1_500_000_000)
     assert OffloadConfig("nvme", buffer_size="16Mi").buffer_size == 2**24
@@ -49,7 +47,7 @@ def test_settings_take_them():
         OffloadConfig("nvme", buffer_size="64MB")
 
 
-def test_a_hydra_override_takes_them():
+def test_a_hydra_override_accepts_units():
     strategy = composed("trainer.strategy.reduce_bucket_size=64Mi").trainer.strategy
     assert ZeroConfig(reduce_bucket_size=strategy.reduce_bucket_size).reduce_bucket_size == 2**26
 

@@ -1,4 +1,4 @@
-"""Looks at whole parameters and gradients from outside the training step."""
+"""Access to full parameters and gradients from outside the training step."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ def gathered(
     writeback: bool = False,
     from_rank: int = 0,
 ) -> Iterator[None]:
-    """Shows whole parameters on every rank, n-D, while the context lasts. Collective: every rank.
+    """Context in which parameters are unsharded, n-D, on every rank. Collective: every rank.
 
-    Parameters come with their bucket, so the whole bucket is gathered. Parameters that no engine
-    holds are whole anyway.
+    A bucket is unsharded as one, with all its parameters. Parameters without an engine are left as
+    they are.
 
     Args:
         module_or_parameters: A module (all its parameters), one parameter or several.
-        writeback: Keep changes: at the end the values of one rank go to every rank, into masters
-            and parameters. Other ranks may change nothing, or the same in the same way. The
-            parameters show their masters, in full precision. Without `writeback` they show what
-            the module computes with, and must not be changed.
-        from_rank: With `writeback`, the rank whose values count; the same on every rank.
+        writeback: Keep changes: at the end the values of one rank are broadcast to every rank, into
+            main parameters and parameters. Other ranks may change nothing, or make the same
+            changes. The parameters are views of the main parameters, in full precision. Without
+            `writeback` they have the values that the module computes with, and must not be changed.
+        from_rank: Rank whose values are kept with `writeback`; the same on every rank.
 
     Raises:
-        RuntimeError: In the middle of an optimizer step; or changes without `writeback`, which are
-            dropped where parameters rest as shards; elsewhere nobody has the old values.
+        RuntimeError: An optimizer step is in progress. Or parameters were changed without
+            `writeback`: such changes are dropped if parameters are sharded; otherwise they stay on
+            this rank.
         ValueError: There is no rank `from_rank`. With `writeback`, another rank has changed a
-            parameter to other values than `from_rank`, or ranks say different `from_rank`: all
-            changes are dropped, on every rank. Or data of another shape was put into a parameter;
-            a RuntimeError on other ranks.
+            parameter to other values than `from_rank`, or `from_rank` differs by rank: all
+            changes are dropped, on every rank. Or data of another shape was assigned to a
+            parameter; a RuntimeError on other ranks.
     """
     buckets = _buckets_of(module_or_parameters)
     if buckets:
@@ -56,11 +57,11 @@ def gathered(
 
 
 def full_grad(parameter: nn.Parameter) -> Tensor | None:
-    """The whole mean gradient of `parameter`, on every rank. Collective: every rank.
+    """The full averaged gradient of `parameter`, on every rank. Collective: every rank.
 
     Returns:
-        A new tensor of the parameter's shape in the reduce dtype; None where `parameter.grad` is
-        None, the same on every rank.
+        A new tensor of the parameter's shape in the reduce dtype, the same on every rank; None if
+        `parameter.grad` is None.
     """
     if not has_placement(parameter):
         return None if parameter.grad is None else parameter.grad.clone()
@@ -69,17 +70,17 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
-    mean = bucket.grads.main_grad
-    assert mean is not None
+    main_grad = bucket.grads.main_grad
+    assert main_grad is not None
     if bucket.replicates_optim:
         return bucket.grads.slices[placement.index].clone()
-    return bucket.masters.all_gather_values(mean).views[placement.index].clone()
+    return bucket.masters.all_gather_values(main_grad).views[placement.index].clone()
 
 
 def _buckets_of(
     module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
 ) -> list[Bucket]:
-    """Buckets in a rank-independent order: that of the first parameter of each."""
+    """Buckets of the parameters, in the order of their first parameters: the same on every rank."""
     parameters: Iterable[nn.Parameter]
     if isinstance(module_or_parameters, nn.Module):
         parameters = module_or_parameters.parameters()
@@ -94,8 +95,9 @@ def _buckets_of(
                 "gathered() expects a module or its parameters, got "
                 f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
             )
-        if (piece := partial_of(parameter)) is not None:
-            piece.sharded_data(0)  # whole until it is cut again
+        partial = partial_of(parameter)
+        if partial is not None:
+            partial.sharded_data(0)  # unsharded until it is sharded again
         elif has_placement(parameter):
             found[bucket_of(placement_of(parameter))] = None
     return list(found)
@@ -104,10 +106,10 @@ def _buckets_of(
 @contextmanager
 def _readable(bucket: Bucket) -> Iterator[None]:
     if bucket.masters.has_views_installed:
-        yield  # an outer context shows it, to be written to
+        yield  # an outer context has installed views, for writing
         return
     bucket.wait_for_all_steps()
-    was_whole = bucket.is_unsharded
+    was_unsharded = bucket.is_unsharded
     if bucket.shards_params:
         bucket.unshard()
     bucket.wait_for_unshard()
@@ -127,57 +129,58 @@ def _readable(bucket: Bucket) -> Iterator[None]:
         bucket.num_pins -= 1
         if not is_kept:
             bucket.discard_unsharded()
-        elif not was_whole:
+        elif not was_unsharded:
             bucket.reshard(num_holders_before=num_holders_before)
 
 
 def _check_unchanged(bucket: Bucket) -> None:
-    """Raises where somebody has written to what `gathered` shows without `writeback`."""
-    for index, seen in enumerate(bucket.fingerprints or ()):
-        if not seen.matches(data_of(bucket.parameters[index]).reshape(-1)):
+    """Raises if a parameter was written to inside `gathered` without `writeback`."""
+    for index, fingerprint in enumerate(bucket.fingerprints or ()):
+        if not fingerprint.matches(data_of(bucket.parameters[index]).reshape(-1)):
+            outcome = "is dropped" if bucket.shards_params else "stays on this rank"
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
-                "lightning_zero.gathered(...), which shows values; use gathered(..., "
+                "lightning_zero.gathered(...), which is for reading; use gathered(..., "
                 "writeback=True), which keeps the changes of one rank. The change "
-                f"{'is dropped' if bucket.shards_params else 'stays on this rank'}."
+                f"{outcome}."
             )
 
 
-# Digests of changed parameters, by bucket and name: averages have the names of their model.
+# Digests of changed parameters, by bucket and name: averages have the names of their model, too.
 _Changes = dict[tuple[int, str], bytes]
 
 
-class _Shown:
-    """A bucket whose parameters show their masters, whole, to be written to. Collective."""
+class _WritableBucket:
+    """A bucket whose parameters are views of its full main parameters. Collective."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._exact = bucket.masters.all_gather()
-        self._prints = [Fingerprint(view.reshape(-1)) for view in self._exact.views]
-        self._data: list[Tensor] = []  # what the parameters had in the end
-        bucket.masters.install_views(self._exact.views)
+        self._full = bucket.masters.all_gather()
+        self._fingerprints = [Fingerprint(view.reshape(-1)) for view in self._full.views]
+        self._data: list[Tensor] = []  # of the parameters at the end
+        bucket.masters.install_views(self._full.views)
 
-    def hide(self) -> None:
-        pairs = zip(map(data_of, self._bucket.parameters), self._exact.views, strict=True)
-        # Copies: what was put in may be the memory of another parameter that is shown.
+    def uninstall_views(self) -> None:
+        pairs = zip(map(data_of, self._bucket.parameters), self._full.views, strict=True)
+        # Copies: assigned data may be the memory of another of these parameters.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
         self._bucket.masters.uninstall_views()
 
     def changes(self) -> dict[str, bytes]:
-        """By name, a digest of every parameter whose values or data this rank has changed."""
+        """Digests of the parameters that this rank has changed, by name."""
         changed: dict[str, bytes] = {}
         for index, slot in enumerate(self._bucket.plan.layout.slots):
-            view, data = self._exact.views[index], self._data[index]
-            if not is_same_memory(data, view):  # something was put in its place
+            view, data = self._full.views[index], self._data[index]
+            if not is_same_memory(data, view):  # other data was assigned
                 view.copy_(require_full_shape(data, slot))
             flat = view.reshape(-1)
-            if not self._prints[index].matches(flat):
+            if not self._fingerprints[index].matches(flat):
                 changed[slot.name] = Fingerprint(flat).digest()
         return changed
 
-    def keep(self, from_rank: int) -> None:
-        """Takes the values of rank `from_rank`. Collective."""
-        self._bucket.masters.broadcast_from(self._exact, from_rank)
+    def broadcast_from(self, from_rank: int) -> None:
+        """Broadcasts the values of rank `from_rank`. Collective."""
+        self._bucket.masters.broadcast_from(self._full, from_rank)
 
 
 @contextmanager
@@ -186,40 +189,40 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
         yield
         return
     control = buckets[0].comm.control
-    with ExitStack() as hiding:
-        shown: list[_Shown] = []
+    with ExitStack() as stack:
+        writable: list[_WritableBucket] = []
         for bucket in buckets:
-            shown.append(_Shown(bucket))
-            hiding.callback(shown[-1].hide)
+            writable.append(_WritableBucket(bucket))
+            stack.callback(writable[-1].uninstall_views)
         yield
     changes: _Changes = {}
     with failing_together("take the new values", control.gather_objects):
-        for number, one in enumerate(shown):
-            changes.update({(number, name): of for name, of in one.changes().items()})
+        for number, one in enumerate(writable):
+            changes.update({(number, name): digest for name, digest in one.changes().items()})
     _check_one_writer(control.gather_objects((from_rank, changes)))
-    for one in shown:
-        one.keep(from_rank)
+    for one in writable:
+        one.broadcast_from(from_rank)
 
 
-def _check_one_writer(told: Sequence[tuple[int, _Changes]]) -> None:
-    """Raises, alike on every rank, where more than the changes of one rank would be kept.
+def _check_one_writer(by_rank: Sequence[tuple[int, _Changes]]) -> None:
+    """Raises on every rank if ranks have made different changes.
 
-    `told`: by rank, its `from_rank` and what it has changed.
+    `by_rank`: `from_rank` and the changes of each rank.
     """
-    asked = [from_rank for from_rank, _ in told]
-    if len(set(asked)) > 1:
+    from_ranks = [from_rank for from_rank, _ in by_rank]
+    if len(set(from_ranks)) > 1:
         raise ValueError(
-            f"gathered(..., writeback=True) was called with different from_rank: {asked} by rank; "
-            "say the same on every rank. All changes were dropped."
+            f"gathered(..., writeback=True) was called with different from_rank: {from_ranks} by "
+            "rank; give the same on every rank. All changes were dropped."
         )
-    if not 0 <= asked[0] < len(told):
+    if not 0 <= from_ranks[0] < len(by_rank):
         raise ValueError(
-            f"gathered() expects a from_rank of 0 to {len(told) - 1}, got {asked[0]}. All changes "
-            "were dropped."
+            f"gathered() expects a from_rank of 0 to {len(by_rank) - 1}, got {from_ranks[0]}. All "
+            "changes were dropped."
         )
-    kept = told[asked[0]][1]
+    kept = by_rank[from_ranks[0]][1]
     lost: dict[str, list[int]] = {}
-    for rank, (_, changes) in enumerate(told):
+    for rank, (_, changes) in enumerate(by_rank):
         for key, digest in changes.items():
             if kept.get(key) != digest:
                 lost.setdefault(key[1], []).append(rank)
@@ -228,9 +231,10 @@ def _check_one_writer(told: Sequence[tuple[int, _Changes]]) -> None:
         more = f" and {len(lost) - len(first)} more" if len(lost) > len(first) else ""
         raise ValueError(
             "parameters were changed inside lightning_zero.gathered(..., writeback=True) to other "
-            f"values than those of rank {asked[0]}, which count: {', '.join(first)}{more}. Change "
-            "them on that rank only, or alike on every rank (with the same random numbers), or say "
-            "whose values count: from_rank=... All changes were dropped."
+            f"values than those of rank {from_ranks[0]}, which are kept: {', '.join(first)}{more}. "
+            "Change them on that rank only, or in the same way on every rank (with the same random "
+            "numbers), or name the rank whose values to keep: from_rank=... All changes were "
+            "dropped."
         )
 
 

@@ -1,24 +1,24 @@
-"""Parameters that are sharded while the module that owns them is still being built.
+"""Sharding of parameters while the module that owns them is being built.
 
 [Note: Sharded as built] Constructors run unchanged, on every rank, on the device. Whenever a
-parameter is registered, others that have not been used for a while are reduced to this rank's part,
-in CPU memory: each rank cuts its own values, so nothing travels. A parameter in parts is guarded
-(tensors/guarded.py): whoever uses it, an `apply(init)` over the whole module say, gets it whole
-again, which is a gather in a round of `GlooControlPlane.agree`; ranks that do not ask take part when they
-leave the context. Values are those that the constructors set.
+parameter is registered, others that have not been used for some time are reduced to this rank's
+shard, in CPU memory: each rank slices its own values, so nothing is communicated. A sharded
+parameter is guarded (tensors/guarded.py): any use, such as an `apply(init)` over the module,
+unshards it, by an all-gather in a round of `GlooControlPlane.agree`. Ranks that do not request it
+take part when they leave the context. The values are those that the constructors set.
 
-[Note: What may be cut] A parameter that nobody else looks at: its storage has no other user, and
-it is no argument of the call under way. So views, `.data` and arrays that a constructor keeps stay
-valid.
+[Note: What may be sharded] A parameter is sharded only if nothing else refers to its values: its
+storage has no other user, and it is no argument of the current call. So views, `.data` and arrays
+that a constructor keeps stay valid.
 
-[Note: Equal values] Cut parts make one tensor only where all ranks have built the same values. So
-they draw the same random numbers while they build, and compare sums over the bits at the end. What
-they have registered, in which order and of which shape, is compared before anything is gathered
-whose size depends on it: see [Note: Consistency] in comm/consistency.py.
+[Note: Equal values] Shards of different ranks form one tensor only if all ranks have built the same
+values. So ranks draw the same random numbers while they build, and compare sums over the bits at
+the end. The registered parameters, with their order and shapes, are compared before any all-gather
+whose size depends on them: see [Note: Consistency] in comm/consistency.py.
 
 Alternatives considered: building on the meta device and calling `reset_parameters` gives other
-values than constructors that initialise in their own way; taking rank 0's values for each
-parameter as it is cut would wait for rank 0 at every layer.
+values than constructors that initialise in their own way. Broadcasting rank 0's values of each
+parameter before it is sharded would wait for rank 0 at every layer.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ __all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_o
 
 
 class PartialParameter:
-    """One parameter that is being built: whole, or this rank's part of it."""
+    """One parameter that is being built: unsharded, or this rank's shard of it."""
 
     def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
         self.name = name  # for messages, such as `Linear.weight`
         self.index = index  # in the order of registration, the same on every rank
-        self.shape = parameter.shape  # of the whole
-        # 1-D, ceil(numel / ranks), on the CPU, zeros at the end; None while it is whole.
-        self.part: Tensor | None = None
-        self.bits = 0  # sum over those of the whole values that were cut last
-        # By which ranks compare that they have built alike.
-        self.facts = (
+        self.shape = parameter.shape  # of the full parameter
+        # 1-D, ceil(numel / ranks), on the CPU, zero-padded; None while unsharded.
+        self.shard: Tensor | None = None
+        self.bits = 0  # sum over the bits of the full values that were sharded last
+        # Name and properties that ranks compare.
+        self.description = (
             f"{name}, number {index + 1} of what configure_model has built",
             {"shape": str(tuple(parameter.shape)), "dtype": str(parameter.dtype)},
         )
@@ -72,27 +72,27 @@ class PartialParameter:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        return self._parameter()  # unless nobody has it any more
+        return self._parameter()  # None once it is freed
 
-    # What a guarded parameter asks of what holds it:
+    # The protocol of a guarded parameter:
 
     @property
     def device(self) -> torch.device:
         return self._building.device
 
     def sharded_data(self, index: int) -> Tensor:
-        """`parameter.data`: the whole values, gathered. Collective."""
+        """`parameter.data`, unsharded. Collective."""
         self._building.unshard(self)
         parameter = self.parameter
         assert parameter is not None
         return parameter.data
 
     def wait_for_update(self) -> None:
-        """`parameter.data` is about to be set, perhaps to itself. Collective."""
+        """Unshards the parameter before `parameter.data` is set. Collective."""
         self._building.unshard(self)
 
     def assign_data(self, index: int, values: Tensor) -> None:
-        """`parameter.data = values`. Collective."""
+        """Implements `parameter.data = values`. Collective."""
         self.sharded_data(index).copy_(values)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
@@ -103,62 +103,63 @@ class PartialParameter:
         return nn.Parameter(values.detach().clone(), parameter.requires_grad)
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Not reached: who compares values uses them first, and they are whole then."""
+        """Not reached: a comparison first uses the values, which unshards them."""
         raise AssertionError(self.name)
 
     def read_into(self, view: Tensor) -> None:
-        """Copies the whole values into `view`; the part is freed. Collective."""
-        view.copy_(self._building.gather(self).view(self.shape))
+        """Copies the full values into `view` and frees the shard. Collective."""
+        view.copy_(self._building.all_gather(self).view(self.shape))
         self._building.free(self)
 
 
 def partial_of(parameter: Tensor) -> PartialParameter | None:
-    """The piece of a parameter that is in parts; None where it is whole or an engine holds it."""
+    """Record of a sharded parameter; None if it is unsharded or wrapped by an engine."""
     holder = placement_of(parameter).bucket if has_placement(parameter) else None
     return holder if isinstance(holder, PartialParameter) else None
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
-    """Moves what has memory: buffers, and what modules move in an `_apply` of their own."""
+    """Moves buffers, and the tensors that modules move in an `_apply` of their own."""
 
     def move(tensor: Tensor) -> Tensor:
         stays = tensor.is_meta or isinstance(tensor, nn.Parameter)
         return tensor if stays else tensor.to(device)
 
-    # Metrics keep their state in plain attributes.
-    with _hidden_pieces(root):
+    # `_apply` of a metric moves its state, which is in plain attributes.
+    with _hidden_parameters(root):
         root._apply(move)
 
 
 @contextmanager
-def _hidden_pieces(root: nn.Module) -> Iterator[None]:
-    """Around `Module._apply` of what is no parameter: it would set `.data` of every one."""
-    taken = [
+def _hidden_parameters(root: nn.Module) -> Iterator[None]:
+    """Hides sharded parameters from `Module._apply`, which would set the `.data` of each."""
+    # Recurrent modules have an `_apply` of their own and lists of their parameters.
+    hidden = [
         (module, name, parameter)
         for module in root.modules()
-        if type(module)._apply is nn.Module._apply  # recurrent ones keep lists of their parameters
+        if type(module)._apply is nn.Module._apply
         for name, parameter in module._parameters.items()
         if parameter is not None and partial_of(parameter) is not None
     ]
-    for module, name, _ in taken:
+    for module, name, _ in hidden:
         module._parameters[name] = None
     try:
         yield
     finally:
-        for module, name, parameter in taken:
+        for module, name, parameter in hidden:
             module._parameters[name] = parameter
 
 
 _ATTRIBUTE = "_zero_piece"
-_WHOLE_NUMEL = 2**20  # whole at a time, besides the module that is being built
-_SMALL_NUMEL = 2**12  # not worth cutting
-_DONE = 2**31  # the request of a rank that asks for nothing
+_UNSHARDED_NUMEL = 2**20  # unsharded at a time, besides the module that is being built
+_MIN_SHARDED_NUMEL = 2**12  # smaller parameters stay unsharded
+_DONE = 2**31  # the request of a rank that requests no parameter
 
 
 class Building:
-    """The parameters of a module that is being built, until an engine takes them over.
+    """Parameters of a module that is being built, until an engine wraps them.
 
-    Every rank makes it, at the same point. Collective. The module is built on `device`, where it
+    Every rank creates it at the same point. Collective. The module is built on `device`, where it
     will compute.
     """
 
@@ -172,15 +173,15 @@ class Building:
         self.device = device
         self._comm = Communicator(device, timeout=timeout, watchdog=watchdog)
         self._pieces: list[PartialParameter] = []
-        self._whole: dict[PartialParameter, None] = {}  # the last used at the end
+        self._unsharded: dict[PartialParameter, None] = {}  # the last used comes last
         self._current: nn.Module | None = None  # the module that registers parameters
-        self._is_busy = False  # calls of torch are our own
+        self._is_busy = False  # calls of torch are those of this class
 
     # ---------------------------------------------------------------- contexts
 
     @contextmanager
     def track_parameters(self) -> Iterator[None]:
-        """Around constructors. Collective."""
+        """Context of constructors. Collective."""
         handles = [
             torch_module.register_module_parameter_registration_hook(self._on_parameter),
             torch_module.register_module_module_registration_hook(self._on_module),
@@ -188,7 +189,7 @@ class Building:
         try:
             with self._same_random_numbers(), self.resharding():
                 yield
-            self._meet()
+            self._serve()
         except BaseException:
             self.abort()
             raise
@@ -198,8 +199,8 @@ class Building:
                 handle.remove()
 
     def resharding(self) -> AbstractContextManager[object]:
-        """Around code that uses parameters one after another: what it has used is cut again."""
-        return _Uses(self)
+        """Context of code that uses parameters one by one; used parameters are sharded again."""
+        return _UseMode(self)
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
@@ -215,36 +216,38 @@ class Building:
             yield
 
     def finalize(self) -> None:
-        """Before an engine takes over: the same parameters are in parts on every rank. Collective.
+        """Shards the same parameters on every rank, before an engine wraps them. Collective.
 
-        Raises where ranks have built different parameters or values.
+        Raises:
+            ValueError: Ranks have built different parameters or values.
         """
-        self._meet()
-        compare(self._comm.control, dict(piece.facts for piece in self._pieces))
-        in_parts = self._comm.control.union([piece.part is not None for piece in self._pieces])
-        for piece, is_in_parts in zip(self._pieces, in_parts, strict=True):
-            if is_in_parts and piece.part is None and piece.parameter is not None:
-                self._cut(piece, piece.parameter)
-        bits = [piece.bits * is_in for piece, is_in in zip(self._pieces, in_parts, strict=True)]
+        self._serve()
+        compare(self._comm.control, dict(piece.description for piece in self._pieces))
+        sharded = self._comm.control.union([piece.shard is not None for piece in self._pieces])
+        bits = []
+        for piece, is_sharded in zip(self._pieces, sharded, strict=True):
+            if is_sharded and piece.shard is None and piece.parameter is not None:
+                self._shard(piece, piece.parameter)
+            bits.append(piece.bits if is_sharded else 0)
         lowest = self._comm.control.min_ints([*bits, *(-value for value in bits)])
         for piece, low, high in zip(self._pieces, lowest, lowest[len(bits) :], strict=False):
             if low != -high:
                 raise ValueError(
                     f"configure_model has built different values on different ranks, first in "
-                    f"{piece.name} of shape {tuple(piece.shape)}; let it do the same on every "
-                    "rank (random numbers of torch are the same by themselves)."
+                    f"{piece.name} of shape {tuple(piece.shape)}; it must do the same on every "
+                    "rank (random numbers of torch are the same without further code)."
                 )
-        self._is_busy = True  # nothing is cut any more
+        self._is_busy = True  # no parameter is sharded any more
         for piece in self._pieces:
             if piece.parameter is not None:
                 piece.parameter.__dict__.pop(_ATTRIBUTE, None)
 
     def close(self) -> None:
-        """The engine has taken all over, or there was nothing to cut. Local."""
+        """Closes the communicator, once an engine has wrapped all parameters. Local."""
         self._comm.close()
 
     def abort(self) -> None:
-        """Makes the other ranks fail where they wait for this one. Local."""
+        """Makes the other ranks fail if they wait for this one. Local."""
         self._comm.abort(sys.exc_info()[1])
 
     # ---------------------------------------------------------------- registration
@@ -252,14 +255,14 @@ class Building:
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         self._current = module
         self._track(f"{type(module).__name__}.{name}", parameter)
-        self._cut_the_rest(module._parameters.values())
+        self._shard_unused(module._parameters.values())
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
-        for key, parameter in child.named_parameters():  # copies have not been registered
+        for key, parameter in child.named_parameters():  # copies were not registered by the hook
             self._track(f"{type(child).__name__}.{key}", parameter)
-        self._cut_the_rest(self._current._parameters.values() if self._current else ())
+        self._shard_unused(self._current._parameters.values() if self._current else ())
 
     def _track(self, name: str, parameter: nn.Parameter) -> None:
         if (
@@ -268,33 +271,33 @@ class Building:
             or parameter.is_meta
             or not parameter.is_floating_point()
             or parameter.layout is not torch.strided
-            or parameter.numel() < _SMALL_NUMEL
+            or parameter.numel() < _MIN_SHARDED_NUMEL
         ):
             return
         piece = PartialParameter(self, name, len(self._pieces), parameter)
         parameter.__dict__[_ATTRIBUTE] = piece
         self._pieces.append(piece)
-        self._whole[piece] = None
+        self._unsharded[piece] = None
 
-    # ---------------------------------------------------------------- cutting
+    # ---------------------------------------------------------------- sharding
 
-    def _cut_the_rest(self, kept: Any) -> None:
-        """Cuts what was used longest ago, beyond what may be whole, but none of `kept`."""
+    def _shard_unused(self, kept: Any) -> None:
+        """Shards the least recently used parameters beyond the limit, but none of `kept`."""
         if self._is_busy:
             return
-        spared = {id(parameter) for parameter in kept}
-        numel = sum(piece.shape.numel() for piece in self._whole)
+        kept_ids = {id(parameter) for parameter in kept}
+        numel = sum(piece.shape.numel() for piece in self._unsharded)
         with self._busy():
-            for piece in list(self._whole):
-                if numel <= _WHOLE_NUMEL:
+            for piece in list(self._unsharded):
+                if numel <= _UNSHARDED_NUMEL:
                     return
                 parameter = piece.parameter
                 if parameter is None:
-                    del self._whole[piece]
-                elif id(parameter) in spared or not _is_ours_alone(parameter):
+                    del self._unsharded[piece]
+                elif id(parameter) in kept_ids or not _has_exclusive_storage(parameter):
                     continue
                 else:
-                    self._cut(piece, parameter)
+                    self._shard(piece, parameter)
                 numel -= piece.shape.numel()
 
     @contextmanager
@@ -305,11 +308,11 @@ class Building:
         finally:
             self._is_busy = was_busy
 
-    def _cut(self, piece: PartialParameter, parameter: nn.Parameter) -> None:
+    def _shard(self, piece: PartialParameter, parameter: nn.Parameter) -> None:
         piece.shape = parameter.shape
         flat = parameter.detach().reshape(-1)
         piece.bits = int(sum_of_bits(flat))
-        piece.part = self._part_of(flat)
+        piece.shard = self._shard_of(flat)
         placement = Placement(
             piece.name,
             parameter.shape,
@@ -320,75 +323,79 @@ class Building:
             lambda _: self.unshard(piece),
         )
         set_placement(parameter, placement)
-        parameter.data = piece.part
+        parameter.data = piece.shard
         guard([parameter])
-        self._whole.pop(piece, None)
+        self._unsharded.pop(piece, None)
 
-    def _part_of(self, flat: Tensor) -> Tensor:
+    def _shard_of(self, flat: Tensor) -> Tensor:
         numel = -(-flat.numel() // self._comm.size)
         own = flat[numel * self._comm.rank :][:numel]
-        part = torch.zeros(numel, dtype=flat.dtype)
-        part[: own.numel()].copy_(own)
-        return part
+        shard = torch.zeros(numel, dtype=flat.dtype)
+        shard[: own.numel()].copy_(own)
+        return shard
 
     # ---------------------------------------------------------------- use
 
     def unshard(self, piece: PartialParameter) -> None:
-        """Gathers `piece`, and what other ranks ask for before. Collective."""
+        """Unshards `piece`, and before it what other ranks request. Collective."""
         with self._busy():
-            while piece.part is not None:
+            while piece.shard is not None:
                 self._round(piece.index)
 
-    def used(self, parameters: list[nn.Parameter]) -> None:
-        """Before a call with `parameters`, which must stay whole in it."""
+    def mark_used(self, parameters: list[nn.Parameter]) -> None:
+        """Keeps `parameters` unsharded for a call with them, and shards others."""
         for parameter in parameters:
             piece = parameter.__dict__.get(_ATTRIBUTE)
-            if piece in self._whole:
-                self._whole[piece] = self._whole.pop(piece)
+            if piece in self._unsharded:
+                self._unsharded[piece] = self._unsharded.pop(piece)
         current = self._current._parameters.values() if self._current is not None else ()
-        self._cut_the_rest([*parameters, *current])
+        self._shard_unused([*parameters, *current])
 
     def free(self, piece: PartialParameter) -> None:
-        """Its values are elsewhere now. Local."""
+        """Frees the shard, whose values have been copied. Local."""
         parameter = piece.parameter
         assert parameter is not None
-        piece.part = None
+        piece.shard = None
         set_placement(parameter, None)
         unguard(parameter)
-        self._whole[piece] = None
+        self._unsharded[piece] = None
 
-    def gather(self, piece: PartialParameter) -> Tensor:
-        """All values of `piece`: 1-D, new, on the device. Collective."""
-        part, parameter = piece.part, piece.parameter
-        if part is None:
+    def all_gather(self, piece: PartialParameter) -> Tensor:
+        """The full values of `piece`: 1-D, new, on the device. Collective."""
+        shard, parameter = piece.shard, piece.parameter
+        if shard is None:
             if parameter is None:
-                raise RuntimeError(f"another rank uses {piece.name}, which this one has dropped.")
-            part = self._part_of(parameter.detach().reshape(-1))
-        numel = self._comm.size * part.numel()
-        whole = torch.empty(numel, dtype=part.dtype, device=self.device)
-        self._comm.all_gather(whole, piece.name, source=part).wait()
-        return whole[: piece.shape.numel()]
+                raise RuntimeError(
+                    f"another rank uses {piece.name}, which this rank has deleted; use and delete "
+                    "the same parameters on all ranks."
+                )
+            shard = self._shard_of(parameter.detach().reshape(-1))
+        numel = self._comm.size * shard.numel()
+        full = torch.empty(numel, dtype=shard.dtype, device=self.device)
+        self._comm.all_gather(full, piece.name, source=shard).wait()
+        return full[: piece.shape.numel()]
 
     def _round(self, request: int) -> int:
         agreed = self._comm.control.agree(request)
         if agreed < _DONE:
-            # Before a gather: it has the same shape on every rank, where it exists.
-            compare(self._comm.control, dict(piece.facts for piece in self._pieces[agreed:][:1]))
+            # The shape must be the same on every rank before the all-gather.
+            requested = self._pieces[agreed : agreed + 1]
+            compare(self._comm.control, dict(piece.description for piece in requested))
             piece = self._pieces[agreed]
-            values, parameter = self.gather(piece), piece.parameter
-            if piece.part is not None and parameter is not None:
+            values, parameter = self.all_gather(piece), piece.parameter
+            if piece.shard is not None and parameter is not None:
                 self.free(piece)
                 parameter.data = values.view(piece.shape)
         return agreed
 
-    def _meet(self) -> None:
-        """Takes part in what other ranks still ask for, until all are done."""
+    def _serve(self) -> None:
+        """Takes part in the requests of other ranks, until all ranks are done."""
         while self._round(_DONE) != _DONE:
             pass
 
 
-class _Uses(TorchFunctionMode):
-    """Sees every call of torch, and so which parameters must not be cut before it ends."""
+class _UseMode(TorchFunctionMode):
+    """Mode that sees the arguments of every call of torch, which must stay unsharded in it."""
 
     def __init__(self, building: Building) -> None:
         super().__init__()
@@ -404,12 +411,12 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if used:
-            self._building.used(used)
+            self._building.mark_used(used)
         return func(*args, **kwargs)
 
 
-def _is_ours_alone(parameter: nn.Parameter) -> bool:
-    """Nobody else looks at its storage. See [Note: What may be cut]."""
+def _has_exclusive_storage(parameter: nn.Parameter) -> bool:
+    """Whether nothing else uses its storage. See [Note: What may be sharded]."""
     if parameter.grad is not None or parameter.layout is not torch.strided:
         return False
     storage = parameter.untyped_storage()

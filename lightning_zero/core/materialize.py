@@ -1,19 +1,19 @@
-"""Values for what is on the meta device, module by module, while the engine takes parameters over.
+"""Memory and values for modules on the meta device, while the engine wraps parameters.
 
-[Note: Initialised in place] A module whose parameters or buffers are on the meta device gets
-memory, which for parameters is the whole buffer of their bucket itself, and is initialised there:
-by its `reset_parameters()`, then by the `_init_weights(module)` of the nearest module around it
-that has one. As soon as all modules that share in a bucket are initialised, the bucket is sharded;
-so in a stage that shards parameters one unit is whole at a time, beside the root.
+[Note: Initialised in place] A module with parameters or buffers on the meta device gets memory. For
+parameters this is the unsharded buffer of their bucket. The module is initialised there, by its
+`reset_parameters()`, then by the `_init_weights(module)` of the nearest enclosing module that has
+one. As soon as all modules with parameters in a bucket are initialised, the bucket is sharded. So
+in stage 3 one unit is unsharded at a time, beside the root.
 
-[Note: Order of initialisation] Modules are initialised in the order in which constructors end:
-those inside before the one around them. The numbers drawn do not depend on the stage or on the
-number of ranks, and where constructors do nothing but call `reset_parameters` they are those of
-a construction on the device. Of tied parameters the first module decides, and whatever had values
-before keeps them. Every rank initialises; rank 0's values are taken.
+[Note: Order of initialisation] Modules are initialised in the order in which constructors end: an
+inner module before the one that contains it. The random numbers do not depend on the stage or the
+number of ranks. If constructors only call `reset_parameters`, they are those of a construction on
+the device. The first module decides on tied parameters, and tensors that had values keep them.
+Every rank initialises; rank 0's values are kept.
 
-[Note: Nothing stays unset] Memory is marked before a module initialises itself. Marks that are left
-afterwards are an error that names the module and the tensor.
+[Note: Nothing stays unset] Memory is filled with a sentinel before a module initialises itself. A
+sentinel that remains is an error with the module and the tensor.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lightning_zero.tensors.meta import fill_sentinel, has_sentinel, pending_val
 
 __all__ = ["check_can_materialize", "materialize"]
 
-_NUM_NAMED = 8  # in an error
+_NUM_NAMED = 8  # modules, in an error
 
 
 @dataclass(frozen=True)
 class _Visit:
     """A module with tensors of its own on the meta device."""
 
-    name: str  # qualified
+    name: str  # qualified name
     module: nn.Module
-    initializers: tuple[Callable[[], Any], ...]  # none where all values are awaited
-    is_awaited: bool  # a checkpoint has values for all of its tensors on the meta device
+    initializers: tuple[Callable[[], Any], ...]  # none if all values are pending
+    has_pending_values: bool  # a checkpoint has values for all of its tensors on the meta device
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -53,33 +53,33 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _visits(root: nn.Module) -> list[_Visit]:
-    """See [Note: Order of initialisation]."""
+    """Modules to initialise, in order. See [Note: Order of initialisation]."""
     seen: set[nn.Module] = set()
 
-    def walk(name: str, module: nn.Module, around: tuple[nn.Module, ...]) -> Iterator[_Visit]:
+    def walk(name: str, module: nn.Module, ancestors: tuple[nn.Module, ...]) -> Iterator[_Visit]:
         seen.add(module)
-        around = (*around, module)
+        ancestors = (*ancestors, module)
         for child_name, child in module.named_children():
             if child not in seen:
-                yield from walk(f"{name}.{child_name}" if name else child_name, child, around)
+                yield from walk(f"{name}.{child_name}" if name else child_name, child, ancestors)
         on_meta = [tensor for tensor in _own_tensors(module).values() if tensor.is_meta]
         if on_meta:
-            is_awaited = all(pending_values(tensor) is not None for tensor in on_meta)
-            initializers = () if is_awaited else tuple(_initializers(around))
-            yield _Visit(name, module, initializers, is_awaited)
+            has_pending_values = all(pending_values(tensor) is not None for tensor in on_meta)
+            initializers = () if has_pending_values else tuple(_initializers(ancestors))
+            yield _Visit(name, module, initializers, has_pending_values)
 
     return list(walk("", root, ()))
 
 
-def _initializers(around: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]:
-    """Of the last of `around`, given the modules around it from the outside in."""
-    module = around[-1]
+def _initializers(ancestors: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]:
+    """Initializers of the last of `ancestors`, which are ordered from the outside in."""
+    module = ancestors[-1]
     for name in ("reset_parameters", "_reset_parameters"):  # the latter: MultiheadAttention
         reset = getattr(module, name, None)
         if callable(reset):
             yield reset
             break
-    for outer in reversed(around):
+    for outer in reversed(ancestors):
         init_weights = getattr(outer, "_init_weights", None)
         if callable(init_weights):
             yield partial(init_weights, module)
@@ -87,8 +87,8 @@ def _initializers(around: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]:
 
 
 def check_can_materialize(module: nn.Module) -> None:
-    """Raises, with names, where modules on the meta device cannot be initialised. Local."""
-    lacking = [v for v in _visits(module) if not v.is_awaited and not v.initializers]
+    """Raises if modules on the meta device cannot be initialised, with their names. Local."""
+    lacking = [v for v in _visits(module) if not v.has_pending_values and not v.initializers]
     if not lacking:
         return
     named = [
@@ -100,13 +100,19 @@ def check_can_materialize(module: nn.Module) -> None:
     raise ValueError(
         "these modules have parameters or buffers on the meta device and no reset_parameters() to "
         f"give them values: {'; '.join(named)}{more}. Define reset_parameters(self) in their "
-        "class, or _init_weights(self, module) in a module around them, build them on a real "
-        "device, or load a checkpoint that holds them."
+        "class, or _init_weights(self, module) in an enclosing module, build them on a real "
+        "device, or load a checkpoint that contains them."
     )
 
 
 class _Materializer:
-    """Gives memory and values; knows which bucket waits for which modules."""
+    """Gives memory and values to modules, one by one.
+
+    Attributes:
+        filled: Buffers of buckets of which not all modules are initialised, by index of the bucket.
+        visits: Modules to initialise, in order.
+        waits_for: Number of modules that each bucket waits for.
+    """
 
     def __init__(
         self, root: nn.Module, plans: Sequence[BucketPlan], device: torch.device, comm: Communicator
@@ -115,13 +121,13 @@ class _Materializer:
         self._comm = comm
         self._plans = plans
         self._named = parameters_by_name(root)
-        self._place = {
+        self._position = {
             self._named[slot.name]: (index, position)
             for index, plan in enumerate(plans)
             for position, slot in enumerate(plan.layout.slots)
         }
-        self._buffers: dict[Tensor, Tensor] = {}  # by buffer on the meta device
-        self.filled: dict[int, FlatBuffer] = {}  # by bucket, while it waits
+        self._buffers: dict[Tensor, Tensor] = {}  # by the buffer on the meta device
+        self.filled: dict[int, FlatBuffer] = {}
         self.visits = _visits(root)
         self.waits_for = [0] * len(plans)
         for visit in self.visits:
@@ -129,22 +135,22 @@ class _Materializer:
                 self.waits_for[index] += 1
 
     def buckets_of(self, visit: _Visit) -> list[int]:
-        """The buckets that hold parameters of its own, in order."""
+        """Indices of the buckets of its own parameters, in order."""
         own = [p for p in visit.module._parameters.values() if p is not None]
-        return sorted({self._place[parameter][0] for parameter in own})
+        return sorted({self._position[parameter][0] for parameter in own})
 
     def fill(self, visit: _Visit) -> None:
-        """Gives the module's own tensors memory and values. Collective."""
+        """Gives memory and values to the module's own tensors. Collective."""
         module = visit.module
         fresh = {name for name, tensor in _own_tensors(module).items() if tensor.is_meta}
         buffers = [name for name in module._buffers if name in fresh]  # one order on all ranks
         sources = {name: pending_values(tensor) for name, tensor in _own_tensors(module).items()}
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
-                self._give_memory(parameter)
+                self._allocate(parameter)
         for name in buffers:
             module._buffers[name] = self._make_buffer(module._buffers[name])
-        if not visit.is_awaited:
+        if not visit.has_pending_values:
             self._initialize(visit, fresh)
         for name in buffers:
             buffer = module._buffers[name]
@@ -154,8 +160,8 @@ class _Materializer:
                 buffer.copy_(source)
             self._comm.broadcast_(buffer)
 
-    def _give_memory(self, parameter: nn.Parameter) -> None:
-        index, position = self._place[parameter]
+    def _allocate(self, parameter: nn.Parameter) -> None:
+        index, position = self._position[parameter]
         plan = self._plans[index]
         if index not in self.filled:
             own = [self._named[slot.name].dtype for slot in plan.layout.slots]
@@ -184,7 +190,7 @@ class _Materializer:
         after = _own_tensors(visit.module)
         for name, tensor in before.items():
             value = kept.get(name, after.get(name))
-            if value is not None and value is not tensor:  # it was replaced, or is not ours to set
+            if value is not None and value is not tensor:  # it was replaced, or had values before
                 tensor.copy_(value)
             if name in visit.module._parameters:
                 visit.module._parameters[name] = tensor  # type: ignore[assignment]
@@ -202,23 +208,25 @@ class _Materializer:
 def materialize(
     root: nn.Module, plans: Sequence[BucketPlan], device: torch.device, comm: Communicator
 ) -> Iterator[tuple[int, FlatBuffer | None]]:
-    """Yields every bucket as soon as its parameters have values: its index in `plans`.
+    """Yields every bucket as soon as its parameters have values. See [Note: Initialised in place].
 
-    With it comes the buffer in which its parameters lie already (in the widest dtype of the plan
-    and of the parameters), or None. Collective: every rank, which must build the bucket before it
-    asks for the next. See [Note: Initialised in place].
+    Collective: every rank, which must build each bucket before it continues.
+
+    Yields:
+        The index of the bucket in `plans`, and the buffer that contains its parameters (in the
+        widest dtype of the plan and the parameters), or None.
     """
-    walk = _Materializer(root, plans, device, comm)
-    for index, count in enumerate(walk.waits_for):
+    materializer = _Materializer(root, plans, device, comm)
+    for index, count in enumerate(materializer.waits_for):
         if not count:
             yield index, None
-    for visit in walk.visits:
+    for visit in materializer.visits:
         with torch.no_grad():
-            walk.fill(visit)
-        for index in walk.buckets_of(visit):
-            walk.waits_for[index] -= 1
-            if not walk.waits_for[index]:
-                yield index, walk.filled.pop(index, None)
+            materializer.fill(visit)
+        for index in materializer.buckets_of(visit):
+            materializer.waits_for[index] -= 1
+            if not materializer.waits_for[index]:
+                yield index, materializer.filled.pop(index, None)
     _check_attributes(root)
 
 
@@ -228,6 +236,6 @@ def _check_attributes(root: nn.Module) -> None:
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(
                     f"attribute {key} of module {name or 'itself'} ({type(module).__name__}) is a "
-                    "tensor on the meta device, neither a parameter nor a buffer, so that nothing "
-                    "gives it values; build this module (metrics, say) on a real device."
+                    "tensor on the meta device, but neither a parameter nor a buffer, so it gets "
+                    "no values; build this module, such as a metric, on a real device."
                 )

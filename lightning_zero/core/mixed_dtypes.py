@@ -1,6 +1,6 @@
-"""What to say of an error about dtypes where parameters were cast to `param_dtype`.
+"""Explanation of dtype errors that follow from the cast of parameters to `param_dtype`.
 
-Apart, since hooks on a module and contexts of the engine both come across such errors.
+It is a module of its own because hooks on a module and contexts of the engine both need it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ _NUM_NAMED = 3
 
 
 def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Adds to the text of `error` the module it comes from, its cast parameters, and the setting.
+    """Adds the module that raised `error`, its cast parameters and the setting to its text.
 
-    Nothing is done where it says nothing of dtypes, or no parameter was cast. It is to be handled
-    at this moment, with its traceback; `buckets` hold all parameters of `root`.
+    Errors that do not mention dtypes stay as they are, as do all errors if no parameter was cast.
+
+    Args:
+        error: The error, while it is being handled, with its traceback.
+        root: The root module.
+        buckets: Buckets of all parameters of `root`.
     """
     text = str(error)
     is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)
@@ -48,18 +52,19 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     path, module, names = next((each for each in found if each[2]), ("", root, []))
     if not names:
         return
-    shown, num_more = names[:_NUM_NAMED], len(names) - _NUM_NAMED
+    named, num_more = names[:_NUM_NAMED], len(names) - _NUM_NAMED
+    where = f"module {path}" if path else "the module"
+    more = f" and {num_more} more" if num_more > 0 else ""
     error.args = (
-        f"{text}\nThis came from {f'module {path}' if path else 'the module'} "
-        f"({type(module).__name__}), where {cast[names[0]]} stands for float32 under DDP in "
-        f"{', '.join(shown)}{f' and {num_more} more' if num_more > 0 else ''}. What must not be "
-        f"cast is named by parameter, module, pattern or class: {_MARK}{shown!r}; "
-        "param_dtype='float32' leaves all parameters as they are.",
+        f"{text}\nThis error came from {where} ({type(module).__name__}), where these parameters "
+        f"are {cast[names[0]]} but would be float32 under DDP: {', '.join(named)}{more}. To keep "
+        "parameters in float32, name them by parameter, module, pattern or class: "
+        f"{_MARK}{named!r}; param_dtype='float32' keeps all parameters.",
     )
 
 
 def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose code was running when it was raised, with their names; the root at last."""
+    """Modules whose code was running when `error` was raised, with names; the root comes last."""
     paths = {module: saved_name(name) for name, module in root.named_modules()}
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_locals.get("self")
@@ -69,7 +74,7 @@ def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple
 
 
 def _suspects(path: str, module: nn.Module) -> Iterator[str]:
-    """Parameters of `module`, then those below that come out as they are: tables first."""
+    """Parameters of `module`, then of modules below it that are not cast; embeddings first."""
     below = [(n, m) for n, m in module.named_modules(prefix=path) if m is not module]
     below = [(n, m) for n, m in below if not isinstance(m, CAST_LAYERS)]
     below.sort(key=lambda item: not isinstance(item[1], nn.Embedding))

@@ -1,8 +1,8 @@
 """Norms and clipping of sharded gradients.
 
-Every rank sums over the elements that it owns, one scalar is all-reduced, in which of equal
-replicas one counts, and each rank scales its own part: what
-`torch.nn.utils.clip_grad_norm_` computes on whole gradients, without gathering any.
+Every rank computes the norms of the elements that it owns, one scalar is all-reduced over one of
+the equal replicas, and each rank scales its own shard. The results are those of
+`torch.nn.utils.clip_grad_norm_` on full gradients, without any all-gather.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_zero.tensors.buffer import promoted_dtype
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
-_NAME = "a norm of gradients"  # for ranks that wait in vain
+_NAME = "a norm of gradients"  # in reports of ranks that wait
 
 
 def total_norm(
@@ -29,27 +29,31 @@ def total_norm(
     parameters: set[nn.Parameter] | None = None,
     order: float = 2.0,
 ) -> Tensor:
-    """Norm of all mean gradients seen as one vector: 0-dim. Collective: every rank.
+    """Norm of all averaged gradients as one vector: 0-dim. Collective: every rank.
 
-    Of those of `parameters` only, if given. `order`: p of the p-norm; may be `math.inf`.
+    Args:
+        buckets: Buckets of the engine.
+        comm: Communicator of the engine.
+        parameters: Parameters whose gradients count; None: all.
+        order: p of the p-norm; may be `math.inf`.
     """
     buckets = list(buckets)
-    norms = [norm for bucket in buckets for norm in _own_norms(bucket, comm, parameters, order)]
-    return _over_ranks(_joined(norms, _dtype(buckets), comm, order), comm, order)
+    norms = [norm for bucket in buckets for norm in _local_norms(bucket, comm, parameters, order)]
+    return _over_ranks(_combined(norms, _dtype(buckets), comm, order), comm, order)
 
 
 def grad_norms(
     buckets: Iterable[Bucket], comm: Communicator, *, order: float = 2.0
 ) -> dict[str, Tensor]:
-    """Norm of the mean gradient of each bucket: 0-dim, by name. Collective: every rank.
+    """Norm of the averaged gradient of each bucket: 0-dim, by name. Collective: every rank.
 
-    One small all-reduce for all of them; nothing is gathered. Buckets without a gradient are left
-    out. In order 2, the root of the sum of squares is `total_norm`.
+    It is one small all-reduce for all buckets, without any all-gather. Buckets without a gradient
+    are left out. In order 2, the root of the sum of squares is `total_norm`.
     """
     buckets = list(buckets)
     dtype = _dtype(buckets)
     own = [
-        _joined(list(_own_norms(bucket, comm, None, order)), dtype, comm, order)
+        _combined(list(_local_norms(bucket, comm, None, order)), dtype, comm, order)
         for bucket in buckets
     ]
     norms = _over_ranks(torch.stack(own), comm, order).unbind()
@@ -70,17 +74,17 @@ def clip_by_norm(
 ) -> Tensor:
     """Scales gradients so that their total norm is at most `max_norm`; returns the norm before.
 
-    The same formula as `torch.nn.utils.clip_grad_norm_`. Collective: every rank.
+    The formula is that of `torch.nn.utils.clip_grad_norm_`. Collective: every rank.
     """
     buckets = list(buckets)
     total = total_norm(buckets, comm, parameters=parameters, order=order)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    is_dear = any(bucket.grads.store is not None for bucket in buckets)
-    if (is_dear or scale.device.type == "cpu") and scale.item() == 1.0:
-        return total  # on a device this look would wait for it; there the scaling is cheap
+    is_expensive = any(bucket.grads.store is not None for bucket in buckets)
+    if (is_expensive or scale.device.type == "cpu") and scale.item() == 1.0:
+        return total  # on a device, reading the scale would wait for it, and scaling is cheap
 
-    def multiply(part: Tensor) -> None:
-        part.mul_(scale.to(part.device, part.dtype))
+    def multiply(grad: Tensor) -> None:
+        grad.mul_(scale.to(grad.device, grad.dtype))
 
     for bucket in buckets:
         _change(bucket, parameters, multiply)
@@ -92,44 +96,43 @@ def clip_by_value(
 ) -> None:
     """Clamps every element of the gradients to [-limit, limit]. Local."""
     for bucket in buckets:
-        _change(bucket, parameters, lambda part: part.clamp_(-limit, limit))
+        _change(bucket, parameters, lambda grad: grad.clamp_(-limit, limit))
 
 
 def _dtype(buckets: Iterable[Bucket]) -> torch.dtype:
-    """In which ranks add: the widest of gradients, also of a rank that owns none of them."""
+    """Dtype in which ranks add: the widest of all gradients, also on a rank that owns none."""
     return promoted_dtype(torch.float32, [bucket.grads.dtype for bucket in buckets])
 
 
-def _own_norms(
+def _local_norms(
     bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None, order: float
 ) -> Iterator[Tensor]:
-    """Norms of the parts that this rank owns, one at a time: some are read from a file."""
-    for part in _owned_parts(bucket, comm, parameters):
-        if part.numel():
-            norm = torch.linalg.vector_norm(
-                part, order, dtype=promoted_dtype(torch.float32, [part.dtype])
-            )
+    """Yields norms of the gradient shards of this rank, one at a time: some are read from files."""
+    for shard in _owned_shards(bucket, comm, parameters):
+        if shard.numel():
+            dtype = promoted_dtype(torch.float32, [shard.dtype])
+            norm = torch.linalg.vector_norm(shard, order, dtype=dtype)
             yield norm.to(comm.device)
 
 
-def _joined(
+def _combined(
     norms: Sequence[Tensor], dtype: torch.dtype, comm: Communicator, order: float
 ) -> Tensor:
-    """What ranks add (order p: the p-th power of the norm) or compare (the infinite one): 0-dim."""
+    """Value to reduce over ranks: the sum of p-th powers, or the maximum for order inf: 0-dim."""
     if not norms:
         return torch.zeros((), dtype=dtype, device=comm.device)
     each = torch.stack([norm.to(dtype) for norm in norms])
     return each.max() if math.isinf(order) else (each**order).sum()
 
 
-def _over_ranks(joined: Tensor, comm: Communicator, order: float) -> Tensor:
+def _over_ranks(combined: Tensor, comm: Communicator, order: float) -> Tensor:
     if math.isinf(order):
-        return comm.max_(joined, _NAME)
-    return comm.sum_over_shards_(joined, _NAME) ** (1.0 / order)
+        return comm.max_(combined, _NAME)
+    return comm.sum_over_shards_(combined, _NAME) ** (1.0 / order)
 
 
 def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
-    """Slots that have a gradient and were asked for."""
+    """Slots of `parameters` that have a gradient, which is loaded if it is offloaded."""
     return [
         index
         for index, parameter in enumerate(bucket.parameters)
@@ -137,30 +140,30 @@ def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
     ]
 
 
-def _owned_parts(
+def _owned_shards(
     bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None
 ) -> Iterator[Tensor]:
-    """1-D tensors with the elements this rank owns; one for the whole bucket where possible."""
+    """Yields 1-D tensors of the elements that this rank owns; one per bucket where possible."""
     slots = _fetched(bucket, parameters)
     if not slots:
         return
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
     assert grads.main_grad is not None
-    is_whole = bucket.replicates_optim
+    is_unsharded = bucket.replicates_optim
     if len(slots) == len(bucket.parameters):
         owned = layout.shard(rank)
-        yield grads.main_grad[owned.start : owned.stop] if is_whole else grads.main_grad
+        yield grads.main_grad[owned.start : owned.stop] if is_unsharded else grads.main_grad
         return
     for index in slots:
         owned = layout.owned(layout.slots[index], rank)
-        part = grads.slices[index].reshape(-1)
-        yield part[owned.start : owned.stop] if is_whole else part
+        grad = grads.slices[index].reshape(-1)
+        yield grad[owned.start : owned.stop] if is_unsharded else grad
 
 
 def _change(
     bucket: Bucket, parameters: set[nn.Parameter] | None, change: Callable[[Tensor], object]
 ) -> None:
-    """Changes the mean gradients that rest on this rank, in place."""
+    """Changes the averaged gradients that this rank stores, in place."""
     slots = _fetched(bucket, parameters)
     if slots:
         bucket.grads.apply_(change, None if len(slots) == len(bucket.parameters) else slots)

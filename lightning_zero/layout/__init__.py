@@ -1,22 +1,22 @@
-"""Which bytes lie where, as integers and dataclasses. Imports no other room: no device, no group.
+"""Layout of model states as integers and dataclasses. Imports no other package; needs no device.
 
-    stage       which of PARAM, GRAD and OPTIM rest as shards: all that a ZeRO stage is
-    config      `ZeroConfig`: what a user may choose
-    offload     `OffloadConfig`, and which bucket rests on which tier
-    flat        the flat space of one bucket: slots, padding, who owns which elements
-    mesh        ranks that share shards, and their replicas
-    keep_float32  which layers keep float32 parameters in 16-bit training
+    stage       which model states are sharded: all that a ZeRO stage is
+    config      `ZeroConfig`: the options of the engine
+    offload     `OffloadConfig`, and the tier of each bucket
+    flat        the flat layout of one bucket: slots, padding, the elements of each rank
+    mesh        shard groups and replica groups
+    keep_float32  parameters that keep float32 in 16-bit training
     names       names of parameters and modules, in state dicts and in settings
-    foreign_names  names that come from a checkpoint: of files, and to be printed
-    sizes       numbers with units, as people write and read them
-    units       which modules are gathered together
-    recompute   which modules run again in backward
-    order       what is gathered and reduced next, on all ranks; who waits for whom
-    passes      one pass, and the plan that is learned from the logs of passes
-    rounds      what ranks say for that in one round, and what is wrong with it
-    plan        a module cut into units and buckets
+    foreign_names  checks of names that come from a checkpoint
+    sizes       numbers with units
+    units       modules whose parameters are unsharded together
+    recompute   activation checkpointing
+    order       `CollectiveOrder`: which collective comes next, on all ranks
+    passes      one pass, and the schedules recorded from passes
+    rounds      the control plane: votes and results of a round, and their checks
+    plan        a module divided into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 
-Begin with `stage`, then `flat`, then `plan`. An engine allocates by these rules and the planner
-counts by them.
+Begin with `stage`, then `flat`, then `plan`. The engine allocates and the planner counts by these
+rules.
 """

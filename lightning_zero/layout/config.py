@@ -1,4 +1,4 @@
-"""What a user can set, checked once, before any process group exists."""
+"""`ZeroConfig`: the settings of the engine, checked once, before any process group exists."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ SIZES = (
     "param_persistence_threshold",
     "max_live_parameters",
 )
-_Kind = str | type[nn.Module]  # a name, a pattern or a class
-_Kinds = tuple[_Kind, ...]
-Modules = _Kind | Sequence[_Kind] | Set[_Kind]
+_Item = str | type[nn.Module]  # a name, a pattern or a class
+_Items = tuple[_Item, ...]
+Modules = _Item | Sequence[_Item] | Set[_Item]
 _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
-    "unit_classes": "classes of modules, names of these, or names or patterns of modules",
-    "activation_checkpointing": "True, False, classes of modules, names of these, or names or "
+    "unit_classes": "classes of modules, class names, or names or patterns of modules",
+    "activation_checkpointing": "True, False, classes of modules, class names, or names or "
     "patterns of modules",
 }
 MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
 
 
 class Need(NamedTuple):
-    """Of an option that has no meaning in some stages."""
+    """Stages in which an option applies, and the text of its error in the others."""
 
     is_met_by: Callable[[Stage], bool]
-    stages: str  # in which it has one
-    otherwise: str  # what is so in the others
+    stages: str  # in which it applies
+    otherwise: str  # why it does not apply in the others
     remedy: str
 
 
@@ -65,14 +65,14 @@ NEEDS = {
         Need(
             lambda stage: stage.shards_params,
             "stage 3",
-            "in which parameters rest whole on the device",
+            "where parameters are replicated",
             "stage=3",
         ),
     ),
     "allgather_bucket_size": Need(
         lambda stage: stage.all_gathers_after_step,
         "stage 1 or 2",
-        "which gathers nothing after a step",
+        "which runs no all-gather after the step",
         "stage=1 or stage=2",
     ),
     **dict.fromkeys(
@@ -80,7 +80,7 @@ NEEDS = {
         Need(
             lambda stage: stage.has_shard(State.OPTIM),
             "stage 1, 2 or 3",
-            "in which every rank keeps and steps everything on the device",
+            "where every rank stores and steps all optimizer states on its device",
             "stage=1",
         ),
     ),
@@ -89,62 +89,76 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """Settings of the engine. Sizes are in elements, as in DeepSpeed; None means "choose well".
+    """Settings of the engine, for all optimizers and parameters of a module.
 
-    A size may be written as 67108864, 5e8, "64M" (of 10^6) or "64Mi" (of 2^20).
+    Sizes are in elements, as in DeepSpeed. A size is an int, a float such as 5e8, or text such as
+    "64M" (64 * 10^6) or "64Mi" (64 * 2^20). None means that the engine chooses.
 
     Attributes:
-        stage: 0 (plain data parallel, the control), 1, 2 or 3.
-        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or
-            256 Ki for each rank where that is more. In stage 3 it bounds the buckets that are not a
-            repeated block.
-        allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the
-            step. Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.
-        prefetch_bucket_size: Stage 3: elements gathered ahead of their use. None: one unit ahead;
-            0: none.
-        param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0,
-            because a small parameter travels with its unit and costs no collective of its own.
-        max_live_parameters: Stage 3: no prefetch that would bring more whole elements than this.
-        unit_classes: Stage 3: modules that are gathered and released one by one, such as
-            transformer blocks: a class, its name, a pattern, or a list of these. None: found by
-            themselves, see units.py. Large modules outside of them are units too, the rest stays
-            whole throughout a step.
-        reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them
-            again for its backward. None: True. False trades memory for a third of the
-            communication.
-        overlap_comm: Communicate while computing. False: wait for every collective where it is
-            issued.
-        reduce_dtype: Dtype in which gradients are summed and kept. None: float32, or the
-            parameters' own dtype where that is wider.
-        param_dtype: Dtype of whole parameters, in which the module computes. None: as the module
-            is. Where it is narrower than float32, float32 masters are kept and stepped.
-        keep_float32: Parameters that stay as they are beside `param_dtype`, one or several of:
-            the name of a parameter, or of a module for all below it; the name of a module's class
-            or of a base of it; a pattern of such names, as "*.router.*"; a class of modules.
-            "autocast": what computes under `torch.autocast` needs so, see keep_float32.py; a mixed
-            precision of the Trainer adds this. BatchNorm and its like always stay.
-        activation_checkpointing: Modules that keep their inputs only, and run again in backward:
-            less memory for about a third more computation. True: repeated blocks, see units.py; or
-            as `unit_classes`. Values and random numbers are the same.
-        broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
-            first forward after a step, as DistributedDataParallel does.
-        assume_elementwise: Promise that optimizers treat every element by itself, instead of a
-            trial on toy tensors, which finds out whether they do or need whole tensors. For an
-            optimizer that draws random numbers, say; a wrong promise trains wrongly.
-        offload_optimizer: Stages 1 to 3: where optimizer shards rest, with the gradients that step
-            them: None (the device), "cpu", "nvme", "auto", a mapping or an OffloadConfig. They are
-            stepped on the CPU then.
-        offload_param: Stage 3: where parameter shards rest; likewise.
-        overlap_step: Step bucket by bucket beside the next forward, which waits for each bucket
-            where it needs it. The same values as without. A look at `optimizer.state` waits.
-        sharding_group_size: Stages 1 to 3: how many consecutive ranks share one set of shards,
-            which every such group repeats. It divides the number of ranks. "node": as many as the
-            launcher starts on a node, so that only shards of gradients cross the links between
-            nodes. None: all ranks.
+        stage: int, default 3. ZeRO stage: 0 replicates all model states (plain data parallelism), 1
+            shards optimizer states, 2 also gradients, 3 also parameters.
+        reduce_bucket_size: int (elements), default None. Largest number of gradient elements in one
+            reduction. None: 4 Mi, or 256 Ki for each rank if that is more. All stages; in stage 3 a
+            repeated block is one bucket of any size.
+        allgather_bucket_size: int (elements), default None. Largest number of parameter elements in
+            one all-gather after the step. Reductions and all-gathers share their buckets, so the
+            smaller of this and `reduce_bucket_size` applies. None: no limit of its own. Stages 1
+            and 2.
+        prefetch_bucket_size: int (elements), default None. Number of parameter elements to unshard
+            before their use. None: one unit; 0: no prefetch. Stage 3.
+        param_persistence_threshold: int (elements), default None. Parameters with fewer elements
+            stay unsharded. None: 0, because a small parameter is in the bucket of its unit and
+            needs no collective of its own. Stage 3.
+        max_live_parameters: int (elements), default None. Prefetch no unit that would bring the
+            unsharded parameters above this number. None: no limit. Stage 3.
+        unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
+            resharded one by one, such as transformer blocks: a class, its name, the name of a
+            module, or a pattern of names. None: repeated blocks in a ModuleList, ModuleDict or
+            Sequential. Other large modules are units, too; all remaining parameters stay unsharded
+            throughout a step. Stage 3.
+        reshard_after_forward: bool, default None. Free the unsharded parameters of a unit after its
+            forward, and all-gather them again for its backward. None: True. False needs more memory
+            and a third less communication. Stage 3.
+        overlap_comm: bool, default True. Communicate while computing. False: wait for every
+            collective where it is issued. All stages.
+        reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
+            and stored. None: float32, or the parameters' dtype if that is wider. All stages.
+        param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
+            the module computes. None: the dtypes of the module. For a dtype narrower than float32
+            the optimizer steps float32 main parameters. All stages.
+        keep_float32: Class, str, or list of these, default None. Parameters that keep their dtype
+            beside `param_dtype`: the name of a parameter, or of a module for all parameters below
+            it; the name of a class or base class of modules; a pattern of names, such as
+            "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` does not
+            cast; a mixed precision of the Trainer adds it. BatchNorm and other modules with running
+            statistics always keep their dtype. All stages.
+        activation_checkpointing: bool, class, str, or list of these, default False. Modules that
+            save only their inputs and run again in backward, for less memory and about a third more
+            computation. True: repeated blocks; or modules as in `unit_classes`. Values and random
+            numbers do not change. All stages.
+        broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
+            to all ranks at the first forward after a step, as DistributedDataParallel does. All
+            stages.
+        assume_elementwise: bool, default False. Promise that every optimizer treats each element by
+            itself. False: a probe on small tensors determines this, and optimizers that need full
+            tensors get them. True is for an optimizer that draws random numbers, for example; if
+            the promise is wrong, training is wrong. Stages 1 to 3.
+        offload_optimizer: str, mapping or OffloadConfig, default None. Tier of optimizer shards and
+            of the gradients that step them: "cpu", "nvme", "auto", or an `OffloadConfig`. The CPU
+            then steps them. None: the device. Stages 1 to 3.
+        offload_param: str, mapping or OffloadConfig, default None. Tier of parameter shards, as in
+            `offload_optimizer`. None: the device. Stage 3.
+        overlap_step: bool, default False. Step bucket by bucket during the next forward, which
+            waits for each bucket where it needs it. The values do not change. Reading
+            `optimizer.state` waits for the step. Stages 1 to 3.
+        sharding_group_size: int (ranks) or "node", default None. Number of consecutive ranks that
+            form a shard group; each group holds all shards. It must divide the number of
+            ranks. "node": the ranks that the launcher starts on a node, so that only gradient
+            shards cross the links between nodes. None: all ranks. Stages 1 to 3.
 
     Raises:
-        ValueError: A value out of range, or an option that has no meaning in this stage.
-        TypeError: A value of the wrong type.
+        ValueError: A value is out of range, or an option does not apply in this stage.
+        TypeError: A value has the wrong type.
     """
 
     stage: int = 3
@@ -170,50 +184,54 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is not None or _UNSET[name] is not None:  # what is None unless set may be
+            # None needs no check where it is the default.
+            if value is not None or _DEFAULTS[name] is not None:
                 object.__setattr__(self, name, check(name, value))
         for name, need in NEEDS.items():
-            if getattr(self, name) != _UNSET[name] and not need.is_met_by(self.states):
+            if getattr(self, name) != _DEFAULTS[name] and not need.is_met_by(self.states):
                 raise ValueError(
                     f"{name} needs {need.stages}, got stage {self.stage}, {need.otherwise}; use "
                     f"{need.remedy}, or leave {name} out."
                 )
 
     def group_size(self, *, local_world_size: int) -> int | None:
-        """Ranks that share one set of shards, where so many are on this node; None: all."""
+        """Ranks of a shard group; None: all ranks.
+
+        `local_world_size`: number of ranks on this node.
+        """
         size = self.sharding_group_size
         return local_world_size if isinstance(size, str) else size
 
-    # What has been checked, by its type.
+    # Checked values, by their types.
 
     @property
     def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:
-        """Where parameter and optimizer shards rest."""
+        """Offload of parameter shards, and of optimizer shards."""
         both = self.offload_param, self.offload_optimizer
         return cast("tuple[OffloadConfig | None, OffloadConfig | None]", both)
 
     @property
-    def keep_float32_items(self) -> _Kinds:
-        """What keeps its dtype beside `param_dtype`."""
-        return cast("_Kinds", self.keep_float32 or ())
+    def keep_float32_items(self) -> _Items:
+        """Items of `keep_float32`."""
+        return cast("_Items", self.keep_float32 or ())
 
     @property
-    def unit_kinds(self) -> _Kinds:
-        """What is a unit; empty: to be found."""
-        return cast("_Kinds", self.unit_classes or ())
+    def unit_kinds(self) -> _Items:
+        """Items of `unit_classes`; empty: repeated blocks."""
+        return cast("_Items", self.unit_classes or ())
 
     @property
-    def checkpointed_modules(self) -> bool | _Kinds:
-        """What runs again in backward; True: to be found."""
-        return cast("bool | _Kinds", self.activation_checkpointing)
+    def checkpointed_modules(self) -> bool | _Items:
+        """Items of `activation_checkpointing`; True: repeated blocks."""
+        return cast("bool | _Items", self.activation_checkpointing)
 
     def under_autocast(self) -> ZeroConfig:
-        """The same where the module computes under `torch.autocast`."""
+        """A copy for a module that computes under `torch.autocast`."""
         return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.keep_float32_items))))
 
     @property
     def states(self) -> Stage:
-        """Which states rest as shards."""
+        """Which states are sharded."""
         return STAGES[self.stage]
 
     def replace(self, **changes: Any) -> ZeroConfig:
@@ -221,12 +239,12 @@ class ZeroConfig:
         return dataclasses.replace(self, **changes)
 
     def for_stage(self, stage: int) -> ZeroConfig:
-        """The same in another stage, without options that have no meaning there."""
-        lost = [name for name, need in NEEDS.items() if not need.is_met_by(STAGES[stage])]
-        return self.replace(stage=stage, **{name: _UNSET[name] for name in lost})
+        """A copy for another stage, without the options that do not apply there."""
+        unused = [name for name, need in NEEDS.items() if not need.is_met_by(STAGES[stage])]
+        return self.replace(stage=stage, **{name: _DEFAULTS[name] for name in unused})
 
 
-_UNSET = {one.name: one.default for one in dataclasses.fields(ZeroConfig)}
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(ZeroConfig)}
 
 
 def _check_stage(_: str, stage: object) -> int:
@@ -268,11 +286,11 @@ def _check_dtype(name: str, value: object) -> torch.dtype:
     dtype = _FLOATING.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in _FLOATING.values():
         names = "float16, bfloat16, float32, float64"
-        raise ValueError(f"{name} must be one of {names} or a torch dtype of these, got {value!r}.")
+        raise ValueError(f"{name} must be one of {names}, or such a torch dtype, got {value!r}.")
     return dtype
 
 
-def _check_modules(name: str, value: object) -> _Kinds:
+def _check_modules(name: str, value: object) -> _Items:
     if isinstance(value, Set):
         value = sorted(value, key=str)  # the same on every rank
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
@@ -283,7 +301,7 @@ def _check_modules(name: str, value: object) -> _Kinds:
     return items
 
 
-def _check_again(name: str, value: object) -> bool | _Kinds:
+def _check_checkpointing(name: str, value: object) -> bool | _Items:
     if value is None or isinstance(value, bool):
         return bool(value)
     return _check_modules(name, value) or False
@@ -301,7 +319,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "param_dtype": _check_dtype,
     "keep_float32": _check_modules,
     "unit_classes": _check_modules,
-    "activation_checkpointing": _check_again,
+    "activation_checkpointing": _check_checkpointing,
     "offload_optimizer": OffloadConfig.of,
     "offload_param": OffloadConfig.of,
     "sharding_group_size": _check_group_size,

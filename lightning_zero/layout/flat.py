@@ -1,4 +1,4 @@
-"""Where every parameter of a bucket lies in one flat space, and which part of it each rank owns.
+"""Flat layout of a bucket: the position of each parameter, and the part that each rank owns.
 
     flat space of a bucket, N = 3 ranks, parameters a, b, c, padding '.'
 
@@ -8,16 +8,16 @@
     |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        FlatLayout.of_owned_tensors
     |<------ shard 0 ------->|<- shard 1 -->|<shard 2>|
 
-Where the optimizer treats every element by itself, shard boundaries ignore parameter boundaries, so
-every rank owns exactly 1/N, and its share of a parameter is a contiguous range of its row-major
-elements, possibly empty. Where it looks at whole tensors, each parameter lies in the shard of one
-rank, its owner, and shards are as long as what they hold.
+Where the optimizer treats every element by itself, shard boundaries ignore parameter boundaries.
+Every rank then owns exactly 1/N, and its slice of a parameter is a contiguous range of row-major
+elements, possibly empty. Where the optimizer needs full tensors, each parameter lies in the shard
+of one rank, its owner, and a shard is as long as its tensors.
 
-[Note: Shards of different lengths] Whole tensors in shards of equal length would need padding: a
-transformer block has four large matrices, which on 8 ranks would take 2.7 times their elements, in
-every gather and at rest; an embedding alone in its bucket 8 times. So shards have the length of
-their tensors, collectives take the lengths (`split_sizes`), and owners are chosen over the whole model
-(`assign_owners`), where the sizes even out, not bucket by bucket.
+[Note: Shards of different lengths] Owned tensors in shards of equal length would need padding. The
+four large matrices of a transformer block would take 2.7 times their elements on 8 ranks, in every
+all-gather and in storage; an embedding alone in its bucket would take 8 times. So a shard has the
+length of its tensors, collectives take the lengths (`split_sizes`), and owners are assigned over
+the entire model (`assign_owners`), where the sizes even out, not bucket by bucket.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from itertools import pairwise
 
 __all__ = ["ALIGN_NUMEL", "FlatLayout", "Slot", "assign_owners"]
 
-# 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels ask for.
+# 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels require.
 ALIGN_NUMEL = 32
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in the flat space.
+    """Position of one parameter in the flat space.
 
     Attributes:
-        owner: The rank in whose shard it lies whole, and which alone steps it; None: it is sliced
-            wherever a shard ends, and every rank steps its slice.
+        owner: Rank whose shard contains the full parameter, and which alone steps it. None: every
+            rank owns and steps a slice.
     """
 
     name: str  # qualified
@@ -58,7 +58,7 @@ class Slot:
         return self.start + self.numel
 
     def is_stepped_by(self, rank: int) -> bool:
-        """Whether `rank` steps it, or its slice of it, which may be empty."""
+        """Whether `rank` steps the parameter or a slice of it, which may be empty."""
         return self.owner in (None, rank)
 
 
@@ -67,8 +67,8 @@ class FlatLayout:
     """The flat space of one bucket.
 
     Attributes:
-        slots: The parameters in order, each aligned to `ALIGN_NUMEL`.
-        bounds: First element of each rank's shard, and one past the last of all; multiples of
+        slots: Parameters in order, each aligned to `ALIGN_NUMEL`.
+        bounds: First element of each rank's shard, and one past the last element; multiples of
             `ALIGN_NUMEL`. No shard is empty.
     """
 
@@ -93,7 +93,7 @@ class FlatLayout:
         owners: Sequence[int],
         world_size: int,
     ) -> FlatLayout:
-        """Lays named shapes out by owner: shard after shard, each as long as what it holds."""
+        """Lays named shapes out by owner: shard after shard, each as long as its tensors."""
         placed: dict[int, Slot] = {}
         named = list(shapes)
         bounds = [0]
@@ -117,36 +117,36 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of the largest shard, padding included; of every one where tensors are cut."""
+        """Elements of the largest shard, padding included; all are equal without owners."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
     @cached_property
     def split_sizes(self) -> tuple[int, ...] | None:
-        """Elements of every shard for a collective; None where they are equal."""
+        """Elements of every shard, for collectives; None if they are equal."""
         numels = tuple(stop - start for start, stop in pairwise(self.bounds))
         return numels if len(set(numels)) > 1 else None
 
     @cached_property
     def has_tensor_owners(self) -> bool:
-        """Every parameter has an owner."""
+        """Whether every parameter has an owner."""
         return all(slot.owner is not None for slot in self.slots)
 
     def shard(self, rank: int) -> range:
-        """The part of the flat space that `rank` owns."""
+        """Range of the flat space that `rank` owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     def owned(self, slot: Slot, rank: int) -> range:
-        """Elements of `slot`, counted from its own first one, that `rank` owns; possibly empty."""
+        """Elements of `slot` that `rank` owns, relative to the slot's first one; possibly empty."""
         start = min(max(self.bounds[rank] - slot.start, 0), slot.numel)
         stop = min(max(self.bounds[rank + 1] - slot.start, start), slot.numel)
         return range(start, stop)
 
     def step_shape(self, slot: Slot, rank: int) -> tuple[int, ...]:
-        """The shape in which `rank` steps its elements of `slot`: its own, or one dimension."""
+        """Shape in which `rank` steps its elements of `slot`: the full shape, or one dimension."""
         return slot.shape if slot.owner == rank else (len(self.owned(slot, rank)),)
 
     def parts(self, rank: int) -> tuple[range, ...]:
-        """`owned` of every slot, counted from the first element of the shard of `rank`."""
+        """`owned` of every slot, relative to the first element of the shard of `rank`."""
         pairs = [(slot, self.owned(slot, rank)) for slot in self.slots]
         starts = [s.start + owned.start - self.bounds[rank] if owned else 0 for s, owned in pairs]
         stops = [start + len(owned) for start, (_, owned) in zip(starts, pairs, strict=True)]
@@ -154,7 +154,7 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> list[range]:
-        """The padding: ranges of the flat space that belong to no parameter."""
+        """Padding: ranges of the flat space that belong to no parameter."""
         edges = [0]
         for slot in sorted(self.slots, key=lambda slot: (slot.start, slot.stop)):
             edges += [slot.start, slot.stop]
@@ -164,10 +164,11 @@ class FlatLayout:
 
 
 def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
-    """A rank for each tensor, so that ranks own about equally many elements.
+    """Assigns each tensor to a rank, so that ranks own about equally many elements.
 
-    The longest first, each to the rank that has least so far: at most 4/3 of the best (R. L.
-    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The same on every rank.
+    The largest tensor comes first; each goes to the rank with the fewest elements so far. The
+    largest sum is at most 4/3 of the optimum (R. L. Graham, "Bounds on Multiprocessing Timing
+    Anomalies", 1969). The result is the same on every rank.
     """
     loads = [0] * world_size
     owners = [0] * len(numels)

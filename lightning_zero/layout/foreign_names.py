@@ -1,7 +1,7 @@
-"""Names that a checkpoint gives to files and values: they come from outside.
+"""Checks of names that come from a checkpoint, and so from outside.
 
-A name of a file that stands in a checkpoint means a file in its folder, wherever the checkpoint
-comes from; and a name that is printed must not steer the terminal.
+A file name in a checkpoint must name a file in the checkpoint's folder, and a printed name must not
+control the terminal.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from pathlib import PurePosixPath
 
 __all__ = ["check_inside", "escaped", "printable"]
 
-_MAX_PRINTED = 2000  # characters of a line that holds a name
+_MAX_PRINTED = 2000  # characters of a line with a name
 
 
 def check_inside(name: str) -> str:
-    """`name`, if it is that of a file in the folder of the checkpoint or in a folder below it.
+    """Returns `name` if it names a file in the checkpoint's folder or in a folder below it.
 
     Raises:
-        ValueError: It leads elsewhere, or nowhere.
+        ValueError: It names another path, or none.
     """
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts or "\\" in name or "://" in name
@@ -27,15 +27,15 @@ def check_inside(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with an escape instead of every character that a terminal would obey.
+    """Escapes every character of `text` that could control a terminal.
 
-    Those are all that have no shape, such as control characters, marks of direction and lone
-    surrogates. Long text is cut.
+    These are all characters that cannot be printed, such as control characters, direction marks and
+    lone surrogates. Long text is truncated.
     """
-    shown = text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}..."
-    return escaped(shown)
+    short = text if len(text) <= _MAX_PRINTED else f"{text[:_MAX_PRINTED]}..."
+    return escaped(short)
 
 
 def escaped(text: str) -> str:
-    """The same of text of any length."""
+    """As `printable`, without truncation."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -1,23 +1,24 @@
 """Which parameters keep their own dtype where the others become `param_dtype`.
 
 [Note: What autocast casts] `torch.autocast` casts all arguments of matrix products and
-convolutions, so that their parameters may be in 16 bits already. Elsewhere an operation takes
-parameters as they are: many kernels want them in the dtype of the input or in float32, and under
-autocast a float32 input is common. So under autocast these stay as they are, in float32:
+convolutions, so their parameters may already be in 16 bits. Other operations use parameters without
+a cast: many kernels need them in the dtype of the input or in float32, and under autocast a float32
+input is common. So under autocast the following parameters stay in float32:
 
-1. vectors and scalars: at most one dimension is larger than 1. Biases of torch's own linear,
-   convolutional, recurrent and attention layers are none of these: autocast casts those layers
-   as a whole, and what one kernel takes together stays together;
-2. every parameter of the layers in `_UNCAST_LAYERS`, which autocast does not cast, and of those that
-   torch.nn.utils.spectral_norm or weight_norm compute their weight for.
+1. vectors and scalars: at most one dimension is larger than 1. This excludes biases of torch's own
+   linear, convolutional, recurrent and attention layers: autocast casts all parameters of these
+   layers, and parameters of one kernel keep one dtype;
+2. every parameter of the layers in `_UNCAST_LAYERS`, which autocast does not cast, and of layers
+   whose weight torch.nn.utils.spectral_norm or weight_norm computes.
 
-This is `AUTOCAST` in `ZeroConfig.keep_float32`; a mixed precision of the Trainer adds it. Without
-autocast nothing but matching dtypes runs, so there only what keeps running statistics stays.
+`AUTOCAST` in `ZeroConfig.keep_float32` selects these; a mixed precision of the Trainer adds it.
+Without autocast only equal dtypes work together, so only modules with running statistics keep
+theirs.
 
-[Note: Kept by their model] Models of transformers name what must be in float32 beside 16 bits, and
-cast inputs there: `_keep_in_fp32_modules_strict` for both kinds of 16 bits, `_keep_in_fp32_modules`
-for float16. Their names are patterns as transformers reads them: since version 5 anywhere in the
-name of a parameter, before of whole components of it.
+[Note: Kept by their model] Models of transformers name the modules that need float32 beside 16
+bits, and cast inputs there: `_keep_in_fp32_modules_strict` for both 16-bit dtypes,
+`_keep_in_fp32_modules` for float16. The names are patterns as transformers reads them: since
+version 5 they match anywhere in the name of a parameter, before that only entire components of it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["AUTOCAST", "CAST_LAYERS", "float32_names_of", "float32_parameters"]
 
 AUTOCAST = "autocast"
 
-_HAS_STATISTICS = nn.modules.batchnorm._NormBase  # kernels want the dtype of the statistics
+_HAS_STATISTICS = nn.modules.batchnorm._NormBase  # kernels need the dtype of the statistics
 CAST_LAYERS = (
     nn.Linear,
     nn.modules.conv._ConvNd,
@@ -51,10 +52,10 @@ _UNCAST_LAYERS = (
     nn.GroupNorm,
     nn.RMSNorm,
     nn.Bilinear,
-    nn.EmbeddingBag,  # takes weights of samples in the dtype of its own
-    ParametrizationList,  # decompositions and power iterations are not for 16 bits
+    nn.EmbeddingBag,  # takes per-sample weights in the dtype of its own weight
+    ParametrizationList,  # decompositions and power iterations need float32
 )
-_DECOMPOSED = (SpectralNorm, WeightNorm)  # hooks; the same by torch's older functions
+_DECOMPOSED = (SpectralNorm, WeightNorm)  # hooks of torch's older functions for the same
 
 
 def float32_parameters(
@@ -62,15 +63,15 @@ def float32_parameters(
     wanted: Sequence[str | type[nn.Module]],
     dtype: torch.dtype | None = None,
 ) -> set[nn.Parameter]:
-    """Parameters that keep their dtype. One that is shared is kept if any use of it asks for it.
+    """Parameters that keep their dtype; a shared parameter does if any of its uses needs it.
 
     Args:
-        modules: By qualified name, the root and all below, those that are shared by every name.
+        modules: The root and all modules below it by qualified name; shared ones under every name.
         wanted: `ZeroConfig.keep_float32_items`.
-        dtype: Of the others; None: they keep theirs, too.
+        dtype: Dtype of the other parameters; None: they keep theirs, too.
 
     Raises:
-        ValueError: One of `wanted` matches nothing.
+        ValueError: An item of `wanted` matches nothing.
     """
     kept = {p for m in modules.values() if isinstance(m, _HAS_STATISTICS) for p in _own(m)}
     if dtype is not None and AUTOCAST not in wanted:
@@ -89,9 +90,9 @@ def float32_parameters(
 
 
 def float32_names_of(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Those of `names`, of parameters or buffers of `module`, that it wants in float32.
+    """Names of the parameters or buffers that `module` needs in float32 if others are in `dtype`.
 
-    Where others are in `dtype`. See [Note: Kept by their model]; what its parts want is not asked.
+    See [Note: Kept by their model]. Requirements of its submodules are not included.
     """
     patterns: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Bytes per rank, by state and tier, beside what plain data parallel needs."""
+"""`MemoryReport`: bytes of a rank by state and tier, and those of plain data parallelism."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["MemoryReport"]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one rank holds at one moment.
+    """Memory of one rank at one moment.
 
     Attributes:
-        rank: The rank that counted.
+        rank: Rank of this report.
         world_size: Number of shards.
-        tiers: Bytes by tier ("device", "cpu", "nvme"), then by state. Masters that are tensors of
-            their own count as optimizer state, and so do averages of weights.
-        data_parallel: Bytes by state that DistributedDataParallel would take on every rank for the
-            same model and optimizer: parameters, gradients and moments in the dtypes in which the
-            parameters were given, without masters.
-        buffer_bytes: CPU memory of the buffers through which shards in files travel.
-        nvme_read_bytes: Read from NVMe since the engine was made.
-        nvme_written_bytes: Written to NVMe since then: what wears a disk.
-        average_bytes: Of averages of weights, among the optimizer state in `tiers`.
+        tiers: Bytes by tier ("device", "cpu", "nvme"), then by state. Main parameters that are
+            separate tensors, and averages of weights, count as optimizer state.
+        data_parallel: Bytes by state that DistributedDataParallel would need on every rank for the
+            same model and optimizer: parameters, gradients and moments in the original dtypes of
+            the parameters, without main parameters.
+        buffer_bytes: Bytes of the CPU buffers for transfers from and to NVMe.
+        nvme_read_bytes: Bytes read from NVMe since the engine was made.
+        nvme_written_bytes: Bytes written to NVMe since then, which wear the disk.
+        average_bytes: Bytes of averages of weights, included in the optimizer state of `tiers`.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class MemoryReport:
 
     @property
     def data_parallel_bytes(self) -> int:
-        """Bytes of all states under plain data parallel."""
+        """Bytes of all states under plain data parallelism."""
         return sum(self.data_parallel.values())
 
     def state_bytes(self, state: State) -> int:

@@ -1,16 +1,16 @@
-"""Which ranks share one set of shards, and which hold the same ones.
+"""Device mesh of the ranks: shard groups and replica groups.
 
-    world of 6 ranks, groups of 2             shard axis: the ranks of a group, consecutive
-                                              replica axis: the ranks that hold the same shard
+    world of 6 ranks, shard groups of 2       shard axis: consecutive ranks, one shard each
+                                              replica axis: ranks that hold the same shard
                  shard 0   shard 1
     replica 0    rank 0    rank 1
     replica 1    rank 2    rank 3
     replica 2    rank 4    rank 5
 
-Every group holds all shards. Parameters are gathered within a group; gradients are
-reduce-scattered within it, and their shards, 1/`num_shards` of the bytes, are averaged over
-replicas. Where a group is a node, only these cross the slow links between nodes. Without groups the
-world is one group, and everything is plain ZeRO.
+Every shard group holds all shards. Parameters are all-gathered within a shard group. Gradients are
+reduce-scattered within it; their shards, 1/`num_shards` of the bytes, are then averaged over a
+replica group. If a shard group is a node, only gradient shards cross the slow links between nodes.
+By default the world is one shard group: plain ZeRO.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Mesh"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The place of one rank."""
+    """Position of one rank in the mesh."""
 
     rank: int  # in the world
     world_size: int
-    num_shards: int  # ranks of a group; each holds 1/num_shards
+    num_shards: int  # ranks of a shard group; each holds 1/num_shards
 
     @classmethod
     def of(cls, rank: int, world_size: int, group_size: int | None) -> Mesh:
-        """The place of `rank` where groups have `group_size` ranks; None: all.
+        """Position of `rank` in shard groups of `group_size` ranks; None: all ranks.
 
         Raises:
-            ValueError: The groups would not be of equal size.
+            ValueError: The shard groups would not be of equal size.
         """
         if group_size is not None and world_size % group_size:
             fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
@@ -46,28 +46,28 @@ class Mesh:
 
     @property
     def num_replicas(self) -> int:
-        """Groups, each of which holds all shards."""
+        """Number of shard groups, each of which holds all shards."""
         return self.world_size // self.num_shards
 
     @property
     def shard_rank(self) -> int:
-        """Which shard this rank holds."""
+        """Index of the shard that this rank holds."""
         return self.rank % self.num_shards
 
     @property
     def replica_rank(self) -> int:
-        """Which group this rank is in."""
+        """Index of the shard group of this rank."""
         return self.rank // self.num_shards
 
     def shard_groups(self) -> list[list[int]]:
-        """Ranks along the shard axis, by replica."""
+        """Ranks of each shard group."""
         return [
             list(range(first, first + self.num_shards))
             for first in range(0, self.world_size, self.num_shards)
         ]
 
     def replica_groups(self) -> list[list[int]]:
-        """Ranks along the replica axis, by shard."""
+        """Ranks of each replica group."""
         return [
             list(range(shard, self.world_size, self.num_shards)) for shard in range(self.num_shards)
         ]

@@ -1,8 +1,8 @@
-"""Names of parameters and modules, as plans, checkpoints and settings have them.
+"""Names of parameters and modules in plans, checkpoints and settings.
 
-`torch.compile(module)` makes a module of its own around the one inside, so that names get an
-`_orig_mod.` in between. Plans and checkpoints are written without it, and checkpoints are read with
-and without it, so that compiled and plain modules take each other's.
+`torch.compile(module)` wraps a module in another one, which inserts `_orig_mod.` into names. Plans
+and checkpoints are written without it. Checkpoints are read with and without it, so compiled and
+plain modules can load each other's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def saved_name(name: str) -> str:
-    """`name` without what `torch.compile(module)` puts around a module: the same without it."""
+    """`name` without the `_orig_mod.` of compiled modules."""
     return name.replace("_orig_mod.", "")
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """As `module.named_parameters()`, by the names that a plan has."""
+    """Parameters of `module` by their names in a plan."""
     return {saved_name(name): parameter for name, parameter in module.named_parameters()}
 
 
@@ -40,21 +40,21 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def with_saved_names(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict as the same module has it that is not compiled."""
+    """The state dict with the names of the module without compilation."""
     if not any("_orig_mod." in name for name in state_dict):
         return state_dict
     return _renamed(state_dict, saved_name)
 
 
 def with_compiled_names(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict with the names that `module` has, whether it is compiled or what was saved."""
+    """The state dict with the names of `module`, whether that or the saved module is compiled."""
     around = [name for name, m in module.named_modules() if isinstance(m, OptimizedModule)]
     if not around and not any("_orig_mod." in name for name in state_dict):
         return state_dict
 
     def own_name(name: str) -> str:
         name = saved_name(name)
-        for outer in around:  # from the outside in: the names of those inside have it already
+        for outer in around:  # from the outside in: names of the inner modules already contain it
             prefix = f"{outer}." if outer else ""
             if name.startswith(prefix):
                 name = f"{prefix}_orig_mod.{name[len(prefix) :]}"
@@ -66,7 +66,7 @@ def with_compiled_names(module: nn.Module, state_dict: Mapping[str, Any]) -> Map
 def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     renamed: OrderedDict[str, Any] = OrderedDict((rename(k), v) for k, v in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:  # versions, by the name of a module
+    if metadata is not None:  # versions by module name
         renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
             (rename(f"{name}.").removesuffix(".") if name else name, value)
             for name, value in metadata.items()
@@ -78,7 +78,10 @@ def _renamed(state_dict: Mapping[str, Any], rename: Callable[[str], str]) -> dic
 
 
 def matches_module(path: str, module: nn.Module, item: str | type[nn.Module]) -> bool:
-    """Whether `item` is the class of a module or a base of it, or the name or pattern of one."""
+    """Whether `item` is a class of `module`, or a name or pattern that matches its path or class.
+
+    Base classes count, too. `path`: qualified name of the module.
+    """
     if isinstance(item, type):
         return isinstance(module, item)
     names = [path, *(kind.__name__ for kind in type(module).__mro__)]
@@ -88,14 +91,14 @@ def matches_module(path: str, module: nn.Module, item: str | type[nn.Module]) ->
 def no_match_message(
     option: str, modules: Mapping[str, nn.Module], item: str | type[nn.Module]
 ) -> str:
-    """For the error that `item` of a setting names nothing in the model."""
+    """Text of the error if `item` of the setting `option` matches nothing in the model."""
     if isinstance(item, type):
-        return f"{option} has {item.__name__}, and no module with parameters is one."
+        return f"{option} has {item.__name__}, but no module with parameters is an instance of it."
     known = [name for path, m in modules.items() for name, _ in m.named_parameters(path, False)]
     known += [*modules, *(type(m).__name__ for m in modules.values())]
     near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
     return (
-        f"{option} has {item!r}, which matches no parameter, module or class of the model; "
-        f"names are whole, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
+        f"{option} has {item!r}, which matches no parameter, module or class of the model; write "
+        f"full names, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
         f"{', '.join(near)}."
     )

@@ -1,10 +1,10 @@
-"""Where shards rest: tiers, what a user asks for, and which bucket gets which tier.
+"""Tiers of shards: the options of a user, and the tier of each bucket.
 
-    offload_optimizer="cpu"              every optimizer shard in CPU memory, stepped there
+    offload_optimizer="cpu"              every optimizer shard in CPU memory, stepped by the CPU
     OffloadConfig("cpu", ratio=0.5)      every second bucket; the others stay on the device
     OffloadConfig("auto", ...)           device, then CPU, then NVMe, each up to its budget
 
-A bucket is the unit: one state of a model may span three tiers, the shard of one bucket may not.
+A bucket is not divided: one state of a model may span three tiers, the shard of one bucket has one.
 """
 
 from __future__ import annotations
@@ -37,57 +37,64 @@ __all__ = [
     "step_buffer_config",
 ]
 
-PAGE_BYTES = 4096  # what O_DIRECT wants memory, offsets and lengths to be a multiple of
-MAX_GRADS_IN_FLIGHT = 2  # of gradients that leave the device
-UPLOAD_BLOCK_BYTES = 2**23  # in which what was stepped on the CPU goes to a device
+PAGE_BYTES = 4096  # O_DIRECT needs memory, offsets and lengths that are multiples of this
+MAX_GRADS_IN_FLIGHT = 2  # gradients that are copied from the device at a time
+UPLOAD_BLOCK_BYTES = 2**23  # of the copies of parameters that the CPU stepped to a device
 NUM_UPLOAD_BLOCKS = 2
 _DEVICES = ("cpu", "nvme", "auto")
 _PATH_VARIABLES = ("LIGHTNING_ZERO_NVME_PATH", "SLURM_TMPDIR")
 
 
 def padded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of `numel` elements, rounded up to whole pages."""
+    """Bytes of `numel` elements, rounded up to pages."""
     return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 class Tier(Enum):
-    """Where a shard rests between its uses."""
+    """Where a shard is stored between its uses."""
 
     DEVICE = "device"
     CPU = "cpu"
     NVME = "nvme"
 
     def is_offloaded(self, *, has_device_memory: bool) -> bool:
-        """Whether a tensor of the device must travel to rest here.
+        """Whether a tensor of the device must be copied to be stored here.
 
-        `has_device_memory`: CPU memory is other memory than the device's.
+        `has_device_memory`: the device has memory of its own beside CPU memory.
         """
         return self is Tier.NVME or (self is Tier.CPU and has_device_memory)
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Where the shards of one state rest, and with which buffers they travel.
+    """Tier of the shards of one state, and the buffers for their transfers.
 
-    Bytes may be written as 8589934592, 8e9, "8GB" (of 10^9) or "8GiB" (of 2^30).
+    Bytes are an int, a float such as 8e9, or text such as "8GB" (8 * 10^9) or "8GiB" (8 * 2^30).
 
     Attributes:
-        device: "cpu", "nvme", or "auto": fill the device, then CPU memory, then NVMe.
-        nvme_path: Folder on a local disk. None: `$LIGHTNING_ZERO_NVME_PATH`, `$SLURM_TMPDIR` or the
-            temporary folder of the system.
-        pin_memory: Page-lock CPU memory, so that transfers from and to a CUDA device run beside its
-            computation. Without CUDA it has no effect.
-        buffer_count: NVMe: number of CPU buffers through which shards travel.
-        buffer_size: NVMe: elements of 4 bytes in each buffer.
-        ratio: Share of the elements that is offloaded, by buckets; the others stay on the device.
-        max_in_cpu_bytes: CPU memory of this rank for shards at rest. "nvme": for gradients, which
-            go to NVMe beyond it; None: no bound. "auto": for the CPU tier; None: half of what is
-            available, divided by the ranks of the machine.
-        max_in_device_bytes: "auto": device memory for shards; None: half of what is free at set-up.
+        device: str, default "cpu". "cpu", "nvme", or "auto": fill the device, then CPU memory, then
+            NVMe, each up to its budget.
+        nvme_path: str, default None. Folder on a local disk for shards on NVMe. None:
+            `$LIGHTNING_ZERO_NVME_PATH`, `$SLURM_TMPDIR` or the temporary folder of the system.
+            Devices "nvme" and "auto".
+        pin_memory: bool, default True. Page-lock CPU memory, so that copies from and to a CUDA
+            device overlap with its computation. No effect without CUDA.
+        buffer_count: int, default 4. Number of CPU buffers for transfers from and to NVMe, at least
+            2.
+        buffer_size: int (elements of 4 bytes), default 2^24. Size of each of these buffers, at
+            least 2^16.
+        ratio: float from 0 to 1, default 1. Share of the elements that is offloaded, by buckets;
+            the others stay on the device. Devices "cpu" and "nvme".
+        max_in_cpu_bytes: int (bytes), default None. CPU memory of this rank for shards. Device
+            "nvme": limit for gradients, which are on NVMe beyond it; None: no limit. Device "auto":
+            budget of the CPU tier; None: half of the available memory, divided by the ranks of the
+            node.
+        max_in_device_bytes: int (bytes), default None. Budget of the device tier. None: half of the
+            memory that is free when the engine is made. Device "auto".
 
     Raises:
-        ValueError: A value out of range, or one that has no meaning with this device.
-        TypeError: A value of the wrong type.
+        ValueError: A value is out of range, or does not apply to this device.
+        TypeError: A value has the wrong type.
     """
 
     device: str = "cpu"
@@ -127,8 +134,8 @@ class OffloadConfig:
             )
         if self.max_in_cpu_bytes is not None and self.device == "cpu":
             raise ValueError(
-                "max_in_cpu_bytes needs device 'nvme' or 'auto': with 'cpu' everything offloaded "
-                "is in CPU memory; use 'auto' to go on to NVMe beyond it."
+                "max_in_cpu_bytes needs device 'nvme' or 'auto': with 'cpu' all offloaded shards "
+                "are in CPU memory; use 'auto' to store the rest on NVMe."
             )
         if self.max_in_device_bytes is not None and self.device != "auto":
             raise ValueError(
@@ -137,7 +144,7 @@ class OffloadConfig:
             )
         if self.ratio != 1.0 and self.device == "auto":
             raise ValueError(
-                "ratio needs device 'cpu' or 'nvme', got 'auto', which divides by budgets; use "
+                "ratio needs device 'cpu' or 'nvme', got 'auto', which fills tiers by budgets; use "
                 "max_in_device_bytes."
             )
 
@@ -148,16 +155,16 @@ class OffloadConfig:
 
     @property
     def total_buffer_bytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return self.buffer_count * self.buffer_size_bytes
 
     @classmethod
     def of(cls, name: str, value: object) -> OffloadConfig | None:
-        """What a user gave for setting `name`: None, a device, a mapping or a config.
+        """Parses the value of setting `name`: None, a device, a mapping or a config.
 
         Raises:
-            ValueError: An unknown device or key.
-            TypeError: Something else.
+            ValueError: The device or a key is unknown.
+            TypeError: The value has another type.
         """
         if value is None or isinstance(value, OffloadConfig):
             return value
@@ -185,7 +192,7 @@ class OffloadConfig:
 
     @property
     def has_named_folder(self) -> bool:
-        """Somebody has said where files may go."""
+        """Whether the user or the environment names a folder for files."""
         return self.nvme_path is not None or any(map(os.environ.get, _PATH_VARIABLES))
 
     @property
@@ -200,7 +207,7 @@ class OffloadConfig:
 def step_buffer_config(
     param: OffloadConfig | None, optimizer: OffloadConfig | None
 ) -> OffloadConfig:
-    """Whose buffers a step uses: it moves states in files, or else parameters in files."""
+    """The config whose buffers a step uses: for states in files, or else parameters in files."""
     chosen = optimizer if optimizer is not None and optimizer.device != "cpu" else param
     return chosen or OffloadConfig()
 
@@ -209,19 +216,19 @@ def step_buffer_config(
 class ShardBytes:
     """Bytes of one bucket's shards on one rank."""
 
-    param: int  # 0 where they rest whole
-    # Master, where it is a tensor of its own, and two moments as Adam keeps them: how much an
-    # optimizer keeps is known after its first step only.
+    param: int  # 0 if parameters are replicated
+    # The main parameter, if it is a separate tensor, and two moments, as of Adam: the true size of
+    # an optimizer's states is known only after its first step.
     optim: int
-    grad: int  # the mean
-    # The optimizer steps it from the beginning. What is frozen takes its parameters until it is
-    # unfrozen, and a master where they have lost bits.
+    grad: int  # the averaged gradient
+    # The optimizer steps it from the beginning. A frozen bucket has parameters only until it is
+    # unfrozen, and main parameters if the cast has lost bits.
     is_trainable: bool = True
 
 
 @dataclass(frozen=True)
 class BucketTiers:
-    """Where the shards of one bucket rest. The gradient goes to where the optimizer steps."""
+    """Tiers of the shards of one bucket. A gradient is stored where the optimizer steps."""
 
     param: Tier = Tier.DEVICE
     optim: Tier = Tier.DEVICE
@@ -230,7 +237,7 @@ class BucketTiers:
 
 @dataclass(frozen=True)
 class Budgets:
-    """What "auto" may use of this rank's share of the memory, in bytes."""
+    """Bytes that "auto" may use, of this rank's share of the memory."""
 
     device_bytes: int = 0
     cpu_bytes: int = 0
@@ -242,23 +249,26 @@ def assign_tiers(
     offload_optimizer: OffloadConfig | None,
     budgets: Budgets,
 ) -> list[BucketTiers]:
-    """A tier for every shard of every bucket, in layout order. Pure.
+    """Assigns a tier to every shard of every bucket, in layout order. Pure.
 
-    Parameters choose first: they travel several times in a step, optimizer states once. `budgets`
-    are for "auto", where the configuration names none.
+    Parameters come first: they are transferred several times in a step, optimizer states once.
+    `budgets` are for "auto", if the configuration sets none.
     """
-    left = _room(offload_param, offload_optimizer, budgets)
+    left = _auto_budgets(offload_param, offload_optimizer, budgets)
     params = list(_choose([(s.param, s.param) for s in shards], offload_param, left))
-    # What "auto" puts on the device or into CPU memory brings its gradient along.
+    # Optimizer states that "auto" stores on the device or the CPU have their gradient there, too.
     trained = [(s.optim, s.optim + s.grad) for s in shards if s.is_trainable]
     chosen = _choose(trained, offload_optimizer, left)
-    frozen = Tier.DEVICE  # where what is frozen would rest once it is unfrozen
+    frozen = Tier.DEVICE  # for frozen buckets, if they are unfrozen later
     if offload_optimizer is not None:
         device = offload_optimizer.device
         frozen = Tier.CPU if device == "auto" else Tier(device)
-    optims = [
-        next(chosen) if s.is_trainable else frozen if s.optim else Tier.DEVICE for s in shards
-    ]
+    optims = []
+    for shard in shards:
+        if shard.is_trainable:
+            optims.append(next(chosen))
+        else:
+            optims.append(frozen if shard.optim else Tier.DEVICE)
     cpu_bytes: float = left[Tier.CPU]
     if offload_optimizer is not None and offload_optimizer.device == "nvme":
         limit = offload_optimizer.max_in_cpu_bytes
@@ -267,29 +277,30 @@ def assign_tiers(
     for shard, param, optim in zip(shards, params, optims, strict=True):
         grad = optim
         if optim is Tier.NVME and shard.grad <= cpu_bytes:
-            cpu_bytes -= shard.grad * shard.is_trainable
+            if shard.is_trainable:
+                cpu_bytes -= shard.grad
             grad = Tier.CPU
         tiers.append(BucketTiers(param, optim, grad))
     return tiers
 
 
-def _room(
+def _auto_budgets(
     param: OffloadConfig | None, optim: OffloadConfig | None, budgets: Budgets
 ) -> dict[Tier, int]:
-    """Bytes for "auto", the fastest tier first."""
-    asked = [config for config in (param, optim) if config and config.device == "auto"]
-    devices = [c.max_in_device_bytes for c in asked if c.max_in_device_bytes is not None]
-    cpus = [c.max_in_cpu_bytes for c in asked if c.max_in_cpu_bytes is not None]
+    """Bytes that "auto" may use, by tier, the fastest first."""
+    autos = [config for config in (param, optim) if config and config.device == "auto"]
+    devices = [c.max_in_device_bytes for c in autos if c.max_in_device_bytes is not None]
+    cpus = [c.max_in_cpu_bytes for c in autos if c.max_in_cpu_bytes is not None]
     return {
         Tier.DEVICE: max(devices, default=budgets.device_bytes),
         Tier.CPU: max(cpus, default=budgets.cpu_bytes),
     }
 
 
-def _pay(left: dict[Tier, int], nbytes: int) -> Tier:
-    """The fastest tier that still has room, of which so many are taken."""
-    for tier, room in left.items():
-        if nbytes <= room:
+def _allocate(left: dict[Tier, int], nbytes: int) -> Tier:
+    """Allocates `nbytes` of the fastest tier that has as many left."""
+    for tier, free in left.items():
+        if nbytes <= free:
             left[tier] -= nbytes
             return tier
     return Tier.NVME
@@ -298,19 +309,21 @@ def _pay(left: dict[Tier, int], nbytes: int) -> Tier:
 def _choose(
     sizes: Sequence[tuple[int, int]], config: OffloadConfig | None, left: dict[Tier, int]
 ) -> Iterator[Tier]:
-    """By bucket, a tier for its shard.
+    """Yields the tier of each shard.
 
-    `sizes` are, by bucket, bytes of the shard, and bytes in memory with what comes along.
+    `sizes`: by bucket, bytes of the shard, and bytes of the shard with its gradient, if it has one.
     """
     offloaded = seen = 0
     for nbytes, memory_bytes in sizes:
         if config is None or nbytes == 0:
             yield Tier.DEVICE
         elif config.device == "auto":
-            yield _pay(left, memory_bytes)
+            yield _allocate(left, memory_bytes)
         else:
-            # Spread evenly, so that the device steps its buckets while others travel.
+            # Spread evenly, so that the device steps its buckets while others are transferred.
             seen += nbytes
-            is_offloaded = config.ratio > 0 and offloaded + nbytes / 2 <= config.ratio * seen
-            offloaded += nbytes * is_offloaded
-            yield Tier(config.device) if is_offloaded else Tier.DEVICE
+            if config.ratio > 0 and offloaded + nbytes / 2 <= config.ratio * seen:
+                offloaded += nbytes
+                yield Tier(config.device)
+            else:
+                yield Tier.DEVICE

@@ -1,9 +1,9 @@
-"""One pass of an `CollectiveOrder`, and the plans that are learned from the logs of passes.
+"""One pass of a `CollectiveOrder`, and the schedules recorded from the logs of passes.
 
-An event is one integer, of n units:
+An event is one integer. With n units it means:
 
-    0 .. n-1       the gather of a unit
-    n              backward begins (the turn)
+    0 .. n-1       the all-gather of a unit
+    n              backward begins
     n+1 ..         the reduction of a bucket
 """
 
@@ -19,47 +19,48 @@ from lightning_zero.layout.rounds import RoundResult, Tally
 
 __all__ = ["RecordedSchedules", "Pass", "hash_of", "hoist_all_gathers"]
 
-_ALIKE = 2  # equal logs that make a plan
-_MOST_ALIKE = 64
-_TRUST, _MOST_TRUST = 4, 8  # of a new plan; a pass that deviates costs 4, one in vain 1
-_CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is foretold
-_MOST_LOGGED = 100_000  # events
-_MOST_KNOWN = 1000  # keys: where each pass has a new one, none would be met again
+_MIN_EQUAL = 2  # equal logs that make a schedule
+_MAX_EQUAL = 64
+# Trust in a new schedule. A pass that deviates from it costs 4, unused all-gathers cost 1.
+_TRUST, _MAX_TRUST = 4, 8
+_CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is predicted
+_MAX_LOGGED = 100_000  # events
+_MAX_KEYS = 1000  # where every pass has a new key, no recording would be used again
 
 
 @dataclass
 class Pass:
-    """What this rank has done in a pass, and has still to do."""
+    """Progress of this rank through one pass."""
 
-    key: int | None  # None: nothing is learned from it
+    key: int | None  # None: the pass is not recorded
     is_training: bool = False
-    schedule: tuple[int, ...] | None = None
-    is_recorded: bool = True  # the plan comes from logs
-    saying: Future[RoundResult] | None = None  # the round of its beginning
-    is_begun: bool = True  # that one has been heard, or need not be before an event
-    cursor: int = 0
-    log: list[int] = field(default_factory=list)
+    schedule: tuple[int, ...] | None = None  # events to issue, in order
+    is_recorded: bool = True  # the schedule comes from logs
+    pending: Future[RoundResult] | None = None  # the round that begins the pass
+    is_begun: bool = True  # that round has ended, or need not end before the first event
+    cursor: int = 0  # index of the next event of the schedule
+    log: list[int] = field(default_factory=list)  # events issued
     in_backward: bool = False
     has_logged_backward: bool = False
-    eager: list[int] = field(default_factory=list)  # buckets, in the order of reductions
-    ready: set[int] = field(default_factory=set)
-    reduced: list[int] = field(default_factory=list)
+    reduction_order: list[int] = field(default_factory=list)  # buckets, without a schedule
+    ready: set[int] = field(default_factory=set)  # buckets with all their gradients
+    reduced: list[int] = field(default_factory=list)  # buckets
     used: set[int] = field(default_factory=set)  # units
     has_deviated: bool = False
     has_unused_gathers: bool = False
 
     def record(self, event: int) -> None:
-        """Writes an event that is issued into the log."""
-        if len(self.log) < _MOST_LOGGED:
+        """Appends an event that is issued to the log."""
+        if len(self.log) < _MAX_LOGGED:
             self.log.append(event)
 
     def upcoming(self) -> Iterator[int]:
-        """The rest of the plan."""
+        """Events of the schedule that have not been issued."""
         return islice(self.schedule or (), self.cursor, None)
 
     @property
     def next(self) -> int | None:
-        """The first of them."""
+        """The first event of `upcoming`."""
         if self.schedule is None or self.cursor >= len(self.schedule):
             return None
         return self.schedule[self.cursor]
@@ -70,31 +71,31 @@ class Pass:
 
     @property
     def num_ready(self) -> int:
-        """How many of the first of `eager` are ready."""
-        ready = self.ready
-        return next((i for i, b in enumerate(self.eager) if b not in ready), len(self.eager))
+        """Number of buckets at the start of `reduction_order` that are all ready."""
+        order = self.reduction_order
+        return next((i for i, b in enumerate(order) if b not in self.ready), len(order))
 
 
 @dataclass
 class _Recording:
-    """Of one key."""
+    """Recorded schedule of one pass key."""
 
-    log: tuple[int, ...] = ()
-    num_equal: int = 0
-    num_needed: int = _ALIKE
+    log: tuple[int, ...] = ()  # of the last pass
+    num_equal: int = 0  # passes in a row with this log
+    num_needed: int = _MIN_EQUAL
     schedule: tuple[int, ...] | None = None
     trust: int = _TRUST
 
 
 class RecordedSchedules:
-    """What is known from earlier passes: the same on every rank.
+    """Schedules recorded from earlier passes, by pass key: the same on every rank.
 
     Args:
         numels: Elements of each unit.
         prefetch_numel: See `hoist_all_gathers`.
 
     Attributes:
-        last_log: A hash of what the last training pass has issued.
+        last_log: Hash of the events of the last training pass.
     """
 
     def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
@@ -104,83 +105,87 @@ class RecordedSchedules:
 
     def reset(self) -> None:
         self._recordings: dict[int, _Recording] = {}
-        self._next_key: dict[tuple[int, ...], int] = {}
+        self._next_key: dict[tuple[int, ...], int] = {}  # by the keys of the passes before
         self._context: tuple[int, ...] = ()
         self.last_log = 0
 
     def schedule_of(self, key: int | None) -> tuple[int, ...] | None:
-        known = self._recordings.get(key) if key is not None else None
-        return known.schedule if known is not None else None
+        recording = self._recordings.get(key) if key is not None else None
+        return recording.schedule if recording is not None else None
 
     def predict_next_key(self) -> int | None:
-        """The key that came after as many of the last ones as are known to have come before."""
-        told = (self._next_key.get(self._context[-length:]) for length in _CONTEXTS)
-        return next((key for key in told if key is not None), None)
+        """The key that followed the longest known sequence of the latest keys."""
+        keys = (self._next_key.get(self._context[-length:]) for length in _CONTEXTS)
+        return next((key for key in keys if key is not None), None)
 
     def add_key(self, key: int) -> None:
-        """A training pass with this key comes now."""
-        if len(self._next_key) > _MOST_KNOWN:
+        """Adds the key of a training pass that begins now."""
+        if len(self._next_key) > _MAX_KEYS:
             self._next_key.clear()
         for length in _CONTEXTS:
             self._next_key[self._context[-length:]] = key
         self._context = (*self._context, key)[-_CONTEXTS[0] :]
 
-    def record(self, one: Pass, heard: Tally, *, is_incomplete: bool) -> None:
-        """From a pass that has ended, at a boundary."""
+    def record(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> None:
+        """Records a pass that has ended; called at a boundary."""
         log = tuple(one.log) if one.is_recorded else ()
-        if len(self._recordings) > _MOST_KNOWN:
+        if len(self._recordings) > _MAX_KEYS:
             self._recordings.clear()
-        known = (
-            self._recordings.setdefault(one.key, _Recording())
-            if one.key is not None
-            else _Recording()
-        )
-        mark, is_as_last = hash_of(log if one.schedule is None else known.log), False
+        recording = _Recording()
+        if one.key is not None:
+            recording = self._recordings.setdefault(one.key, recording)
+        digest, is_as_last = hash_of(log if one.schedule is None else recording.log), False
         if one.is_training:
-            self.last_log, is_as_last = mark, mark == self.last_log
-        if one.key is None or not one.is_recorded or len(log) >= _MOST_LOGGED:
+            self.last_log, is_as_last = digest, digest == self.last_log
+        if one.key is None or not one.is_recorded or len(log) >= _MAX_LOGGED:
             return
         if one.schedule is None:
-            known.num_equal = known.num_equal + 1 if log == known.log else 1 + is_as_last
-            known.log = log
-            if known.num_equal >= known.num_needed:
-                known.schedule, known.trust = (
-                    hoist_all_gathers(log, self._numels, self._prefetch_numel),
-                    _TRUST,
-                )
+            if log == recording.log:
+                recording.num_equal += 1
+            else:
+                recording.num_equal = 2 if is_as_last else 1
+            recording.log = log
+            if recording.num_equal >= recording.num_needed:
+                recording.schedule = hoist_all_gathers(log, self._numels, self._prefetch_numel)
+                recording.trust = _TRUST
             return
-        has_deviated = heard.highest.has_deviated or is_incomplete  # any rank
-        change = -4 if has_deviated else -1 if heard.lowest.has_unused_gathers else 1
-        known.trust = min(known.trust + change, _MOST_TRUST)
-        if known.trust < 0:
-            known.schedule, known.log, known.num_equal = None, (), 0
-            known.num_needed = min(2 * known.num_needed, _MOST_ALIKE)
+        if tally.highest.has_deviated or is_incomplete:  # on any rank
+            change = -4
+        elif tally.lowest.has_unused_gathers:  # on all ranks
+            change = -1
+        else:
+            change = 1
+        recording.trust = min(recording.trust + change, _MAX_TRUST)
+        if recording.trust < 0:
+            recording.schedule, recording.log, recording.num_equal = None, (), 0
+            recording.num_needed = min(2 * recording.num_needed, _MAX_EQUAL)
 
 
 def hoist_all_gathers(
     log: Sequence[int], numels: Sequence[int], prefetch_numel: int | None
 ) -> tuple[int, ...]:
-    """The plan of a log: gathers come before the reductions that they need not wait for.
+    """Makes a schedule of a log: all-gathers move ahead of reductions they need not wait for.
 
-    A unit that forward gathers last and backward first is gathered once, unless forward gathers it
-    twice: the second time it may be for a use without gradients, after which it is freed.
+    A unit that is gathered last in forward and first in backward is gathered once, unless forward
+    gathers it twice: its second use may be one without gradients, after which it is freed.
 
     Args:
-        log: Events.
+        log: Events of a pass.
         numels: Elements of each unit.
-        prefetch_numel: A gather passes the reductions since the gather before it; with a number, also those
-            before earlier ones, as long as their units have no more elements. 0: none.
+        prefetch_numel: None: an all-gather passes the reductions since the previous all-gather. A
+            number: it also passes those before earlier all-gathers, as long as their units
+            together have no more elements. 0: it passes none.
     """
-    turn = len(numels)
+    backward_event = len(numels)
     schedule: list[int] = []
     units: list[int] = []
-    since = [0]  # reductions before each gather, behind the one before it
+    since = [0]  # by all-gather: reductions between it and the previous one
     last_of_forward: int | None = None
     for event in log:
-        place = len(schedule)
-        if event > turn:
+        index = len(schedule)
+        if event > backward_event:
             since[-1] += 1
-        elif event == turn:
+        elif event == backward_event:
             is_last_once = bool(units) and units.count(units[-1]) == 1
             last_of_forward = units[-1] if is_last_once else None
             units, since = [], [0]
@@ -189,20 +194,20 @@ def hoist_all_gathers(
             passed = since[-1]
             if prefetch_numel is not None:
                 sums = accumulate(numels[unit] for unit in reversed(units))
-                together = takewhile(lambda numel: numel <= prefetch_numel, sums)
-                passed = sum(num for _, num in zip(together, reversed(since), strict=False))
+                within = takewhile(lambda numel: numel <= prefetch_numel, sums)
+                passed = sum(num for _, num in zip(within, reversed(since), strict=False))
             since.append(0)
-            is_whole, last_of_forward = event == last_of_forward, None
-            if is_whole:
+            is_unsharded, last_of_forward = event == last_of_forward, None
+            if is_unsharded:
                 continue
-            while passed and schedule[place - 1] > turn:
-                place, passed = place - 1, passed - 1
-        schedule.insert(place, event)
+            while passed and schedule[index - 1] > backward_event:
+                index, passed = index - 1, passed - 1
+        schedule.insert(index, event)
     return tuple(schedule)
 
 
 def hash_of(*parts: object) -> int:
-    """The same in every process, of less than 62 bits."""
+    """Hash of less than 62 bits, the same in every process."""
     digest = blake2b(digest_size=7)
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode())

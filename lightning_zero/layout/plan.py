@@ -1,13 +1,12 @@
-"""Cuts a module into units and buckets, from names, shapes and dtypes alone.
+"""Divides a module into units and buckets, from names, shapes and dtypes alone.
 
-A *unit* is what the schedule gathers and releases together: a module whose forward brackets the use
-of its parameters. A *bucket* is what travels in one collective. A unit has one bucket for each
-combination of dtype, trainability and optimizer, and more where a size limit cuts it: beside
-parameters in 16 bits, all that keep float32 (keep_float32.py) are one more. Parameters of
-optimizers that look at whole tensors are placed whole, each with an owner that is chosen over the
-whole module.
+A *unit* is unsharded and resharded together: a module whose forward contains all uses of its
+parameters. A *bucket* is communicated in one collective. A unit has one bucket for each combination
+of dtype, trainability and optimizer, and more if a size limit divides it; beside 16-bit parameters,
+all parameters that keep float32 (keep_float32.py) form one more. Parameters of full optimizers are
+not divided: each has an owner, which is assigned over the entire module.
 
-Stages that keep parameters whole have one unit, the root, whose buckets are cut by size. Stages
+Stages that replicate parameters have one unit, the root, whose buckets are divided by size. Stages
 that shard parameters have those of units.py.
 """
 
@@ -37,34 +36,34 @@ _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters that travel together."""
+    """Parameters that are communicated together."""
 
     name: str  # for messages and profiler ranges, such as blocks.3 or blocks.3/frozen
     layout: FlatLayout
-    dtype: torch.dtype  # of the whole parameters while the module computes
-    master_dtype: torch.dtype  # in which they are stepped
-    stage: Stage  # which states rest as shards
+    dtype: torch.dtype  # of the unsharded parameters, in which the module computes
+    master_dtype: torch.dtype  # of the main parameters, which the optimizer steps
+    stage: Stage  # which states are sharded
     is_trainable: bool = True  # the optimizer steps it
-    loses_bits: bool = False  # `dtype` does not hold all of a parameter as it was given
-    tiers: BucketTiers = field(default_factory=BucketTiers)  # where the shards rest
+    loses_bits: bool = False  # `dtype` is narrower than the original dtype of a parameter
+    tiers: BucketTiers = field(default_factory=BucketTiers)  # of the shards
 
     @property
     def has_own_master(self) -> bool:
-        """The master is another tensor than the parameters, in another dtype."""
+        """Whether main parameters are a separate tensor, in another dtype."""
         return self.master_dtype != self.dtype
 
     @property
     def begins_with_master(self) -> bool:
-        """There is one from the beginning: of what is trained, and where bits would be lost."""
+        """Whether separate main parameters exist from the start."""
         return self.has_own_master and (self.is_trainable or self.loses_bits)
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Buckets that are gathered and released together."""
+    """Buckets that are unsharded and resharded together."""
 
-    name: str  # qualified, of the module whose forward uses them; empty for the root
-    buckets: tuple[BucketPlan, ...]  # not empty, but for a root without parameters of its own
+    name: str  # qualified name of the module whose forward uses them; empty for the root
+    buckets: tuple[BucketPlan, ...]  # empty only for a root without parameters of its own
 
     @property
     def numel(self) -> int:
@@ -74,14 +73,14 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every unit of a module, the root first, then in the order of registration.
+    """All units of a module: the root, then the others in the order of registration.
 
     Every parameter is in exactly one bucket of one unit.
     """
 
     units: tuple[UnitPlan, ...]
     world_size: int  # number of shards
-    reduce_dtype: torch.dtype | None  # of summed gradients; None: each bucket's master dtype
+    reduce_dtype: torch.dtype | None  # of reduced gradients; None: the master dtype of each bucket
 
     @property
     def buckets(self) -> list[BucketPlan]:
@@ -94,14 +93,14 @@ class Plan:
 
 
 class _Kind(NamedTuple):
-    """What parameters of one bucket have in common."""
+    """Properties that all parameters of a bucket share."""
 
-    dtype: torch.dtype  # whole
+    dtype: torch.dtype  # unsharded
     master_dtype: torch.dtype
     is_trainable: bool
     optimizer: int | None
     is_persistent: bool
-    is_whole: bool  # an optimizer may look at whole tensors
+    has_owner: bool  # a full optimizer steps it, or may do so later
 
 
 def make_plan(
@@ -113,21 +112,21 @@ def make_plan(
     full_optimizers: Collection[int] = (),
     budgets: Budgets | None = None,
 ) -> Plan:
-    """Plans units and buckets of `module`. Pure: no tensor is touched, meta tensors will do.
+    """Plans units and buckets of `module`. Pure: it reads no values, so meta tensors suffice.
 
     Args:
-        module: Its parameters, each counted once however often it is registered.
+        module: The module; a parameter that is registered several times counts once.
         config: Stage and sizes.
         world_size: Number of shards.
         optimizer_of: Index of the optimizer that steps a parameter; parameters of two optimizers do
             not share a bucket.
-        full_optimizers: Optimizers that must step whole tensors. Parameters of no optimizer may be
-            given to these later, and are placed whole as well.
-        budgets: What offload "auto" may use; None: nothing but NVMe.
+        full_optimizers: Indices of optimizers that must step full tensors. Parameters of no
+            optimizer may be added to these later, so they get owners, too.
+        budgets: Memory for offload "auto"; None: NVMe only.
 
     Raises:
-        ValueError: The module has no parameters, or some that cannot be sharded; `keep_float32`
-            or `unit_classes` names what is not there.
+        ValueError: The module has no parameters, or some that cannot be sharded; or an item of
+            `keep_float32` or `unit_classes` matches nothing.
     """
     named = dict(module.named_parameters())
     _check_parameters(module, named)
@@ -139,17 +138,19 @@ def make_plan(
     modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
     assert not isinstance(config.param_dtype, str)
     kept = float32_parameters(modules, config.keep_float32_items, config.param_dtype)
-    cutter = _Cutter(named, config, world_size, optimizer_of or {}, full_optimizers)
+    bucketizer = _Bucketizer(named, config, world_size, optimizer_of or {}, full_optimizers)
     units = []
     for unit, names in members.items():
         kinds: dict[_Kind, list[str]] = {}
         for name in names:
-            kind = cutter.kind(name, keeps_dtype=named[name] in kept)
+            kind = bucketizer.kind(name, keeps_dtype=named[name] in kept)
             kinds.setdefault(kind, []).append(name)
         buckets = [
             bucket
-            for kind, of_kind in kinds.items()
-            for bucket in cutter.cut(unit or "root", kind, of_kind, is_block=unit in blocks)
+            for kind, members_of_kind in kinds.items()
+            for bucket in bucketizer.bucketize(
+                unit or "root", kind, members_of_kind, is_block=unit in blocks
+            )
         ]
         units.append(UnitPlan(unit, tuple(buckets)))
     reduce_dtype = config.reduce_dtype
@@ -159,7 +160,7 @@ def make_plan(
 
 
 def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
-    """The plan with a tier for every shard."""
+    """A copy of the plan with a tier for every shard."""
     shards = [_shard_bytes(plan, bucket) for bucket in plan.buckets]
     tiers = iter(assign_tiers(shards, *config.offloads, budgets))
     units = []
@@ -170,16 +171,17 @@ def _with_tiers(plan: Plan, config: ZeroConfig, budgets: Budgets) -> Plan:
 
 
 def nvme_bytes(plan: Plan) -> tuple[int, int]:
-    """Bytes that one rank keeps on NVMe for sure: of parameters, and of masters and gradients.
+    """Bytes of one rank on NVMe: of parameters, and of main parameters and gradients.
 
-    What an optimizer keeps besides comes with its first step.
+    Other states of an optimizer are not known before its first step.
     """
     params = others = 0
     for bucket in plan.buckets:
         shard, numel = _shard_bytes(plan, bucket), bucket.layout.shard_numel
-        params += shard.param * (bucket.tiers.param is Tier.NVME)
-        if bucket.is_trainable:
-            others += shard.grad * (bucket.tiers.grad is Tier.NVME)
+        if bucket.tiers.param is Tier.NVME:
+            params += shard.param
+        if bucket.is_trainable and bucket.tiers.grad is Tier.NVME:
+            others += shard.grad
         if bucket.begins_with_master and bucket.tiers.optim is Tier.NVME:
             others += numel * bucket.master_dtype.itemsize
     return params, others
@@ -187,11 +189,12 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
 
 def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
-    is_stepped = bucket.stage.has_shard(State.OPTIM)  # what is frozen may be unfrozen
-    master = bucket.master_dtype.itemsize
+    # A frozen bucket may be unfrozen, so it counts.
+    is_stepped = bucket.stage.has_shard(State.OPTIM)
+    num_states = 3 if bucket.has_own_master else 2
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
-        optim=numel * master * (2 + bucket.has_own_master) if is_stepped else 0,
+        optim=numel * bucket.master_dtype.itemsize * num_states if is_stepped else 0,
         grad=numel * plan.grad_dtype(bucket).itemsize if is_stepped else 0,
         is_trainable=bucket.is_trainable,
     )
@@ -211,12 +214,13 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
             )
         if parameter.is_complex():
             raise ValueError(
-                f"Parameter {name} is complex, which is not supported; store its parts."
+                f"Parameter {name} is complex, which is not supported; store "
+                "real and imaginary parts."
             )
 
 
-class _Cutter:
-    """Cuts units into buckets; see `make_plan` for what it goes by."""
+class _Bucketizer:
+    """Divides units into buckets, by the arguments of `make_plan`."""
 
     def __init__(
         self,
@@ -234,30 +238,31 @@ class _Cutter:
         default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
         limit = config.reduce_bucket_size or default
         self._limit = min(limit, config.allgather_bucket_size or limit)  # elements
-        self._owners: dict[str, int] = {}  # of parameters that are placed whole
+        self._owners: dict[str, int] = {}  # ranks, by parameter
         if not config.states.has_shard(State.OPTIM):
             return  # every rank steps everything
-        for is_trainable in (True, False):  # what is frozen weighs less: each evens out by itself
+        # Frozen parameters need less memory: trained and frozen ones are balanced separately.
+        for is_trainable in (True, False):
             names = [
                 name
                 for name, parameter in named.items()
-                if self._wants_whole(parameter) and parameter.requires_grad is is_trainable
+                if self._needs_owner(parameter) and parameter.requires_grad is is_trainable
             ]
             owners = assign_owners([named[name].numel() for name in names], world_size)
             self._owners.update(zip(names, owners, strict=True))
 
-    def _wants_whole(self, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer steps `parameter`, or may do so later, as a whole tensor only."""
+    def _needs_owner(self, parameter: nn.Parameter) -> bool:
+        """Whether a full optimizer steps `parameter`, or may do so later."""
         optimizer = self._optimizer_of.get(parameter)
         return (
             bool(self._full_optimizers) if optimizer is None else optimizer in self._full_optimizers
         )
 
     def kind(self, name: str, *, keeps_dtype: bool) -> _Kind:
-        """Of a parameter."""
+        """Properties of a parameter that decide its bucket."""
         parameter, config = self._named[name], self._config
         dtype = master = own = parameter.dtype
-        # Codes of bitsandbytes' 4 bits may lie in a storage of any dtype: they are no numbers.
+        # 4-bit codes of bitsandbytes may be stored in any dtype: they are no numbers.
         if own.is_floating_point and not hasattr(parameter, "quant_state"):
             wanted = None if keeps_dtype else config.param_dtype
             assert not isinstance(wanted, str)
@@ -270,13 +275,13 @@ class _Cutter:
             parameter.requires_grad,
             self._optimizer_of.get(parameter),
             is_persistent=config.states.shards_params and parameter.numel() < threshold,
-            is_whole=name in self._owners,
+            has_owner=name in self._owners,
         )
 
-    def cut(
+    def bucketize(
         self, label: str, kind: _Kind, names: Sequence[str], *, is_block: bool
     ) -> Iterator[BucketPlan]:
-        """Buckets of one kind within a unit; a repeated block is never cut."""
+        """Yields the buckets of one kind within a unit; a repeated block is never divided."""
         runs: list[list[str]] = []
         run_numel = 0
         for name in names:
@@ -286,21 +291,22 @@ class _Cutter:
                 run_numel = 0
             runs[-1].append(name)
             run_numel += numel
-        # Where parameters stay whole in a stage that shards them, the next lower stage tells what
-        # rests.
+        # Persistent parameters are replicated, as in the next lower stage.
         stage = STAGES[2] if kind.is_persistent else self._config.states
-        label += "" if kind.is_trainable else "/frozen"
-        label += "/persistent" if kind.is_persistent else ""
+        if not kind.is_trainable:
+            label += "/frozen"
+        if kind.is_persistent:
+            label += "/persistent"
         for number, run in enumerate(runs):
             shapes = [(saved_name(name), tuple(self._named[name].shape)) for name in run]
-            if kind.is_whole:
+            if kind.has_owner:
                 owners = [self._owners[name] for name in run]
                 layout = FlatLayout.of_owned_tensors(shapes, owners, self._world_size)
             else:
                 layout = FlatLayout.of(shapes, self._world_size)
             own = [self._named[name].dtype.itemsize for name in run]
             yield BucketPlan(
-                label + (f"[{number}]" if len(runs) > 1 else ""),
+                f"{label}[{number}]" if len(runs) > 1 else label,
                 layout,
                 kind.dtype,
                 kind.master_dtype,

@@ -1,12 +1,12 @@
-"""Activation checkpointing: which modules keep their inputs only, and run again in backward.
+"""Activation checkpointing: modules that save only their inputs and run again in backward.
 
 Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
 
-[Note: A forward under checkpoint] It is the module's own `forward` that torch's checkpoint runs,
-not its call: hooks, among them those that gather a unit, run once in forward and are not repeated.
-In backward the unit has been gathered for its own gradients before its forward runs again. What a
-forward changes beside its output must not change twice: running statistics are put back, and a
-cache of keys and values is not given to it.
+[Note: A forward under checkpoint] torch's checkpoint runs the module's own `forward`, not its call.
+So hooks, such as those that unshard a unit, run once in forward and are not repeated. In backward
+the unit is unsharded for its own gradients before its forward runs again. Side effects of a forward
+must not happen twice: running statistics are restored, and the forward gets no cache of keys and
+values.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ __all__ = ["apply_checkpointing", "drop_checkpointing", "find_checkpointed", "ou
 
 _OPTION = "activation_checkpointing"
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase
-# What transformers gives its layers, and without which they keep no cache.
+# Arguments of transformers' layers; with these values they keep no cache.
 _WITHOUT_CACHE = {"past_key_values": None, "past_key_value": None, "use_cache": False}
 
 
 def find_checkpointed(
     module: nn.Module, wanted: bool | Sequence[str | type[nn.Module]]
 ) -> list[str]:
-    """Qualified names of the modules that run again; none inside another.
+    """Qualified names of the modules that run again; none is inside another.
 
     Args:
         module: The root.
-        wanted: `ZeroConfig.checkpointed_modules`; True: repeated blocks. A list of modules, which has no
-            forward of its own, stands for its members.
+        wanted: `ZeroConfig.checkpointed_modules`; True: repeated blocks. A list of modules has no
+            forward of its own and stands for its members.
 
     Raises:
-        ValueError: There are none, or one of `wanted` matches no module with parameters.
+        ValueError: There are none, or an item of `wanted` matches no module with parameters.
     """
     if wanted is False:
         return []
     names = find_blocks(module, () if wanted is True else wanted, option=_OPTION)
     if not names:
         raise ValueError(
-            f"{_OPTION}=True is for repeated blocks, and {type(module).__name__} has none in a "
+            f"{_OPTION}=True needs repeated blocks, but {type(module).__name__} has none in a "
             f"ModuleList, ModuleDict or Sequential; name classes: {_OPTION}=[Block]."
         )
     return outermost([one for name in names for one in _with_forward(module, name)])
@@ -65,7 +65,7 @@ def _with_forward(root: nn.Module, name: str) -> Iterator[str]:
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Those of `names` of modules that are inside no other, each once."""
+    """The modules of `names` that are inside no other one, each once."""
     known = set(names)
 
     def is_inside(name: str) -> bool:
@@ -78,47 +78,47 @@ def outermost(names: Sequence[str]) -> list[str]:
 def apply_checkpointing(
     module: nn.Module, names: Collection[str], *, preserve_rng_state: bool = True
 ) -> Callable[[], None]:
-    """Lets the forwards of `names` run again in backward. See [Note: A forward under checkpoint].
+    """Makes the forwards of `names` run again in backward. See [Note: A forward under checkpoint].
 
     Args:
         module: The root.
-        names: Qualified.
-        preserve_rng_state: Random numbers, as of dropout, are drawn alike when it runs again.
+        names: Qualified names.
+        preserve_rng_state: The second run draws the same random numbers, as for dropout.
 
     Returns:
-        Ends it; calling it twice is harmless.
+        A function that removes the checkpointing; a second call has no effect.
     """
     children = {module.get_submodule(name): None for name in names}
     for child in children:
-        if not isinstance(child.__dict__.get("forward"), _Checkpointed):
-            child.__dict__["forward"] = _Checkpointed(child, preserve_rng_state)
+        if not isinstance(child.__dict__.get("forward"), _CheckpointedForward):
+            child.__dict__["forward"] = _CheckpointedForward(child, preserve_rng_state)
 
     def end() -> None:
         for child in children:
             ours = child.__dict__.get("forward")
-            if isinstance(ours, _Checkpointed):
+            if isinstance(ours, _CheckpointedForward):
                 del child.__dict__["forward"]
-                if ours.is_users:
+                if ours.was_on_instance:
                     child.__dict__["forward"] = ours.forward
 
     return end
 
 
 def drop_checkpointing(state: dict[str, Any]) -> None:
-    """Takes out of a copy of a module's `__dict__` what `apply_checkpointing` has put there."""
+    """Removes checkpointing from `state`, a copy of a module's `__dict__`."""
     forward = state.get("forward")
-    if isinstance(forward, _Checkpointed):
+    if isinstance(forward, _CheckpointedForward):
         del state["forward"]
-        if forward.is_users:
+        if forward.was_on_instance:
             state["forward"] = forward.forward
 
 
-class _Checkpointed:
-    """A forward that runs again in backward, in the place of the module's own."""
+class _CheckpointedForward:
+    """A forward that runs again in backward; replaces the module's own."""
 
     def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
-        self.is_users = "forward" in module.__dict__  # on the module itself, not of its class
-        # The module's own, bound. A copy of the module, and a pickled one, have this alone.
+        self.was_on_instance = "forward" in module.__dict__  # not in its class
+        # The module's own forward, bound. Copies and pickles of the module contain only this one.
         self.forward: Callable[..., Any] = module.forward
         self._preserve_rng_state = preserve_rng_state
         self._statistics = [
@@ -127,24 +127,26 @@ class _Checkpointed:
             if isinstance(part, _HAS_STATISTICS)
             for buffer in part.buffers(recurse=False)
         ]
-        functools.update_wrapper(self, self.forward)  # its signature
+        functools.update_wrapper(self, self.forward)  # with its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         kwargs |= {name: value for name, value in _WITHOUT_CACHE.items() if name in kwargs}
-        more: dict[str, Any] = {"context_fn": self._contexts} if self._statistics else {}
+        options: dict[str, Any] = {}
+        if self._statistics:
+            options["context_fn"] = self._contexts
         return checkpoint(
             self.forward,
             *args,
             use_reentrant=False,
             preserve_rng_state=self._preserve_rng_state,
-            **more,
+            **options,
             **kwargs,
         )
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _unchanged(self._statistics)
+        return nullcontext(), _restored(self._statistics)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         own: Callable[..., Any] = copy.deepcopy(self.forward, memo)
@@ -154,13 +156,13 @@ class _Checkpointed:
         return _itself, (self.forward,)
 
 
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:  # pickles contain this name
     return forward
 
 
 @contextmanager
-def _unchanged(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Puts back what `buffers` were."""
+def _restored(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Restores the values of `buffers` at the end."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -1,4 +1,8 @@
-"""What ranks say to each other in one round of an `CollectiveOrder`, what all hear, what is wrong with it."""
+"""The control plane as `CollectiveOrder` uses it: votes, results, and checks of a round.
+
+In a round every rank sends a `Vote`, and all ranks receive the minimum and the maximum of each of
+its numbers. `RoundClient` holds the rounds of one rank and validates their results.
+"""
 
 from __future__ import annotations
 
@@ -21,97 +25,98 @@ __all__ = [
     "called_from",
 ]
 
-_NOTHING = 2**62  # said by a rank that has nothing to compare
-_MOST_TEXT = 1024  # bytes, of a failure
+_NO_VALUE = 2**62  # sent by a rank that has nothing to compare
+_MAX_TEXT_BYTES = 1024  # of the text of a failure
 
-DESYNC_HINT = (  # the last line of errors of ranks that differ
-    "Enter `with lightning_zero.gathered(module):` on every rank to look at parameters on some, "
-    "and `with lightning_zero.uneven_calls(module):` to run forwards without gradients on some."
+DESYNC_HINT = (  # the last line of errors about desynchronized ranks
+    "To read parameters on some ranks only, enter `with lightning_zero.gathered(module):` on every "
+    "rank; to run forwards without gradients on some ranks only, enter "
+    "`with lightning_zero.uneven_calls(module):` on every rank."
 )
 
 
 class RoundResult(NamedTuple):
-    """What all ranks hear of one round, the same on every rank but for the error."""
+    """Result of one round: the same on every rank, except for the error."""
 
-    numbers: list[int]  # the lowest of each
-    mask: bytes  # the highest of each
-    error: Exception | None = None  # by the judge of this rank
+    numbers: list[int]  # minimum over ranks, elementwise
+    mask: bytes  # maximum over ranks, elementwise
+    error: Exception | None = None  # found by the check of this rank
 
 
-RoundCheck = Callable[[RoundResult], Exception | None]  # may hold further rounds
+RoundCheck = Callable[[RoundResult], Exception | None]  # may run further rounds
 
 
 class ControlPlane(Protocol):
-    """How ranks speak: `comm.control.GlooControlPlane`."""
+    """Small messages between ranks; implemented by `comm.control.GlooControlPlane`."""
 
     rank: int
     size: int
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room in every saying."""
+        """Reserves `num_bytes` for the mask of every later round."""
 
     def run_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
     ) -> RoundResult:
-        """One round."""
+        """Runs one round."""
 
     def begin_round(
         self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
     ) -> Future[RoundResult]:
-        """One round, while this rank goes on."""
+        """Begins one round and returns at once."""
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Around waiting for other ranks."""
+        """Context of a wait for other ranks; `name` describes the wait."""
 
     def abort_waits(self, error: Exception) -> None:
-        """Lets the other ranks fail, wherever they wait."""
+        """Makes the other ranks fail, wherever they wait."""
 
     def peer_failed_error(self, text: str) -> Exception:
-        """For another rank's failure."""
+        """Error to raise when another rank failed."""
 
     def desync_error(self, text: str) -> Exception:
-        """For ranks that have come to different points."""
+        """Error to raise when ranks are desynchronized."""
 
 
 class Requests(NamedTuple):
-    """The requests of ranks that ask for no unit; see `CollectiveOrder`."""
+    """Requests that ask for no unit; see `CollectiveOrder`."""
 
-    begin: int  # a pass
-    barrier: int  # something else that all ranks do
+    begin: int  # begins a pass
+    barrier: int  # enters a call that all ranks make
     done: int  # has ended its step, or its backward
     left: int  # has left a loop of steps
 
 
 class Vote(NamedTuple):
-    """What one rank says in one round. None: nothing to compare."""
+    """Numbers that one rank sends in one round. None: nothing to compare."""
 
     request: int
-    key: int | None  # of the pass, or of what is to be done together
-    num_ready: int  # reductions that it is ready for
-    flags: int | None  # a mark of what trains
-    history: int | None  # likewise of what was done together
+    key: int | None  # of the pass, or of the call that all ranks make
+    num_ready: int  # reductions that this rank is ready for
+    flags: int | None  # hash of `requires_grad` of all parameters
+    history: int | None  # hash of all calls that all ranks have made
     stop_request: int | None
     has_deviated: bool
-    has_unused_gathers: bool  # it has left gathers of the plan unused
+    has_unused_gathers: bool  # it did not use a unit that the schedule unsharded
     allows_uneven_calls: bool
-    failed: int  # this rank, if it has; else the number of ranks
+    failed: int  # this rank, if it has failed; else the number of ranks
 
     def numbers(self) -> list[int]:
-        """To be sent: of each the lowest is heard, and by its negative the highest."""
-        lowest = [_NOTHING if number is None else int(number) for number in self]
-        highest = [_NOTHING if number is None else -int(number) for number in self]
+        """The numbers to send: each one for its minimum, and its negative for the maximum."""
+        lowest = [_NO_VALUE if number is None else int(number) for number in self]
+        highest = [_NO_VALUE if number is None else -int(number) for number in self]
         return lowest + highest
 
 
 class Tally(NamedTuple):
-    """What all ranks have said in one round, number by number."""
+    """The votes of all ranks in one round, reduced field by field."""
 
     lowest: Vote
     highest: Vote
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Tally:
-        """The lowest of what `Vote.numbers` has put."""
+        """Splits the minima of `Vote.numbers` over ranks."""
         half = len(Vote._fields)
         return cls(Vote._make(numbers[:half]), Vote._make([-n for n in numbers[half:]]))
 
@@ -121,16 +126,16 @@ class Tally(NamedTuple):
 
     @property
     def stop_request(self) -> int | None:
-        return None if self.lowest.stop_request == _NOTHING else self.lowest.stop_request
+        return None if self.lowest.stop_request == _NO_VALUE else self.lowest.stop_request
 
     def is_same(self, field: str) -> bool:
-        """Whether all that have said something there have said the same."""
+        """Whether all ranks that sent a value for `field` sent the same one."""
         lowest = getattr(self.lowest, field)
-        return lowest in (_NOTHING, getattr(self.highest, field))
+        return lowest in (_NO_VALUE, getattr(self.highest, field))
 
 
 class _LocalActions(NamedTuple):
-    """What a rank has done of its own account when it enters a round; see `RoundClient`."""
+    """What this rank did without the others before it entered a round; see `RoundClient`."""
 
     current_call: str
     num_writes: int
@@ -138,19 +143,19 @@ class _LocalActions(NamedTuple):
 
 
 class RoundClient:
-    """How one rank talks, and finds what is wrong with a round: the same on every rank.
+    """Client side of control-plane rounds; validates their results, with the same error everywhere.
 
     Args:
-        control_plane: Between the ranks.
-        requests: Of `CollectiveOrder`.
-        names: Of the parameters, whose `requires_grad` are the flags.
-        num_bytes: The longest mask.
+        control_plane: Carries the rounds.
+        requests: Requests of `CollectiveOrder`.
+        names: Names of the parameters whose `requires_grad` are the flags.
+        num_bytes: Bytes of the longest mask.
 
     Attributes:
-        flags: Of this rank; empty: it compares none.
-        current_call: The call that this rank makes together with all, and where; empty: none.
-        num_writes: Of this rank to its parts of parameters.
-        last_write: The last one, and where.
+        flags: `requires_grad` of the parameters on this rank; empty: they are not compared.
+        current_call: The call that all ranks make now, and its line; empty: none.
+        num_writes: Number of writes of this rank to its shards of parameters.
+        last_write: The last of these writes, and its line.
     """
 
     def __init__(
@@ -163,164 +168,175 @@ class RoundClient:
         self.current_call = ""
         self.num_writes = 0
         self.last_write = ""
-        self._failure = ""  # while it tells of it
-        self._unawaited: list[Future[RoundResult]] = []  # sayings that nobody waits for
-        control_plane.reserve(max(num_bytes, control_plane.size, _MOST_TEXT))
+        self._failure = ""  # text of the error of this rank while it is sent
+        self._unawaited: list[Future[RoundResult]] = []  # rounds that no caller waits for
+        control_plane.reserve(max(num_bytes, control_plane.size, _MAX_TEXT_BYTES))
 
     def reset(self) -> None:
         self._unawaited.clear()
 
-    def begin(self, said: Vote, mask: bytes = b"", *, is_awaited: bool) -> Future[RoundResult]:
-        """Begins a round; if nobody will hear it before an event, what is wrong ends all waits."""
+    def begin(self, vote: Vote, mask: bytes = b"", *, is_awaited: bool) -> Future[RoundResult]:
+        """Begins a round. If it is not awaited, a failed check aborts the waits of all ranks."""
         name = "the next forward or backward"
-        judge = partial(self._judge, name, self._deeds(), not is_awaited)
-        saying = self._control_plane.begin_round(said.numbers(), mask, judge)
+        check = partial(self._check, name, self._local_actions(), not is_awaited)
+        pending = self._control_plane.begin_round(vote.numbers(), mask, check)
         if not is_awaited:
-            self._unawaited.append(saying)
-        return saying
+            self._unawaited.append(pending)
+        return pending
 
-    def wait(self, saying: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
-        """Waits for a round that has begun; `name` tells people for what. Its mask, too."""
+    def wait(self, pending: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
+        """Waits for a round that has begun: its tally and its mask.
+
+        Args:
+            pending: The round.
+            name: What this rank waits for, in reports.
+        """
         with self._control_plane.waiting(name):
-            heard = saying.result()
-        return self._take(heard)
+            result = pending.result()
+        return self._accept(result)
 
-    def run_round(self, said: Vote, name: str, mask: bytes = b"") -> tuple[Tally, bytes]:
+    def run_round(self, vote: Vote, name: str, mask: bytes = b"") -> tuple[Tally, bytes]:
         """`begin` and `wait`."""
         with self._control_plane.waiting(name):
-            judge = partial(self._judge, name, self._deeds(), False)
-            heard = self._control_plane.run_round(said.numbers(), mask, judge)
-        return self._take(heard)
+            check = partial(self._check, name, self._local_actions(), False)
+            result = self._control_plane.run_round(vote.numbers(), mask, check)
+        return self._accept(result)
 
-    def _deeds(self) -> _LocalActions:
+    def _local_actions(self) -> _LocalActions:
         return _LocalActions(self.current_call, self.num_writes, self.last_write)
 
-    def _take(self, heard: RoundResult) -> tuple[Tally, bytes]:
-        unheard, self._unawaited = self._unawaited, []
+    def _accept(self, result: RoundResult) -> tuple[Tally, bytes]:
+        """Raises the error of this round, or of an earlier one that was not awaited."""
+        unawaited, self._unawaited = self._unawaited, []
         earlier: list[Exception | None] = []
-        for saying in unheard:  # one may end meanwhile: asked once
-            if saying.done():
-                earlier.append(saying.result().error)
+        for pending in unawaited:  # one may end meanwhile: `done` is called once
+            if pending.done():
+                earlier.append(pending.result().error)
             else:
-                self._unawaited.append(saying)
-        for error in (*earlier, heard.error):
+                self._unawaited.append(pending)
+        for error in (*earlier, result.error):
             if error is not None:
                 raise error
-        return Tally.of(heard.numbers), heard.mask
+        return Tally.of(result.numbers), result.mask
 
-    def report_failure(self, error: Exception, said: Vote) -> None:
-        """Tells the other ranks why this one fails: `said` has its rank.
+    def report_failure(self, error: Exception, vote: Vote) -> None:
+        """Sends `error` to the other ranks; `vote` has this rank as `failed`.
 
         Raises:
-            RuntimeError: They cannot be told.
+            RuntimeError: The other ranks cannot be reached.
         """
         self._failure = f"{type(error).__name__}: {error}"
         try:
-            judge = partial(self._judge, "", self._deeds(), False)
+            check = partial(self._check, "", self._local_actions(), False)
             with self._control_plane.waiting("the failure of this rank"):
-                heard = self._control_plane.run_round(said.numbers(), b"", judge)
+                result = self._control_plane.run_round(vote.numbers(), b"", check)
         finally:
             self._failure = ""
-        if heard.error is not None:
-            raise heard.error
+        if result.error is not None:
+            raise result.error
 
-    # ---------------------------------------------------------------- what is wrong
+    # ---------------------------------------------------------------- checks
 
-    def _judge(
-        self, name: str, deeds: _LocalActions, alarms: bool, heard: RoundResult
+    def _check(
+        self, name: str, actions: _LocalActions, aborts: bool, result: RoundResult
     ) -> Exception | None:
-        """From any thread. `alarms`: nobody may hear it, so what is wrong ends all waits."""
-        told = Tally.of(heard.numbers)
+        """Finds the error of a round. Called from any thread.
+
+        `aborts`: no caller may wait for the round, so an error must end all waits.
+        """
+        tally = Tally.of(result.numbers)
         error: Exception | None = None
-        if told.lowest.failed < self._control_plane.size:
-            error = self._told_failure(told.lowest.failed)
-        elif told.request < self._requests.begin:
-            error = self._control_plane.desync_error(_alone(name)) if alarms else None
-        elif not told.highest.allows_uneven_calls and not told.is_same("flags"):
-            error = self._told_flags()
-        elif self._are_apart(told):
-            error, alarms = (
-                self._control_plane.desync_error(_alone(name, self._told_deeds(deeds))),
-                True,
-            )
-        if error is not None and alarms:
+        if tally.lowest.failed < self._control_plane.size:
+            error = self._failure_of(tally.lowest.failed)
+        elif tally.request < self._requests.begin:
+            if aborts:
+                error = self._control_plane.desync_error(_desync_text(name))
+        elif not tally.highest.allows_uneven_calls and not tally.is_same("flags"):
+            error = self._flags_error()
+        elif self._are_desynchronized(tally):
+            text = _desync_text(name, self._describe_actions(actions))
+            error, aborts = self._control_plane.desync_error(text), True
+        if error is not None and aborts:
             self._control_plane.abort_waits(error)
         return error
 
-    def _are_apart(self, told: Tally) -> bool:
-        lowest, highest = told
-        is_other = lowest.request < highest.request or not told.is_same("key")
+    def _are_desynchronized(self, tally: Tally) -> bool:
+        lowest, highest = tally
+        differs = lowest.request < highest.request or not tally.is_same("key")
         if lowest.allows_uneven_calls != highest.allows_uneven_calls:
             return True
         if lowest.allows_uneven_calls:
-            return lowest.request == self._requests.barrier and is_other
-        return is_other or not told.is_same("history")
+            return lowest.request == self._requests.barrier and differs
+        return differs or not tally.is_same("history")
 
-    def _told_failure(self, rank: int) -> Exception | None:
-        text = self._failure.encode()[:_MOST_TEXT] if rank == self._control_plane.rank else b""
-        heard = self._control_plane.run_round([], text)
+    def _failure_of(self, rank: int) -> Exception | None:
+        """The error of `rank`, which sends its text in one more round."""
+        text = b""
+        if rank == self._control_plane.rank:
+            text = self._failure.encode()[:_MAX_TEXT_BYTES]
+        result = self._control_plane.run_round([], text)
         if self._failure:
-            return None  # it raises its own
-        told = heard.mask.rstrip(b"\0").decode(errors="replace")
+            return None  # this rank raises its own error
+        received = result.mask.rstrip(b"\0").decode(errors="replace")
         return self._control_plane.peer_failed_error(
-            f"rank {rank} failed, and all ranks with it: {told}"
+            f"rank {rank} failed, and all ranks with it: {received}"
         )
 
-    def _told_deeds(self, deeds: _LocalActions) -> str:
-        """What one rank has done alone, where that is known: the same text on every rank."""
+    def _describe_actions(self, actions: _LocalActions) -> str:
+        """What one rank did alone, where that is known: the same text on every rank."""
         rank, size = self._control_plane.rank, self._control_plane.size
         own = [
-            deeds.num_writes,
-            rank - size * deeds.num_writes,
-            rank if deeds.current_call else size,
+            actions.num_writes,
+            rank - size * actions.num_writes,  # its minimum: the rank with the most writes
+            rank if actions.current_call else size,
         ]
         fewest, most, caller = self._control_plane.run_round(own, b"").numbers
         writes_differ = -(most // size) != fewest
-        speaker = most % size if writes_differ else caller
-        text = deeds.last_write if writes_differ else deeds.current_call
-        heard = self._control_plane.run_round(
-            [], text.encode()[:_MOST_TEXT] if rank == speaker else b""
-        )
-        told = heard.mask.rstrip(b"\0").decode(errors="replace")
-        return f"rank {speaker} has {told}, and not every rank has. " if told else ""
+        sender = most % size if writes_differ else caller
+        text = actions.last_write if writes_differ else actions.current_call
+        mask = text.encode()[:_MAX_TEXT_BYTES] if rank == sender else b""
+        result = self._control_plane.run_round([], mask)
+        received = result.mask.rstrip(b"\0").decode(errors="replace")
+        return f"rank {sender} {received}; not every rank did. " if received else ""
 
-    def _told_flags(self) -> Exception:
-        """Names the first parameter of which ranks differ."""
+    def _flags_error(self) -> Exception:
+        """Names the first parameter whose `requires_grad` differs by rank."""
         flags, run_round = self.flags, self._control_plane.run_round
         some = run_round([], flags).mask
         others = run_round([], bytes(not flag for flag in flags)).mask
-        place = next((i for i, pair in enumerate(zip(some, others, strict=True)) if all(pair)), 0)
-        own = bytes(self._control_plane.rank) + bytes([1 + flags[place]] if flags else [0])
-        everyone = run_round([], own).mask[: self._control_plane.size]
-        told = [flag == 2 for flag in everyone if flag]
+        index = next((i for i, pair in enumerate(zip(some, others, strict=True)) if all(pair)), 0)
+        own = bytes(self._control_plane.rank) + bytes([1 + flags[index]] if flags else [0])
+        by_rank = run_round([], own).mask[: self._control_plane.size]
+        values = [flag == 2 for flag in by_rank if flag]
         return RuntimeError(
-            f"requires_grad of parameter {self._names[place]} differs by rank: {told}, in the order"
-            " of ranks; freeze and unfreeze the same parameters on all ranks, between the same two "
-            "steps."
+            f"requires_grad of parameter {self._names[index]} differs by rank: {values}, in the "
+            "order of ranks; freeze and unfreeze the same parameters on all ranks, between the "
+            "same two steps."
         )
 
 
-def _alone(name: str, deed: str = "") -> str:
+def _desync_text(name: str, action: str = "") -> str:
     return (
-        f"this rank has come to {name}, and another rank to something else: {deed}One has fewer or "
-        "more batches, runs a forward or backward more, looks at parameters, or makes other calls "
+        f"this rank reached {name}, and another rank reached a different call. {action}"
+        "One rank has fewer or more batches, runs an additional forward or backward, reads "
+        "parameters, or makes other calls "
         "(trainer.log_dir, self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of "
-        "sharded gradients, p.data = values). Give all ranks equally many batches, as Lightning's "
-        "own sampler does, and let all make the same calls in the same order: not `if rank == 0`.\n"
-        f"{DESYNC_HINT}"
+        "sharded gradients, p.data = values). Give all ranks the same number of batches, as "
+        "Lightning's own sampler does, and make the same calls in the same order on all ranks, "
+        f"not under `if rank == 0`.\n{DESYNC_HINT}"
     )
 
 
-# Packages whose lines are not a user's.
-_PASSED = {"torch", "lightning", "pytorch_lightning", "copy", "contextlib"}
-_PASSED |= {__name__.partition(".")[0]}
+# Packages whose lines are not the user's.
+_SKIPPED_PACKAGES = {"torch", "lightning", "pytorch_lightning", "copy", "contextlib"}
+_SKIPPED_PACKAGES |= {__name__.partition(".")[0]}
 
 
 def called_from() -> str:
-    """The line outside of torch, Lightning and this package that has led here, as file:line."""
+    """The innermost line of the user's code on the stack, as file:line."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _PASSED:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED_PACKAGES:
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,8 +1,8 @@
-"""Sizes as people write them, in settings and on the command line: 64M elements, 24GiB.
+"""Sizes with units, in settings and on the command line: 64M elements, 24GiB.
 
-[Note: Units] K, M, G and T are 10^3, 10^6, 10^9 and 10^12, of bytes as of anything else that is
-counted; with an i, Ki, Mi, Gi and Ti are 2^10, 2^20, 2^30 and 2^40. A B behind them says that bytes
-are meant and changes nothing: 24G of memory are 24GB, and 24GiB are 7 % more. Case does not matter.
+[Note: Units] K, M, G and T are 10^3, 10^6, 10^9 and 10^12, of bytes and of any other count. Ki, Mi,
+Gi and Ti are 2^10, 2^20, 2^30 and 2^40. A B after the prefix stands for bytes and does not change
+the number: 24G of memory are 24GB, and 24GiB are 7 % more. Case does not matter.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
 def parse_count(text: str) -> int:
-    """The whole number that "1000", "64M" or "256Ki" says. See [Note: Units].
+    """Parses a count such as "1000", "64M" or "256Ki". See [Note: Units].
 
     Raises:
-        ValueError: It says none, or bytes.
+        ValueError: It is not an integer, or a number of bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     number = None if match is None or match[3] else _number(match)
     if number is None or number.denominator != 1:
-        raise ValueError(f"expected a whole number such as 1000, 64M or 256Ki, got {text!r}")
+        raise ValueError(f"expected an integer such as 1000, 64M or 256Ki, got {text!r}")
     return int(number)
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes, at least one, that "24GiB", "500MB" or "1000B" says. See [Note: Units].
+    """Parses bytes such as "24GiB", "500MB" or "1000B", at least one. See [Note: Units].
 
     Raises:
-        ValueError: It is no size, or has no unit: a number alone is likely a mistake.
+        ValueError: It is not a size, or has no unit: a number alone is likely a mistake.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"expected a size such as 24GiB, 500MB or 1000B, got {text!r}")
     if not (match[2] or match[3]):
-        raise ValueError(f"{text} has no unit; say {text}GiB or {text}GB")
+        raise ValueError(f"{text} has no unit; write {text}GiB or {text}GB")
     if (nbytes := int(_number(match))) < 1:
         raise ValueError(f"expected at least one byte, got {text!r}")
     return nbytes
@@ -55,15 +55,15 @@ def _number(match: re.Match[str]) -> Fraction:
 
 
 def as_integer(name: str, value: object, *, least: int) -> int:
-    """What a user gave for the setting `name`: an int, a float such as 5e8, or text.
+    """Converts the value of setting `name`, an int, a float such as 5e8, or text, to an int.
 
     Args:
-        name: Counts bytes if it ends in `_bytes`, else anything else.
-        value: What was given.
-        least: The smallest number that has a meaning.
+        name: Name of the setting; one that ends in `_bytes` counts bytes.
+        value: Value of the setting.
+        least: The smallest valid number.
 
     Raises:
-        TypeError: It is no whole number.
+        TypeError: The value is not an integer.
         ValueError: It is less than `least`.
     """
     parse, example = (parse_bytes, "8GiB") if name.endswith("_bytes") else (parse_count, "64M")
@@ -77,7 +77,7 @@ def as_integer(name: str, value: object, *, least: int) -> int:
         number = int(value)  # 5e8 in JSON and YAML is a float
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(
-            f'{name} must be a whole number, got {value!r}; write it as 5e8 or "{example}".'
+            f'{name} must be an integer, got {value!r}; write it as 5e8 or "{example}".'
         )
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}.")
@@ -85,11 +85,11 @@ def as_integer(name: str, value: object, *, least: int) -> int:
 
 
 def byte_unit(nbytes: float) -> tuple[str, int]:
-    """The unit in which the largest of some sizes is best read, and its bytes."""
+    """The largest unit of which `nbytes` has at least one, and its bytes."""
     return next((unit for unit in _UNITS if nbytes >= unit[1]), ("bytes", 1))
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes in GiB, MiB or KiB, the largest of which there is one: "1.50 GiB"."""
+    """Bytes with their largest unit, such as "1.50 GiB"."""
     unit, size = byte_unit(nbytes)
     return f"{nbytes} bytes" if size == 1 else f"{nbytes / size:.2f} {unit}"

@@ -1,8 +1,8 @@
-"""A ZeRO stage as data: which states of a bucket rest as shards.
+"""A ZeRO stage as data: the states of a bucket that are sharded.
 
 The stages follow Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models" (2020), section 5. Every other file asks a `Stage` which states rest as shards; none
-compares stage numbers.
+Models" (2020), section 5. Other files ask a `Stage` which states are sharded and never
+compare stage numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["STAGES", "Stage", "State"]
 
 
 class State(Enum):
-    """One kind of model state. Each rests either whole on every rank or as a shard of 1/N."""
+    """One kind of model state, either replicated or sharded to 1/N between uses."""
 
     PARAM = "parameters"
     GRAD = "gradients"
@@ -23,27 +23,27 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """Which states rest as shards."""
+    """The model states that a ZeRO stage shards."""
 
     number: int  # 0 to 3, for messages and file names only
-    shards: frozenset[State]  # of which each rank keeps 1/N
+    shards: frozenset[State]  # each rank keeps 1/N of these
 
     def has_shard(self, state: State) -> bool:
         return state in self.shards
 
     @property
     def shards_params(self) -> bool:
-        """Parameters rest as shards: they are gathered before each use and released after it."""
+        """Whether parameters are sharded: unsharded before each use, resharded after it."""
         return State.PARAM in self.shards
 
     @property
     def all_gathers_after_step(self) -> bool:
-        """Each rank updates its shard only: whole parameters are gathered after the step."""
+        """Whether each rank steps its shard only, and updated parameters are then all-gathered."""
         return State.OPTIM in self.shards and State.PARAM not in self.shards
 
     @property
     def reduces_every_backward(self) -> bool:
-        """Whole gradients do not outlive a backward, so every micro-batch is reduced."""
+        """Whether every micro-batch is reduced: unsharded gradients are freed after backward."""
         return State.GRAD in self.shards
 
     def __str__(self) -> str:

@@ -1,15 +1,15 @@
-"""Finds units: the modules whose parameters are gathered together where they rest as shards.
+"""Finds units: the modules whose sharded parameters are unsharded together.
 
-1. Blocks: modules of the classes in `unit_classes`; without these, the members of each
-   `ModuleList`, `ModuleDict` or `Sequential` that has repeated classes, the outermost first.
-2. Other modules with parameters of their own above a size: embeddings, output layers.
-3. The rest, and what two units share, is the root's.
+1. Blocks: modules that match `unit_classes`; without it, the members of each `ModuleList`,
+   `ModuleDict` or `Sequential` with repeated classes, the outermost first.
+2. Other modules with more parameters of their own than a limit: embeddings, output layers.
+3. All other parameters, and those that two units share, belong to the root.
 
-[Note: Blocks in blocks] A member may hold repeated blocks itself: a stage of a vision model, a
-stack between two layers. To gather it at once would take as much memory as the stack, so its blocks
-are the units, if they are like each other and run one after the other: they are in a `Sequential`,
-or the member is like no other one. A layer among equal layers is a unit as a whole, whatever it
-holds, such as the experts of a mixture.
+[Note: Blocks in blocks] A member may itself contain repeated blocks: a stage of a vision model, or
+a stack between two layers. Unsharding it at once would need as much memory as the stack. So its
+blocks are the units if they are of one kind and run one after the other: they are in a
+`Sequential`, or no other member is of the kind of this one. A layer among layers of its kind is one
+unit whatever it contains, such as the experts of a mixture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LISTS", "ROOT", "find_blocks", "find_units"]
 ROOT = ""
 LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*LISTS, nn.Sequential)
-_UNIT_NUMEL = 2**18  # a lone module below this rests with the root: one gather less
+_UNIT_NUMEL = 2**18  # a single smaller module belongs to the root, for one all-gather less
 
 _Members = list[tuple[str, nn.Module]]  # by qualified name
 
@@ -34,10 +34,12 @@ _Members = list[tuple[str, nn.Module]]  # by qualified name
 def find_units(
     module: nn.Module, named: Mapping[str, nn.Parameter], blocks: Sequence[str]
 ) -> dict[str, str]:
-    """Unit of each parameter that is not the root's.
+    """Unit of each parameter that does not belong to the root, by name.
 
-    `named` are the parameters of `module`, each once, and `blocks` what `find_blocks` found; of one
-    inside another, the inner has its parameters.
+    Args:
+        module: The root.
+        named: Parameters of `module`, each once.
+        blocks: Result of `find_blocks`; a parameter belongs to the innermost block.
     """
     units = set(blocks)
     for name, child in module.named_modules():
@@ -60,15 +62,15 @@ def find_blocks(
     *,
     option: str = "unit_classes",
 ) -> list[str]:
-    """Qualified names of the blocks; see the top of this file.
+    """Qualified names of the blocks; see the docstring of this module.
 
     Args:
         module: The root.
-        classes: What a user calls blocks in `option`; empty: repeated ones.
-        option: Of `ZeroConfig`.
+        classes: Items of `option` that select blocks; empty: repeated blocks.
+        option: Name of the option of `ZeroConfig`.
 
     Raises:
-        ValueError: One of `classes` matches no module with parameters.
+        ValueError: An item of `classes` matches no module with parameters.
     """
     if not classes:
         return [name for name, _ in _repeated_blocks(ROOT, module, {module})]
@@ -86,9 +88,9 @@ def find_blocks(
 
 
 def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Members:
-    """Blocks at and below `module`, whose name is `path`; a shared module counts once."""
+    """Blocks in `module`, whose name is `path`; a shared module counts once."""
     children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
-    # A list has no forward of its own: its members are looked at by themselves.
+    # A list has no forward of its own: its members are searched separately.
     members = [child for _, child in children if not isinstance(child, LISTS)]
     is_repeated = isinstance(module, _CONTAINERS) and _any_twice(map(type, members))
     kinds = Counter(map(_kind, members))
@@ -106,9 +108,9 @@ def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Mem
 
 
 def _is_stack(member: nn.Module, inner: _Members, *, is_alone: bool) -> bool:
-    """The blocks `inner` are the units, not the member. See [Note: Blocks in blocks]."""
-    like = (_kind(block) for _, block in inner if any(True for _ in block.children()))
-    return (is_alone or isinstance(member, nn.Sequential)) and _any_twice(like)
+    """Whether the blocks in `member` are the units. See [Note: Blocks in blocks]."""
+    kinds = (_kind(block) for _, block in inner if any(True for _ in block.children()))
+    return (is_alone or isinstance(member, nn.Sequential)) and _any_twice(kinds)
 
 
 def _kind(module: nn.Module) -> tuple[type[nn.Module], int]:
@@ -124,7 +126,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _innermost(name: str, units: Set[str]) -> str:
-    """Of `units` the one that is called `name`, or holds it; the root where none does."""
+    """The innermost of `units` that is `name` or contains it; the root if none does."""
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name

@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
-ELSEWHERE = "DesynchronizedError: this rank has come to "
+ELSEWHERE = "DesynchronizedError: this rank reached "
 IN_VAIN = (
     "DesynchronizedError: a rank waits in its backward for gradients that another does not reduce"
 )

@@ -542,7 +542,7 @@ def _too_large(rank, world_size):
     from lightning_zero.core import lockstep
 
     lockstep.available_memory_bytes = lambda: 300
-    lockstep._MUCH_BYTES = 100
+    lockstep._MIN_CHECKED_BYTES = 100
     net, _, _, engine = build(ZeroConfig(stage=3))
     for look in (lambda: net.state_dict(), lambda: copy.deepcopy(net), lambda: pickle.dumps(net)):
         with pytest.raises(RuntimeError, match=r"needs \d+ bytes of CPU memory on every rank, and"):

@@ -72,7 +72,7 @@ def _worst(engine, net, alone):
 
 
 def _train(rank, world_size, mode, seed, options):
-    """The largest difference to a training that one process makes of all ranks' losses."""
+    """The largest difference to training in one process on the losses of all ranks."""
     torch.manual_seed(0)
     net, alone = Net(), Net()
     alone.load_state_dict(net.state_dict())
@@ -103,7 +103,7 @@ CELLS = [(mode, size, seed) for mode in MODES for size in (2, 3, 4) for seed in 
     ("mode", "size", "seed"),
     slow_but([(mode, 2 + (mode == "late"), 0) for mode in MODES], CELLS),
 )
-def test_ranks_of_other_branches_train_as_one_process(mode, size, seed):
+def test_ranks_that_take_different_branches_train_as_one_process(mode, size, seed):
     assert max(run_ranks(size, _train, mode, seed, {})) < 1e-6
 
 
@@ -116,13 +116,13 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_so_they_do_with_other_settings(options):
+def test_ranks_that_take_different_branches_train_as_one_process_with_other_settings(options):
     size = 4 if "sharding_group_size" in options else 2
     assert max(run_ranks(size, _train, "late", 0, options)) < 1e-6
 
 
 def _look_between(rank, world_size):
-    """Rank 0 takes another way for the first time, and all look at the whole before backward."""
+    """Rank 0 takes another branch for the first time; all ranks read parameters before backward."""
     torch.manual_seed(0)
     net = Net()
     engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=3))
@@ -144,7 +144,7 @@ def test_ranks_can_run_collectives_between_forward_and_backward_after_different_
 
 
 def _fail_and_go_on(rank, world_size):
-    """All ranks fail, each in another block, and go on."""
+    """All ranks fail, each in another block, and continue."""
     torch.manual_seed(0)
     net, alone = Net(), Net()
     alone.load_state_dict(net.state_dict())
@@ -166,7 +166,7 @@ def _fail_and_go_on(rank, world_size):
     return _worst(engine, net, alone)
 
 
-def test_ranks_that_all_fail_in_other_places_go_on():
+def test_ranks_that_all_fail_in_different_blocks_continue():
     assert max(run_ranks(2, _fail_and_go_on)) < 1e-6
 
 
@@ -209,12 +209,12 @@ def _freeze_on_all(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_one_that_is_frozen_on_all_between_the_two_is_left_out(stage):
+def test_a_parameter_frozen_on_all_ranks_between_forward_and_backward_is_left_out(stage):
     assert max(run_ranks(2, _freeze_on_all, stage)) < 1e-6
 
 
 def _look_before_step(rank, world_size, mode, seed):
-    """Forwards without a backward, of other branches on each rank, right before what changes."""
+    """Forwards without backward, with other branches on each rank, right before values change."""
     torch.manual_seed(0)
     net, alone = Net(), Net()
     alone.load_state_dict(net.state_dict())
@@ -263,7 +263,7 @@ def test_a_forward_right_before_a_step_or_a_write_sees_the_values_before_it(mode
 
 
 class Normed(nn.Module):
-    """With statistics, before branches."""
+    """BatchNorm statistics before branches."""
 
     def __init__(self):
         super().__init__()
@@ -278,7 +278,7 @@ class Normed(nn.Module):
 
 
 def _call_between(rank, world_size, stage, between):
-    """Losses, what a call between forward and backward gives, and the statistics."""
+    """Losses, results of a call between forward and backward, and the statistics."""
     torch.manual_seed(0)
     net = module = Normed()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -288,7 +288,7 @@ def _call_between(rank, world_size, stage, between):
     else:
         engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
     rng, generator = random.Random(rank), torch.Generator().manual_seed(rank)
-    told = []
+    losses = []
 
     def call():
         order = _forwards(rng, "dropped", 0)[0][0]
@@ -298,7 +298,7 @@ def _call_between(rank, world_size, stage, between):
         loss = call().square().mean()
         net.train(between != "eval")
         with torch.no_grad():
-            told += [float(call().square().mean()) for _ in range(1 + step % 2)]
+            losses += [float(call().square().mean()) for _ in range(1 + step % 2)]
         net.train()
         if engine is None:
             loss.backward()
@@ -308,8 +308,8 @@ def _call_between(rank, world_size, stage, between):
             engine.backward(loss)
             engine.step()
             engine.zero_grad()
-        told.append(float(loss.detach()))
-    return told, net.norm.running_mean.tolist()
+        losses.append(float(loss.detach()))
+    return losses, net.norm.running_mean.tolist()
 
 
 BETWEEN = ["train", "eval"]
@@ -321,10 +321,10 @@ CELLS = [(size, stage, between) for size in (2, 3) for stage in (1, 2, 3) for be
 )
 def test_a_call_between_forward_and_backward_copies_buffers_as_under_ddp(size, stage, between):
     ours = run_ranks(size, _call_between, stage, between)
-    for (told, buffers), (expected, others) in zip(
+    for (losses, buffers), (expected, others) in zip(
         ours, run_ranks(size, _call_between, None, between), strict=True
     ):
-        assert told == pytest.approx(expected, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-5)
         assert buffers == pytest.approx(others, rel=1e-5)
 
 
@@ -415,9 +415,7 @@ SHOWN = [(2, 3, _all_reduce, "late"), (2, 3, _in_backward, "dropped")]
 
 
 @pytest.mark.parametrize(("size", "stage", "call", "mode"), slow_but(SHOWN, CELLS))
-def test_a_collective_of_the_users_after_other_units_on_each_rank_is_as_under_ddp(
-    size, stage, call, mode
-):
+def test_a_user_collective_after_different_units_on_each_rank_equals_ddp(size, stage, call, mode):
     ours = run_ranks(size, _train_counting, stage, call, mode)
     expected = run_ranks(size, _train_counting, None, call, mode)
     for (losses, load), (others, counts) in zip(ours, expected, strict=True):

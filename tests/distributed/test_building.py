@@ -19,9 +19,9 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import arrays, make_trainer, settings
 from tests.models import GPTModule, Recorder
 
-# 6 blocks of 0.2 M parameters, of which 0.13 M may be whole at a time.
+# 6 blocks of 0.2 M parameters, of which 0.13 M may be unsharded at a time.
 MODEL = GPTConfig(vocab_size=64, context=8, width=128, num_layers=6, num_heads=4)
-WHOLE_NUMEL = 2**17
+UNSHARDED_NUMEL = 2**17
 
 
 class BuiltGPT(GPTModule):
@@ -44,12 +44,12 @@ class BuiltGPT(GPTModule):
 
 
 class OwnCodeGPT(BuiltGPT):
-    """Looks at and writes to parameters after they were built, in many ways."""
+    """Reads and writes parameters after they were built, in many ways."""
 
     def build(self):
         super().build()
         blocks = self.gpt.blocks
-        kept = blocks[0].qkv.weight.data  # a view that outlives all that is built after it
+        kept = blocks[0].qkv.weight.data  # a view that outlives everything that is built later
         blocks[1].up.weight.data = blocks[1].up.weight.data * 2
         with torch.no_grad():
             blocks[2].up.weight.copy_(blocks[3].up.weight + blocks[4].up.weight)
@@ -65,7 +65,7 @@ class OwnCodeGPT(BuiltGPT):
 
 
 def _train(rank, world_size, cases):
-    building._WHOLE_NUMEL = WHOLE_NUMEL
+    building._UNSHARDED_NUMEL = UNSHARDED_NUMEL
     found = []
     for factory, is_late, spec, options in cases:
         seed_everything(7, verbose=False)
@@ -79,7 +79,7 @@ def _train(rank, world_size, cases):
 
 
 @pytest.mark.shows("`configure_model`, sharded as it is built", stages=(3,))
-def test_own_code_in_configure_model_gives_the_values_that_it_gives_at_once():
+def test_code_in_configure_model_gives_the_values_of_direct_construction():
     cases = [(OwnCodeGPT, is_late, settings(3), {}) for is_late in (False, True)]
     cases += [(BuiltGPT, late, settings(3), {"precision": "bf16-true"}) for late in (False, True)]
     cases += [(BuiltGPT, late, settings(2), {}) for late in (False, True)]
@@ -91,8 +91,8 @@ def test_own_code_in_configure_model_gives_the_values_that_it_gives_at_once():
                 np.testing.assert_array_equal(late[1][name], value, err_msg=name)
 
 
-class WatchedGPT(BuiltGPT):
-    """Counts what lives after each block is built, and when set-up goes on."""
+class MeasuredGPT(BuiltGPT):
+    """Records bytes of live storages after each block is built, and during set-up."""
 
     def build(self):
         self.seen = []
@@ -111,7 +111,7 @@ class WatchedGPT(BuiltGPT):
 
     def configure_optimizers(self):
         self.seen.append(live_storage_bytes())
-        self.in_parts = sum(partial_of(p) is not None for p in self.parameters())
+        self.num_sharded = sum(partial_of(p) is not None for p in self.parameters())
         return super().configure_optimizers()
 
     def on_fit_start(self):
@@ -119,8 +119,8 @@ class WatchedGPT(BuiltGPT):
 
 
 def _peak(rank, world_size):
-    building._WHOLE_NUMEL = WHOLE_NUMEL
-    read_into, module = PartialParameter.read_into, WatchedGPT(True, ranks=2, num_batches=1)
+    building._UNSHARDED_NUMEL = UNSHARDED_NUMEL
+    read_into, module = PartialParameter.read_into, MeasuredGPT(True, ranks=2, num_batches=1)
 
     def watched(piece, view):
         read_into(piece, view)
@@ -128,21 +128,21 @@ def _peak(rank, world_size):
 
     PartialParameter.read_into = watched
     make_trainer(settings(3)).fit(module)
-    return max(module.seen) - module.before, module.in_parts
+    return max(module.seen) - module.before, module.num_sharded
 
 
 def test_the_peak_while_building_is_below_the_full_model():
     with torch.device("meta"):
         model = GPT(MODEL)
     total, block = (sum(p.numel() for p in m.parameters()) for m in (model, model.blocks[0]))
-    for peak, in_parts in run_ranks(2, _peak, has_group=False, timeout_s=120):
-        assert in_parts >= 4 * (MODEL.num_layers - 1)
-        assert peak < 4 * (total / 2 + WHOLE_NUMEL + 1.2 * block)
+    for peak, num_sharded in run_ranks(2, _peak, has_group=False, timeout_s=120):
+        assert num_sharded >= 4 * (MODEL.num_layers - 1)
+        assert peak < 4 * (total / 2 + UNSHARDED_NUMEL + 1.2 * block)
         assert peak < 0.9 * 4 * total
 
 
 class UnevenGPT(BuiltGPT):
-    """Does on one rank what no other does."""
+    """Makes on one rank a call that no other rank makes."""
 
     def __init__(self, kind, **kwargs):
         super().__init__(True, **kwargs)
@@ -164,7 +164,7 @@ class UnevenGPT(BuiltGPT):
 
 
 def _uneven(rank, world_size, kind):
-    building._WHOLE_NUMEL = WHOLE_NUMEL
+    building._UNSHARDED_NUMEL = UNSHARDED_NUMEL
     seed_everything(7 + rank, verbose=False)
     module = UnevenGPT(kind, ranks=2, num_batches=1)
     trainer = make_trainer(settings(3))

@@ -57,7 +57,7 @@ def test_clipping_by_value_equals_ddp(model, stage):
 
 
 class OwnValueModule(MLPModule):
-    """Overrides the hook and asks Lightning for a value of its own."""
+    """Overrides the hook and gives Lightning another value."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(optimizer, 0.05, "norm")
@@ -143,7 +143,7 @@ def _differs(one, other):
 
 
 class Pair(nn.Module):
-    """One bucket, of which the second rank owns no element of what is used."""
+    """One bucket, of whose used elements the second rank owns none."""
 
     def __init__(self):
         super().__init__()

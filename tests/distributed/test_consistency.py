@@ -313,7 +313,7 @@ class DifferentModule(MLPModule):
 
 
 def _fit(rank, world_size, stage, what, is_late, options):
-    building._WHOLE_NUMEL = 2**12
+    building._UNSHARDED_NUMEL = 2**12
     module = DifferentModule(what, is_late, ranks=world_size)
     mine = options if rank else {}
     precision = "bf16-mixed" if what == "precision" and rank else "32-true"

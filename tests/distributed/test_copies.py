@@ -23,7 +23,7 @@ from tests.fitting import make_trainer
 
 
 class Scaled(nn.Parameter):
-    """A class of parameters of a user's own."""
+    """A parameter class of the user's own."""
 
 
 class CopiedByItself(nn.Module):
@@ -65,7 +65,7 @@ def doubled(module, args, output):
 
 
 def assert_plain(copied, reference, values):
-    """Like a copy of a module that no engine has held, with `values`."""
+    """Asserts that `copied` equals a copy of a plain module with `values`."""
     assert type(copied) is type(reference)
     assert copied.head.weight is copied.tied.weight
     names = [name for name, _ in reference.named_parameters()]
@@ -137,7 +137,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("options", CELLS)
-def test_a_copy_or_a_pickle_of_a_held_module_is_plain_and_full(options):
+def test_a_copy_or_a_pickle_of_a_wrapped_module_is_plain_and_full(options):
     run_ranks(2, _copy, options)
 
 

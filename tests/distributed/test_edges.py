@@ -1,4 +1,4 @@
-"""Uses of the engine that once went wrong: each is a few lines that a user may write."""
+"""Regression tests: uses of the engine in a few lines that a user may write."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_reentrant_checkpoints_with_any_block(block):
 
 
 class GlobalNorm(torch.optim.SGD):
-    """Clips by the norm of all its gradients, which a rank does not see."""
+    """Clips by the norm of all gradients, of which a rank has only its shard."""
 
     def step(self, closure=None):
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
@@ -200,7 +200,7 @@ def _step_with(rank, world_size, optimizer, stage):
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
 @pytest.mark.parametrize("optimizer", [CallsParent, NoClosure, AssignsData])
-def test_optimizers_of_any_make_step_as_alone(optimizer, stage):
+def test_optimizers_of_any_kind_step_as_without_an_engine(optimizer, stage):
     run(_step_with, optimizer, stage)
 
 
@@ -357,7 +357,7 @@ def test_optimizer_states_that_are_loaded_leave_gradients_as_they_are():
 
 
 class Detour(nn.Module):
-    """Layers in pairs; the second of a pair is used only if told so, in an order told, too."""
+    """Layers in pairs; `order` and `detours` select the order and the use of second layers."""
 
     def __init__(self):
         super().__init__()
@@ -372,8 +372,8 @@ class Detour(nn.Module):
         return x.square().sum()
 
 
-# By step: what ranks 0 and 1 do. A gradient that no step before has brought comes late, when the
-# bucket is on its way, and on one rank only.
+# By step: arguments on ranks 0 and 1. A gradient that no earlier step had comes late, when its
+# bucket is being reduced, and on one rank only.
 DETOURS = [
     [((0, 1, 2), ()), ((0, 1, 2), ())],
     [((0, 1, 2), ()), ((0, 1, 2), (0,))],
@@ -423,7 +423,7 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_an_error_on_all(stage):
 
 
 def _freeze_last_on_one(rank, world_size):
-    """All is whole before backward, which gathers nothing before its first reduction."""
+    """All parameters are unsharded before backward, whose first event is a reduction."""
     for overlap in (False, True):
         module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 4))
         engine, _ = start(module, 3, reshard_after_forward=False, overlap_comm=overlap)
@@ -438,7 +438,7 @@ def _freeze_last_on_one(rank, world_size):
         engine.close()
 
 
-def test_it_is_found_before_the_first_reduction_where_nothing_is_gathered():
+def test_a_parameter_frozen_on_one_rank_is_an_error_before_the_first_reduction():
     run(_freeze_last_on_one)
 
 
@@ -474,7 +474,7 @@ def test_data_of_a_wrong_shape_is_an_error_of_the_step_that_begins_and_the_next_
 
 
 def _freeze_in_turn(rank, world_size, stage):
-    """In a backward that is not reduced, and so not compared."""
+    """Freezes during a backward that is not reduced, and so not compared."""
     module = Pair()
     engine, _ = start(module, stage, reduce_bucket_size=12)
     x = torch.ones(2, 4)

@@ -22,7 +22,7 @@ STAGES = [1, pytest.param(2, marks=pytest.mark.slow), 3]
 
 
 class Ids(Dataset):
-    """`num_samples` rows of 9 ids, of a length that is known."""
+    """`num_samples` rows of 9 ids; the length is known."""
 
     def __init__(self, num_samples):
         self.num_samples = num_samples
@@ -35,7 +35,7 @@ class Ids(Dataset):
 
 
 class EndlessIds(IterableDataset):
-    """The same, of a length that is found out at the end."""
+    """As `Ids`, without a known length."""
 
     def __init__(self, num_samples):
         self.rows = Ids(num_samples)
@@ -80,12 +80,12 @@ class RaggedModule(GPTModule):
 def test_ranks_with_different_numbers_of_batches_evaluate_as_under_ddp(stage):
     ours = run_ranks(2, _evaluate_ragged, settings(stage), has_group=False)
     reference = run_once(2, _evaluate_ragged, "ddp")
-    for (metrics, predictions, state), (expected, whole, final) in zip(
+    for (metrics, predictions, state), (expected, outputs, final) in zip(
         ours, reference, strict=True
     ):
         assert metrics == pytest.approx(expected, rel=1e-6)
-        assert len(predictions) == len(whole)
-        for one, other in zip(predictions, whole, strict=True):
+        assert len(predictions) == len(outputs)
+        for one, other in zip(predictions, outputs, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
         for name, value in final.items():
             np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
@@ -111,17 +111,17 @@ class EachBatchModule(RaggedModule):
 
 
 class EvenModule(EachBatchModule):
-    """Equally many batches on each rank."""
+    """The same number of batches on each rank."""
 
     def val_dataloader(self):
         return [DataLoader(Ids(3)), DataLoader(EndlessIds(2))]
 
 
-def test_a_metric_synchronised_in_each_batch_needs_equally_many():
+def test_a_metric_synchronised_in_each_batch_needs_equal_numbers_of_batches():
     results = run_ranks(2, _validate, settings(3), EvenModule, has_group=False)
     assert results == run_once(2, _validate, "ddp", EvenModule)
     start = time.monotonic()
-    with pytest.raises(RankError, match="this rank has come to a mean over ranks") as raised:
+    with pytest.raises(RankError, match="this rank reached a mean over ranks") as raised:
         run_ranks(2, _validate, settings(3), EachBatchModule, has_group=False)
     assert "did not return" not in str(raised.value)
     assert time.monotonic() - start < 30
@@ -155,7 +155,7 @@ def test_a_rank_without_a_batch_is_an_error_only_where_metrics_would_wait_for_it
 
 
 class SizedEmptyModule(RaggedModule):
-    """Rank 1 has loaders of a length that is known, and zero."""
+    """Rank 1 has loaders of known length zero."""
 
     def val_dataloader(self):
         return DataLoader(Ids(3 - 3 * self.global_rank))
@@ -211,21 +211,21 @@ class GeneratingModule(RaggedModule):
         super().__init__(**kwargs)
         self.texts = []
 
-    def say(self):
+    def generate(self):
         with lightning_zero.uneven_calls(self.gpt):
             assert not torch.is_grad_enabled()
             text = generate(self.gpt, torch.arange(4)[None], 2 + 3 * self.global_rank)
         self.texts.append(text.tolist())
 
     def training_step(self, batch, batch_idx):
-        self.say()
+        self.generate()
         loss = super().training_step(batch, batch_idx)
         self.log("rank", float(self.global_rank), sync_dist=True)
-        self.say()
+        self.generate()
         return loss
 
     def on_train_batch_end(self, *args):
-        self.say()
+        self.generate()
         with lightning_zero.uneven_calls(self):
             if self.trainer.is_global_zero:
                 self.texts.append(self(torch.arange(4)[None]).argmax(-1).tolist())
@@ -234,7 +234,7 @@ class GeneratingModule(RaggedModule):
         return self.gpt(ids)
 
     def predict_step(self, batch, batch_idx):
-        self.say()
+        self.generate()
         return generate(self.gpt, batch[0][:, :4], 3 - 2 * self.global_rank)
 
 
@@ -257,7 +257,7 @@ def _generate(rank, world_size, spec):
     trainer = make_trainer(spec, use_distributed_sampler=False)
     trainer.fit(module)
     texts = [p.tolist() for p in trainer.predict(module)]
-    module.say()  # no engine holds it any more
+    module.generate()  # no engine holds it any more
     return module.texts, module.losses, texts
 
 
@@ -267,8 +267,8 @@ def test_an_error_on_one_rank_ends_the_context_on_all_and_they_can_go_on(stage):
     losses, texts = zip(*run_ranks(3, _fail_inside, stage), strict=True)
     assert time.monotonic() - start < 30
     assert losses[0] == losses[1] == losses[2]
-    told = "rank 1 failed, and all ranks with it: ArithmeticError: out of luck"
-    assert texts == (told, "out of luck", told)
+    text = "rank 1 failed, and all ranks with it: ArithmeticError: out of luck"
+    assert texts == (text, "out of luck", text)
 
 
 def _fail_inside(rank, world_size, stage):
@@ -304,7 +304,7 @@ class FailingInsideModule(GeneratingModule):
 
 
 class FailingInValidationModule(RaggedModule):
-    """Rank 1 fails in its last batch, when rank 0 has no more."""
+    """Rank 1 fails in its last batch, when rank 0 has none left."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 2 and self.global_rank == 1:
@@ -330,7 +330,7 @@ def _fit(rank, world_size, spec, factory):
 
 
 class Onlooker(Callback):
-    """Rank 0 alone looks at a parameter at the first call of one hook."""
+    """Rank 0 alone reads a parameter at the first call of one hook."""
 
     def __init__(self, hook, look):
         setattr(self, hook, self._look)
@@ -365,9 +365,7 @@ def test_one_rank_that_looks_at_weights_gets_an_error_with_the_remedy_and_the_ot
     first, second = run_ranks(2, _fit_beside, hook, look, has_group=False)
     assert "lightning_zero.gathered(module)" in first[0].splitlines()[-1]
     for text, _ in (first, second):
-        assert re.search(
-            r"rank 0 has come to p.data\.\w+\(\) of gpt\.\w+\.weight, .*\.py:\d+", text
-        )
+        assert re.search(r"rank 0 reached p.data\.\w+\(\) of gpt\.\w+\.weight, .*\.py:\d+", text)
     assert max(first[1], second[1]) < 10
 
 
@@ -380,10 +378,3 @@ def _fit_beside(rank, world_size, hook, look):
     with pytest.raises(RuntimeError) as raised:
         trainer.fit(module)
     return str(raised.value), time.monotonic() - start
-
-
-def test_the_former_name_still_does_it_and_says_the_new_one():
-    with pytest.warns(FutureWarning, match=r"uneven_calls\(module\)"):
-        context = lightning_zero.lockstep(torch.nn.Linear(2, 2))
-    with context:
-        assert not torch.is_grad_enabled()

@@ -24,7 +24,7 @@ STAGES = [1, 2, 3]
 
 
 class Scale(nn.Module):
-    """A parameter and a buffer of its own, which it fills itself, and a module inside."""
+    """A parameter and a buffer that it initialises itself, and an inner module."""
 
     def __init__(self, width):
         super().__init__()
@@ -36,14 +36,14 @@ class Scale(nn.Module):
     def reset_parameters(self):
         nn.init.normal_(self.scale)
         nn.init.uniform_(self.offset)
-        nn.init.zeros_(self.inner.bias)  # of the module inside, which is initialised before
+        nn.init.zeros_(self.inner.bias)  # of the inner module, which is initialised before
 
     def forward(self, x):
         return self.inner(x) * self.scale + self.offset
 
 
 class Net(nn.Module):
-    """What layers bring along: tied weights, buffers, a module that names its reset otherwise."""
+    """Tied weights, buffers, and a module whose reset method has another name."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def test_values_are_those_of_construction_in_every_stage_and_on_every_rank(world
 
 
 class Lone(nn.Module):
-    """A parameter and a buffer that nothing fills."""
+    """A parameter and a buffer that nothing initialises."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Lone(nn.Module):
 
 
 class Forgetful(Scale):
-    """Fills one of two."""
+    """Initialises one tensor of two."""
 
     def reset_parameters(self):
         nn.init.normal_(self.scale)
@@ -133,7 +133,7 @@ def test_a_module_all_on_meta_needs_a_device():
 
 
 class Family(nn.Module):
-    """Initialises the modules inside it, as Hugging Face's models do."""
+    """Initialises its inner modules, as Hugging Face's models do."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class Family(nn.Module):
             module.table.copy_(torch.arange(3))
 
 
-def test_a_module_around_initialises_those_inside_by_init_weights():
+def test_an_enclosing_module_initialises_inner_modules_by_init_weights():
     module = on_meta(Family)
     torch.manual_seed(3)
     Engine(module, device=CPU).close()
@@ -159,7 +159,7 @@ def test_a_module_around_initialises_those_inside_by_init_weights():
         assert torch.equal(value, expected[name]), name
 
 
-def test_what_has_values_keeps_them():
+def test_tensors_with_values_keep_them():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weight = module[1].weight
     values = weight.detach().clone()
@@ -254,7 +254,7 @@ MODEL = GPTConfig(vocab_size=512, context=8, width=192, num_layers=5, num_heads=
 
 
 def _peak(rank, world_size):
-    """Bytes of live storages while the engine is built, at the most; and after."""
+    """Peak bytes of live storages while the engine is built, and bytes afterwards."""
     model = on_meta(lambda: GPT(MODEL))
     gc.collect()
     gc.freeze()
@@ -306,7 +306,7 @@ class Stubborn(nn.Linear):
 
 
 class StubbornMLP(MLPModule):
-    """With such a layer, on the meta device if wanted; reads saved weights if there is a path."""
+    """Has a `Stubborn` layer, optionally on the meta device; loads weights if `path` is given."""
 
     def __init__(self, is_meta=False, path=None, **kwargs):
         Recorder.__init__(self, **kwargs)

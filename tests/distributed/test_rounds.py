@@ -17,40 +17,40 @@ from lightning_zero.record.spans import Kind
 from tests.distributed.ranks import run_ranks
 
 
-def _say_and_hear(rank, world_size):
+def _run_rounds(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
     rounds.reserve(world_size)
     mask = bytes(rank + 1 if place == rank else 0 for place in range(world_size))
     same = random.Random(0)  # on every rank
     for number in range(60):
-        said = [same.randrange(100) - 50 for _ in range(world_size)]
-        expected = ([min(said), -max(said)], bytes(range(1, world_size + 1)))
+        sent = [same.randrange(100) - 50 for _ in range(world_size)]
+        expected = ([min(sent), -max(sent)], bytes(range(1, world_size + 1)))
         if number % 3:
-            heard = rounds.run_round([said[rank], -said[rank]], mask)
-        else:  # it goes on meanwhile, sometimes to the next one
-            begun = rounds.begin([said[rank], -said[rank]], mask)
+            result = rounds.run_round([sent[rank], -sent[rank]], mask)
+        else:  # the rank continues meanwhile, sometimes to the next round
+            begun = rounds.begin([sent[rank], -sent[rank]], mask)
             if same.random() < 0.5:
                 rounds.run_round([0])
-            heard = begun.result()
-        assert (heard.numbers, heard.mask) == expected
+            result = begun.result()
+        assert (result.numbers, result.mask) == expected
     rounds.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_all_ranks_receive_the_lowest_number_and_every_bit(world_size):
-    run_ranks(world_size, _say_and_hear)
+    run_ranks(world_size, _run_rounds)
 
 
 def _judge(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
     rounds.reserve(8)
 
-    def judge(heard):
+    def judge(result):
         others = rounds.run_round([], b"%d" % rank).mask  # one more round, in the same thread
-        return ValueError(f"{heard.numbers} {others[:1]!r} {threading.current_thread().name}")
+        return ValueError(f"{result.numbers} {others[:1]!r} {threading.current_thread().name}")
 
     found = [rounds.begin([rank], judge=judge).result(), rounds.run_round([rank], judge=judge)]
-    assert [str(heard.error) for heard in found] == [
+    assert [str(result.error) for result in found] == [
         "[0] b'2' zero-rounds",
         "[0] b'2' MainThread",
     ]
@@ -134,7 +134,7 @@ def test_a_micro_batch_has_two_rounds_of_which_one_is_waited_for(
 
 
 def _fall_behind(rank, world_size):
-    """Rank 1 is late: rank 0 goes on to where it needs data, and waits for no round."""
+    """Rank 1 is late: rank 0 continues until it needs data, and waits for no round."""
     torch.manual_seed(0)
     module = Blocks(8)
     engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], ZeroConfig(stage=1))
@@ -158,7 +158,7 @@ def test_a_forward_without_all_gathers_waits_for_no_rank():
 
 
 def _generate(rank, world_size):
-    """Rank 1 makes two tokens more."""
+    """Rank 1 generates two more tokens."""
     torch.manual_seed(0)
     module = Blocks(8)
     engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], ZeroConfig(stage=3))

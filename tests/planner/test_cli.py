@@ -348,7 +348,7 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
     [
         (["--model", "llama9", "--ranks", "2"], "no model 'llama9'; there are llama2_7b, "),
         ([*SMALL, "--devices", "2"], "unrecognized arguments: --devices"),
-        ([*SMALL, "--device-memory", "24"], "24 has no unit; say 24GiB or 24GB"),
+        ([*SMALL, "--device-memory", "24"], "24 has no unit; write 24GiB or 24GB"),
         ([*SMALL, "--disk", "much"], "got 'much'"),
         ([*SMALL, "--io-gb-per-s", "-1"], "expected GB per second such as 25, got '-1'"),
         (["--model", "tiny"], "say for how many ranks"),
