@@ -579,7 +579,7 @@ class Bucket:
     def _hand_out(self, index: int) -> None:
         """Somebody asks for the `.data` of slot `index`, which is plain."""
         if self.phase is Phase.UNSHARDED and not self.masters.has_views_installed:
-            self._detector.hand_out(index)
+            self._detector.before_data_read(index)
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """As slot `index` would be without an engine: in its own class and dtype.
