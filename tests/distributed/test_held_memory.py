@@ -77,7 +77,7 @@ def _keep_of_a_step(rank, world_size):
     loss = net(X)
     net.blocks[1].after = nothing
     between = [kept[key].sum().item() for key in ("detached", "data", "row")]
-    with pytest.warns(UserWarning, match=r"shows parameter blocks\.1\.weight outlives the step"):
+    with pytest.warns(UserWarning, match=r"a view of parameter blocks\.1\.weight outlives the step"):
         engine.backward(loss)
     engine.step()
     with warnings.catch_warnings():
