@@ -388,7 +388,7 @@ class Bucket:
             self._free_unsharded(num_holders_before)
 
     def restore_data_pointers(self) -> None:
-        """Points the parameters where `phase` says, after they have pointed to another tensor."""
+        """Points the parameters at the tensors of the current phase again."""
         is_shard = self.phase is Phase.SHARDED
         set_plain_data(
             self.parameters,

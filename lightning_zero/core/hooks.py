@@ -1,8 +1,8 @@
 """Hooks on a module and its parameters, which call the schedule before and after each use.
 
 [Note: Graphs end at hooks] The schedule's hooks are not part of a compiled graph: a graph ends at a
-hook, and another one begins after it. So a module that is compiled as a whole has one graph for
-each unit, and compiled blocks are not split. A graph must see plain parameters: it is compiled for
+hook, and another one begins after it. So a fully compiled module has one graph for each
+unit, and compiled blocks are not split. A graph must see plain parameters: it is compiled for
 their class, and a guarded parameter, whose all-gather is in flight, would trigger a recompilation.
 Units are unsharded by then; all-gathers after a step are waited for before a compiled module
 begins.

@@ -304,7 +304,7 @@ class Schedule:
         self.close()
 
     def root_post_forward(self, *, has_failed: bool) -> None:
-        """After a call of the whole module, which `open` began; it may have raised an exception."""
+        """After a call of the root module, which `open` began; it may have raised an exception."""
         if has_failed and self._depth == 1 and not self._is_in_backward:
             self.reset()
         else:
@@ -362,7 +362,7 @@ class Schedule:
             raise BetweenStepsError(
                 f"parameter {name} is sharded over {self._comm.mesh.num_shards} ranks outside "
                 "forward and backward. To compute with it, for example by calling a part of the "
-                "module, do so on every rank inside a call of the whole module, inside Lightning's "
+                "module, do so on every rank inside a call of the root module, inside Lightning's "
                 "training_step or a similar hook, or inside `with engine.forward_context():`.\n"
                 "To read or change it, use torch.no_grad() on every rank, or enter `with "
                 "lightning_zero.gathered(module):` on every rank (`writeback=True` to change it) "

@@ -36,7 +36,7 @@ __all__ = ["Shards", "is_elementwise_state"]
 def is_elementwise_state(value: object, numel: int) -> bool:
     """Whether `value` has one number for each of the `numel` elements of a 1-D slice.
 
-    A single number for the whole parameter, such as a step counter, has no dimensions.
+    A single number for the parameter, such as a step counter, has no dimensions.
     """
     if not isinstance(value, Tensor) or is_composite(value):
         return False
@@ -92,7 +92,7 @@ class Shards:
         self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
         self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
-        # Of `own_slice`, as it was last rounded from the master.
+        # Fingerprint of `own_slice` when it was last rounded from the master.
         self._fingerprint: Fingerprint | None = None
 
     # ---------------------------------------------------------------- which elements
