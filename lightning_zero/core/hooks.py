@@ -1,11 +1,10 @@
 """Hooks on a module and its parameters, which call the schedule before and after each use.
 
 [Note: Graphs end at hooks] The schedule's hooks are not part of a compiled graph: a graph ends at a
-hook, and another one begins after it. So a fully compiled module has one graph for each
-unit, and compiled blocks are not split. A graph must see plain parameters: it is compiled for
-their class, and a guarded parameter, whose all-gather is in flight, would trigger a recompilation.
-Units are unsharded by then; all-gathers after a step are waited for before a compiled module
-begins.
+hook, and another one begins after it. So a fully compiled module has one graph for each unit, and
+compiled blocks are not split. A graph must see plain parameters: it is compiled for their class,
+and a guarded parameter, whose all-gather is in flight, would trigger a recompilation. Units are
+unsharded by then; all-gathers after a step are waited for before a compiled module begins.
 
 [Note: When backward enters and leaves a unit] A copy of a module has copies of our hooks, so each
 hook checks whether it is called for its own module. Backward enters a unit through the outputs that
@@ -106,7 +105,7 @@ class Hooks:
                 vars(part).pop(name, None)
 
     def _reduce(self, module: nn.Module, protocol: Any) -> Any:
-        """What copies and pickles of `module` are made of, without the engine's attributes."""
+        """The reduced form of `module` for copies and pickles, without the engine's attributes."""
         with self._without_engine_attributes(module):
             reduced = type(module).__reduce_ex__(module, protocol)
             if not isinstance(reduced, tuple):
@@ -140,11 +139,13 @@ class Hooks:
             attributes.update(taken)
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
+        """Hook of the root module: begins a forward."""
         if module is self._module:
             self._handled = sys.exc_info()[1]
             self._schedule.open()
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of the root module: ends a forward."""
         if module is self._module:
             # torch also calls this while an exception is being handled, without an output.
             error = sys.exc_info()[1] if output is None else None
@@ -156,6 +157,7 @@ class Hooks:
                 explain_dtype_error(error, module, self._buckets)
 
     def _pre_forward(self, unit: Unit) -> Callable[..., None]:
+        """A hook that unshards `unit` and watches its inputs."""
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
@@ -174,6 +176,7 @@ class Hooks:
         return hook
 
     def _post_forward(self, unit: Unit) -> Callable[..., None]:
+        """A hook that watches the outputs of `unit` and reshards it."""
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return

@@ -170,10 +170,10 @@ class Schedule:
         self._collectives = UserCollectiveMode(
             self.order.barrier_before_collective, comm.control.watchdog
         )
-        self._sees_collectives = False  # whether `_collectives` is entered
+        self._is_intercepting = False  # whether `_collectives` is entered
         # The mode would make torch.compile compile its graphs once more.
-        can_see = comm.size > 1 and self.unsharder.is_needed
-        self._can_see_collectives = can_see and not any(map(is_compiled, module.modules()))
+        can_intercept = comm.size > 1 and self.unsharder.is_needed
+        self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
         self._last_used = ""  # name of the unit whose forward or backward began last
@@ -233,7 +233,7 @@ class Schedule:
         for unit in self.units:
             if unit.stays_unsharded:
                 unit.is_saved_for_backward |= torch.is_grad_enabled()
-        self._see_collectives()
+        self._intercept_collectives()
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
@@ -245,7 +245,9 @@ class Schedule:
                 self.order.begin("a forward")
         elif self.unsharder.is_needed or self.reducer.has_stepped:
             # Without sharded parameters, only a forward after a step waits for all-gathers.
-            kind = f"a forward and its backward{'' if ends_step else ', of several'}"
+            kind = "a forward and its backward"
+            if not ends_step:
+                kind += ", of several"
             self.order.begin(kind, self.reducer.trainable())
 
     def compare_assigned(self) -> None:
@@ -270,17 +272,17 @@ class Schedule:
         if copies_buffers:
             self.shared.refresh()
 
-    def _see_collectives(self) -> None:
+    def _intercept_collectives(self) -> None:
         """Intercepts collectives until `close`. See [Note: Collectives of the user]."""
-        if not self._can_see_collectives or self._sees_collectives:
+        if not self._can_intercept or self._is_intercepting:
             return
         if self.order.expects_collectives:
             self._collectives.__enter__()
-            self._sees_collectives = True
+            self._is_intercepting = True
 
-    def _stop_seeing_collectives(self) -> None:
-        if self._sees_collectives:
-            self._sees_collectives = False
+    def _stop_intercepting(self) -> None:
+        if self._is_intercepting:
+            self._is_intercepting = False
             self._collectives.__exit__(None, None, None)
 
     def close(self) -> None:
@@ -288,13 +290,14 @@ class Schedule:
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._is_in_backward:
             return
-        self._stop_seeing_collectives()
+        self._stop_intercepting()
         self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.unsharder.reshard_all()
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
+        """Context of one step of the training loop. Calls `reset` after an exception."""
         try:
             self.open(is_step=True)
             yield
@@ -362,8 +365,9 @@ class Schedule:
             raise BetweenStepsError(
                 f"parameter {name} is sharded over {self._comm.mesh.num_shards} ranks outside "
                 "forward and backward. To compute with it, for example by calling a part of the "
-                "module, do so on every rank inside a call of the root module, inside Lightning's "
-                "training_step or a similar hook, or inside `with engine.forward_context():`.\n"
+                "module, do so on every rank inside a call of the top-level module, inside "
+                "Lightning's training_step or a similar hook, or inside `with "
+                "engine.forward_context():`.\n"
                 "To read or change it, use torch.no_grad() on every rank, or enter `with "
                 "lightning_zero.gathered(module):` on every rank (`writeback=True` to change it) "
                 "and read it there on any rank. To run forwards on some ranks only, enter `with "
@@ -390,6 +394,7 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
+        """Begins the pass of a backward and unshards the root. Collective."""
         if not self.reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True
@@ -456,6 +461,7 @@ class Schedule:
             self.reducer.complete(bucket)
 
     def _finalize_backward(self) -> None:
+        """Completes the reductions and reshards all units. Collective."""
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
@@ -493,7 +499,7 @@ class Schedule:
         """
         self._has_forward = self._is_in_backward = False
         self._depth = 0
-        self._stop_seeing_collectives()
+        self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
         if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):

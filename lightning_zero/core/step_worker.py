@@ -60,7 +60,8 @@ class StepLoop:
             self._changed.wait_for(lambda: self.num_stepped > number or self._error is not None)
         if self.num_stepped <= number:
             return self._error
-        if (event := self._events[number]) is not None:
+        event = self._events[number]
+        if event is not None:
             streams.current(self._device).wait_event(event)
         return None
 

@@ -180,9 +180,11 @@ class Unsharder:
 
     def _drop_unclaimed(self, wanted: Unit) -> None:
         """Reshards units that were unsharded before `wanted` and not used, in this order."""
-        while self._unclaimed and (first := next(iter(self._unclaimed))) is not wanted:
-            del self._unclaimed[first]
-            first.reshard()
+        for unit in list(self._unclaimed):
+            if unit is wanted:
+                return
+            del self._unclaimed[unit]
+            unit.reshard()
 
     def prefetch(self) -> None:
         """Unshards the next units, as far as the settings allow."""
