@@ -441,15 +441,13 @@ class Gradients:
             name = self._plan.layout.slots[index].name
             raise RuntimeError(
                 f"the gradient of {name} has not been reduced: micro-batches under no_sync are "
-                "reduced by the next backward outside of it, or by engine.finish_reductions(). "
-                "Call one of them first."
+                "reduced by the next backward outside of it, or by engine.finish_reductions(); run "
+                "one of the two first."
             )
         if not self._is_own_view(index, grad):
             self._copy_user_grad(index, grad)
             with torch._C.DisableTorchFunctionSubclass():
-                self._set_param_grad(
-                    index
-                )  # so that clipping `.grad` changes the mean that is stepped
+                self._set_param_grad(index)  # clipping `.grad` must change the mean
         return self.slices[index]
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
@@ -470,11 +468,16 @@ class Gradients:
         """
         assert self.main_grad is not None
         if self._offloaded is None:
-            for part in [self.main_grad] if indices is None else [self.slices[i] for i in indices]:
+            parts = [self.main_grad]
+            if indices is not None:
+                parts = [self.slices[index] for index in indices]
+            for part in parts:
                 change(part)
         else:
-            everything = [range(self._numel)]
-            for own in everything if indices is None else [self._own_ranges[i] for i in indices]:
+            ranges = [range(self._numel)]
+            if indices is not None:
+                ranges = [self._own_ranges[index] for index in indices]
+            for own in ranges:
                 self._offloaded.apply_(change, own.start, own.stop)
 
     def drop(self) -> None:
@@ -484,9 +487,10 @@ class Gradients:
         if self._reduction is not None:
             self._comm.discard(self._reduction[1])
             self.unsharded_grads = None  # a collective may still write to it
-        for average in (self._average, self._zeros_reduction and self._zeros_reduction[1]):
-            if average is not None:
-                self._comm.discard(average)
+        if self._average is not None:
+            self._comm.discard(self._average)
+        if self._zeros_reduction is not None and self._zeros_reduction[1] is not None:
+            self._comm.discard(self._zeros_reduction[1])
         self._reduction = self._average = self._carried_mean = self._zeros_reduction = None
         self._holds_mean = self.is_partial = False
         self._expected = set()

@@ -158,6 +158,7 @@ class Hooks:
 
     def _pre_forward(self, unit: Unit) -> Callable[..., None]:
         """A hook that unshards `unit` and watches its inputs."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
@@ -177,6 +178,7 @@ class Hooks:
 
     def _post_forward(self, unit: Unit) -> Callable[..., None]:
         """A hook that watches the outputs of `unit` and reshards it."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return

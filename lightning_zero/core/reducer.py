@@ -52,8 +52,7 @@ class Reducer:
         self._is_sequence_agreed = False
         self._completed: list[Bucket] = []  # in this backward, in this order
         self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
-        # Slots that had gradients in the last backward, by trainable set (GANs train two sets in
-        # turn).
+        # Slots with gradients in the last backward, by trainable set: GANs train two in turn.
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
         self.in_flight: Bucket | None = None
         self.has_stepped = False
@@ -73,7 +72,7 @@ class Reducer:
 
     def trainable(self) -> Trainable:
         """`requires_grad` of every parameter, in layout order."""
-        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow
             return tuple([p.requires_grad for bucket in self._buckets for p in bucket.parameters])
 
     # ---------------------------------------------------------------- one backward
